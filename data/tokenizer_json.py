@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -12,6 +13,9 @@ from config import ConfigError
 
 # Llama 3; Llama 2; GPT-2 and SmolLM; Gemma
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>")
+SETTINGS = "tokenizer_config.json"
+# transformers' classes that make the tokenizer of the vocabulary alone
+LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 PROBES = 100  # vocabulary entries that are tried as text
 
 
@@ -29,10 +33,36 @@ def json_files(path: pathlib.Path, content: bytes) -> dict[str, bytes]:
     """The bytes, by file name, of a tokenizer.json and, if there is one, the tokenizer_config.json
     next to it. content: of the file at `path`. Raises OSError."""
     contents = {"tokenizer.json": content}
-    settings = path.with_name("tokenizer_config.json")
+    settings = path.with_name(SETTINGS)
     if settings.exists():
-        contents[settings.name] = settings.read_bytes()
+        contents[SETTINGS] = settings.read_bytes()
+    older = path.with_name("special_tokens_map.json")
+    if older.exists():
+        contents |= with_tokens_of(older.read_bytes(), contents.get(SETTINGS, b"{}"))
     return contents
+
+
+def with_tokens_of(token_map: bytes, settings: bytes) -> dict[str, bytes]:
+    """The tokenizer_config.json of an older folder, which names its special tokens in
+    special_tokens_map.json; nothing where that adds none, or does not count, as transformers
+    decides it."""
+    with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
+        named = json.loads(settings)
+        tokens = {}
+        for key, token in json.loads(token_map).items():
+            name = token_name(token)
+            if key.endswith("_token") and name and name != token_name(named.get(key)):
+                tokens[key] = name
+        if tokens and "added_tokens_decoder" not in named:
+            return {SETTINGS: json.dumps(named | tokens).encode()}
+    return {}
+
+
+def token_name(token: Any) -> str | None:
+    """Of a special token in a tokenizer's settings: a name, or an object that holds it."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
 
 
 def has_added_tokens(path: pathlib.Path) -> bool:
@@ -57,23 +87,18 @@ class JsonModel:
         """path: names the tokenizer in messages. files: of json_files(). Raises ConfigError."""
         self.path = path
         self.inner = self._load(files["tokenizer.json"])
+        settings = self._settings(files.get(SETTINGS, b"{}"))
+        self._prepend_as_llama(files["tokenizer.json"], settings)
         ids = self.inner.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1
         if not 0 < self.vocab_size < 2**31:
             raise ConfigError(
                 f"{path}: has {self.vocab_size} ids; they must be at least one, and fit in 31 bits"
             )
-        try:
-            settings = json.loads(files.get("tokenizer_config.json", b"{}"))
-            eos_setting = settings.get("eos_token")
-        except (ValueError, AttributeError, RecursionError):
-            raise ConfigError(
-                f"{path}: tokenizer_config.json beside it is no JSON object"
-            ) from None
         # the ids before and after a document
         self.bos, self.eos = self._post_processed()
         if not self.eos:
-            self.eos = self._named_eos(eos_setting)
+            self.eos = self._named_eos(settings.get("eos_token"))
         # from now on the names of special tokens in a text are encoded as plain text
         self.inner.encode_special_tokens = True
 
@@ -97,6 +122,37 @@ class JsonModel:
             inner.model.dropout = None
         return inner
 
+    def _settings(self, content: bytes) -> dict[str, Any]:
+        """The object of a tokenizer_config.json. Raises ConfigError."""
+        settings = None
+        with contextlib.suppress(ValueError, RecursionError):
+            settings = json.loads(content)
+        if not isinstance(settings, dict):
+            raise ConfigError(f"{self.path}: tokenizer_config.json beside it is no JSON object")
+        return settings
+
+    def _prepend_as_llama(self, content: bytes, settings: dict[str, Any]) -> None:
+        """Lets a tokenizer of Llama 2's kind put a space in front of a text, and after each special
+        token in it only if `legacy` says so: transformers does, from version 5 on, whatever its
+        tokenizer.json does. content: of tokenizer.json."""
+        if settings.get("tokenizer_class") not in LLAMA_CLASSES:
+            return
+        parts = json.loads(content)
+        kinds = re.findall(
+            r'"type": "(\w+)"', json.dumps([parts.get("normalizer"), parts.get("pre_tokenizer")])
+        )
+        if not set(kinds) <= {"Sequence", "Prepend", "Replace", "Metaspace"}:
+            return  # Llama 3's kind
+        import tokenizers
+
+        scheme = "always" if settings.get("legacy", False) else "first"
+        if settings.get("add_prefix_space") is False:
+            scheme = "never"
+        self.inner.normalizer = None
+        self.inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
+            replacement="\u2581", prepend_scheme=scheme, split=False
+        )
+
     def _post_processed(self) -> tuple[list[int], list[int]]:
         """(the ids that the post-processor adds before a text, those that it adds after it). Raises
         ConfigError."""
@@ -112,12 +168,9 @@ class JsonModel:
 
     def _named_eos(self, setting: Any) -> list[int]:
         """The id of the token that tokenizer_config.json names, else of the first of EOS_NAMES;
-        none if the vocabulary has no such token. setting: "eos_token" there: a name, or an object
-        that holds it."""
-        if isinstance(setting, dict):
-            setting = setting.get("content")
-        for name in (setting, *EOS_NAMES):
-            if isinstance(name, str):
+        none if the vocabulary has no such token. setting: "eos_token" there."""
+        for name in (token_name(setting), *EOS_NAMES):
+            if name is not None:
                 eos = self.inner.token_to_id(name)
                 if eos is not None:
                     return [eos]

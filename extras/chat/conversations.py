@@ -10,6 +10,7 @@ Special tokens come from the template alone. The name of one in a message is enc
 """
 
 import array
+import contextlib
 import functools
 import itertools
 import json
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 from config import ConfigError
 from data.encode import Encoded, TokenizerCopy, is_validation
 from data.tokenizer import SPACE, Tokenizer
+from data.tokenizer_json import token_name
 from extras.chat.messages import Message, from_document, with_reasoning
 from extras.chat.template import (
     NONCHARACTERS,
@@ -29,20 +31,11 @@ from extras.chat.template import (
     bounded,
     find_template,
 )
+from extras.chat.turns import Rendering, Spans, Turns, no_end
 
 # after so many conversations that cannot be rendered, and none that can, encoding stops: a template
 # may fail on all
 MAX_PROBLEMS = 10
-
-Spans = list[tuple[int, int]]  # (first character, one past the last), in order
-
-
-class Rendering(NamedTuple):
-    """The text that a template makes of a conversation."""
-
-    text: str
-    blocks: Spans  # the characters of {% generation %} blocks
-    guarded: str  # the text with a guard in each name of a special token that a message contains
 
 
 class Tokens(NamedTuple):
@@ -68,8 +61,13 @@ class Chat:
         # special: ids by name. variables: names by the template's variable for them
         if self.is_json:
             self.model = self.tokenizer.model.inner
-            self.special = json_special_tokens(self.model)
             variables = json_token_variables(self.tokenizer.files.get(SETTINGS, b"{}"))
+            # special, as in transformers, even if tokenizer.json says otherwise
+            known = [
+                name for name in variables.values() if self.model.token_to_id(name) is not None
+            ]
+            self.model.add_special_tokens(known)
+            self.special = json_special_tokens(self.model)
         else:
             self.model = self.tokenizer.model
             self._check_sentencepiece()
@@ -114,90 +112,139 @@ class Chat:
     def encode(
         self,
         messages: list[Message],
-        tools: list[dict] | None = None,
+        tools: list | None = None,
         has_loss: list[bool] | None = None,
     ) -> tuple[list[int], list[bool]]:
         """The ids of a conversation, and which of them have a loss.
 
         messages: as checked() returns them. has_loss: which of them have a loss, if the assistant
-        says them; None: all. Both lists are empty if the assistant has no such turn, or one without
-        text and tool calls.
+        says them; None: all. Both lists are empty if the assistant has no such turn, or one
+        without text and tool calls.
         """
         learned = learned_turns(messages, has_loss)
         if not any(learned) or not all_speak(messages, learned):
             return [], []
-        rendering = self._render_guarded(messages, tools)
-        spans = rendering.blocks
-        if not self.sandbox.has_blocks:
-            with bounded():
-                spans = self._assistant_spans(messages, tools, rendering.text)
-        self._check_ends_of_turns(rendering.text, spans)
-        spans = spans_of(spans, messages, learned)
-        ids, offsets = self._tokenize_guarded(rendering.guarded)
+        self._choose_marks(messages, tools)
+        rendering, guarded = self._render_guarded(messages, tools)
+        spans = self._spans(messages, tools, learned, rendering)
+        ids, offsets = self._tokenize_guarded(guarded)
         mask = overlap(offsets, spans)
         if not any(mask):
             return [], []
         return ids, mask
 
+    def _spans(
+        self,
+        messages: list[Message],
+        tools: list | None,
+        has_loss: list[bool],
+        rendering: Rendering,
+    ) -> Spans:
+        """The characters with a loss in the rendering of a conversation. Raises ConfigError."""
+        turns = Turns(
+            messages,
+            self.sandbox.marks.mark,
+            lambda messages, prompt: self._render(messages, tools, prompt),
+            self.pattern,
+        )
+        if turns.text != rendering.text:
+            raise ConfigError(
+                "the chat template renders the messages differently with marks in their texts, so "
+                "where they stand is unclear; name another one, data.chat_template"
+            )
+        turns.check_complete(has_loss)
+        if tools and not self._renders_tools(messages, tools, rendering):
+            raise ConfigError(
+                "the chat template leaves out the tools; name one that renders them, "
+                "data.chat_template, or leave them out of the data"
+            )
+        if not self.sandbox.has_blocks:
+            return turns.spans(has_loss)
+        self._check_ends_of_turns(rendering.text, rendering.blocks)
+        return turns.with_loss(rendering.blocks, has_loss)
+
+    def _renders_tools(self, messages: list[Message], tools: list, rendering: Rendering) -> bool:
+        """Whether the conversation is rendered otherwise without its tools."""
+        try:
+            return self._render(messages, None).text != rendering.text
+        except ConfigError:  # the template needs them
+            return True
+
     def prompt(self, messages: list[Message]) -> list[int]:
         """The ids of a conversation up to where the assistant speaks."""
-        rendering = self._render_guarded(messages, None, prompt=True)
-        return self._tokenize_guarded(rendering.guarded).ids
+        self._choose_marks(messages, None)
+        _, guarded = self._render_guarded(messages, None, prompt=True)
+        return self._tokenize_guarded(guarded).ids
 
     def end_of_turn(self) -> list[int]:
-        """The special token that ends an assistant's turn; empty if the template has none."""
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
-        ids, has_loss = self.encode(messages)
+        """The special tokens that end an assistant's turn, where another follows and at the end of
+        the conversation; empty if the template has none."""
+        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+        ends = []
+        for messages in (turn, turn + turn):
+            first_turn = [i < len(turn) for i in range(len(messages))]
+            with contextlib.suppress(ConfigError):  # some end a turn in one of the two only
+                ends += self._last_special(*self.encode(messages, None, first_turn))
+        return list(dict.fromkeys(ends))
+
+    def _last_special(self, ids: list[int], has_loss: list[bool]) -> list[int]:
         learned = itertools.compress(ids, has_loss)
-        ends = [token for token in learned if token in self.special.values()]
-        return ends[-1:]
+        return [token for token in learned if token in self.special.values()][-1:]
 
     # Rendering
 
     def _render(
-        self, messages: list[Message], tools: list[dict] | None, prompt: bool = False
-    ) -> tuple[str, Spans]:
-        """The text, and the characters of its {% generation %} blocks.
-
-        prompt: up to where the assistant speaks.
-        """
-        begin, end, _ = self.sandbox.marks
-        marked = self.template.render(
-            messages=messages, tools=tools, documents=None, add_generation_prompt=prompt
-        )
+        self, messages: list[Message], tools: list | None, prompt: bool = False
+    ) -> Rendering:
+        """prompt: up to where the assistant speaks."""
+        begin, end, _, mark = self.sandbox.marks
+        with bounded():
+            marked = self.template.render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt
+            )
         text = ""
         blocks = []
-        for piece in re.split(f"([{begin}{end}])", marked):
+        marks = []
+        open_blocks = 0
+        for piece in re.split(f"({mark}\\d+{mark}|[{begin}{end}])", marked):
             if piece == begin:
-                blocks.append((len(text), len(text)))
-            elif piece == end:
+                open_blocks += 1
+                if open_blocks == 1:
+                    blocks.append((len(text), len(text)))
+            elif piece == end and open_blocks:
+                open_blocks -= 1
                 blocks[-1] = (blocks[-1][0], len(text))
+            elif piece.startswith(mark):
+                marks.append((int(piece.strip(mark)), len(text)))
             else:
                 text += piece
-        return text, blocks
+        return Rendering(text, blocks, marks)
 
-    def _render_guarded(
-        self, messages: list[Message], tools: list[dict] | None, prompt: bool = False
-    ) -> Rendering:
-        """Renders the messages as they are and, if they differ, with guards."""
+    def _choose_marks(self, messages: list[Message], tools: list | None) -> None:
+        """Chooses characters that the conversation does not contain. Raises ConfigError."""
         characters = json.dumps([messages, tools], ensure_ascii=False)
         unused = [c for c in NONCHARACTERS if c not in characters]
         if len(unused) < len(Marks._fields):
             raise ConfigError("has all of Unicode's noncharacters U+FDD0 to U+FDEF")
         self.sandbox.marks = Marks(*unused[: len(Marks._fields)])
+
+    def _render_guarded(
+        self, messages: list[Message], tools: list | None, prompt: bool = False
+    ) -> tuple[Rendering, str]:
+        """The rendering, and its text with a guard in each name of a special token that a message
+        contains."""
+        rendering = self._render(messages, tools, prompt)
+        guarded = rendering.text
         guarded_messages = self._guard(messages)
         guarded_tools = self._guard(tools)
-        with bounded():
-            text, blocks = self._render(messages, tools, prompt)
-            guarded = text
-            if guarded_messages != messages or guarded_tools != tools:
-                guarded, _ = self._render(guarded_messages, guarded_tools, prompt)
-        if guarded.replace(self.sandbox.marks.guard, "") != text:
+        if guarded_messages != messages or guarded_tools != tools:
+            guarded = self._render(guarded_messages, guarded_tools, prompt).text
+        if guarded.replace(self.sandbox.marks.guard, "") != rendering.text:
             raise ConfigError(
                 "spells out a special token, and the chat template renders the message differently "
                 "without it; leave it out"
             )
-        return Rendering(text, blocks, guarded)
+        return rendering, guarded
 
     def _guard(self, value: Any) -> Any:
         """The messages with guards in their strings, so that no string makes a special token.
@@ -229,43 +276,20 @@ class Chat:
             text += guard
         return value.replace(value.strip(), text)
 
-    def _assistant_spans(
-        self, messages: list[Message], tools: list[dict] | None, text: str
-    ) -> Spans:
-        """The assistant's characters in a text without {% generation %} blocks, by prefixes.
-
-        A turn's characters are those that it adds after the prompt for it. White space after its
-        last special token is left out.
-        """
-        spans = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before, _ = self._render(messages[:i], tools, prompt=True)
-            after, _ = self._render(messages[: i + 1], tools)
-            if not (text.startswith(after) and after.startswith(before)):
-                raise ConfigError(
-                    f"the chat template renders the first {i + 1} messages differently once others "
-                    "follow, or adds no prompt before the assistant's turn (some leave out earlier "
-                    "reasoning): what the assistant said is unclear; mark it with {% generation %} "
-                    "in a template of your own, data.chat_template"
-                )
-            end = len(after)
-            special = list(self.pattern.finditer(after, len(before)))
-            if special and not after[special[-1].end() :].strip():
-                end = special[-1].end()
-            spans.append((len(before), end))
-        return spans
-
-    def _check_ends_of_turns(self, text: str, spans: Spans) -> None:
-        """Raises ConfigError if a special token ends a turn but is not in the turn's span."""
-        for begin, end in spans:
+    def _check_ends_of_turns(self, text: str, blocks: Spans) -> None:
+        """Raises ConfigError if no special token ends a turn, or one that is not in the turn's
+        block."""
+        names = tuple(self.special)
+        for begin, end in blocks:
             special = self.pattern.match(text, end)
-            if special and not text[begin:end].rstrip().endswith(tuple(self.special)):
+            if special and not text[begin:end].rstrip().endswith(names):
                 raise ConfigError(
                     f"the chat template ends the assistant's turn before {special[0]}, and no "
                     "model would learn to end its turn; put that into the {% generation %} block"
                 )
+        last = text[slice(*blocks[-1])].rstrip() if blocks else ""
+        if last and not last.endswith(names):
+            raise ConfigError(no_end("the last turn", f"its text ends with {last[-30:]!r}"))
 
     # Tokenizing
 
@@ -354,13 +378,17 @@ def json_special_tokens(model: Any) -> dict[str, int]:
 
 
 def json_token_variables(settings: bytes) -> dict[str, str]:
-    """bos_token, eos_token and so on of a tokenizer_config.json."""
+    """bos_token, eos_token and so on of a tokenizer_config.json, as transformers passes them to a
+    template."""
+    named = json.loads(settings)
+    extra = named.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        named |= extra
     variables = {}
-    for key, value in json.loads(settings).items():
-        if isinstance(value, dict):
-            value = value.get("content")
-        if key.endswith("_token") and isinstance(value, str):
-            variables[key] = value
+    for key, value in named.items():
+        name = token_name(value)
+        if name is not None and (key.endswith("_token") or key in (extra or ())):
+            variables[key] = name
     return variables
 
 
@@ -395,23 +423,6 @@ def all_speak(messages: list[Message], learned: list[bool]) -> bool:
         if not text.strip() and not turn.get("tool_calls"):
             return False
     return True
-
-
-def spans_of(spans: Spans, messages: list[Message], learned: list[bool]) -> Spans:
-    """Those of the assistant's spans whose turns have a loss. Raises ConfigError if some turn has
-    none, and the template's blocks are not one a turn."""
-    turns = []
-    for message, has_loss in zip(messages, learned):
-        if message["role"] == "assistant":
-            turns.append(has_loss)
-    if all(turns):
-        return spans
-    if len(spans) != len(turns):
-        raise ConfigError(
-            f"has messages without a loss (weight, train, or a prompt's), and the chat template "
-            f"renders {len(turns)} turns of the assistant in {len(spans)} {{% generation %}} blocks"
-        )
-    return list(itertools.compress(spans, turns))
 
 
 def overlap(offsets: Spans, spans: Spans) -> list[bool]:

@@ -26,6 +26,8 @@ from config import ConfigError
 from data.hub import local
 
 TEMPLATE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"  # a folder of others
+DEFAULT = "default"  # the name of the template that is used
 SETTINGS = "tokenizer_config.json"
 SECONDS = 5.0  # processor time that rendering one conversation may take
 BYTES = 1 << 30  # memory that it may take
@@ -35,11 +37,12 @@ NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # no text has a use fo
 
 
 class Marks(NamedTuple):
-    """Three characters that a conversation does not contain."""
+    """Four characters that a conversation does not contain."""
 
     begin: str  # of a {% generation %} block
     end: str
     guard: str  # splits the name of a special token in a message, see Chat._guard()
+    mark: str  # stands on both sides of a number, see MarkedMessages
 
 
 def files_of(d: config.Data) -> dict[str, bytes]:
@@ -69,42 +72,62 @@ def identity_of(d: config.Data) -> dict[str, str]:
 def find_template(tokenizer: str | pathlib.Path, chat_template: str | None = None) -> str:
     """The text of a Jinja file, data.chat_template, or else of the tokenizer's own template.
 
-    The latter is chat_template.jinja next to the tokenizer, or chat_template in its
-    tokenizer_config.json. Raises ConfigError.
+    Raises ConfigError.
     """
+    if chat_template:
+        return read_text(pathlib.Path(chat_template))
     folder = local(str(tokenizer))
     if not folder.is_dir():
         folder = folder.parent
-    path = pathlib.Path(chat_template) if chat_template else folder / TEMPLATE
-    template = None
-    try:
-        if chat_template or path.exists():
-            return path.read_bytes().decode()
-        path = folder / SETTINGS
-        if path.exists():
-            template = json.loads(path.read_bytes()).get("chat_template")
-    except OSError as error:
-        raise ConfigError(f"{path}: chat template cannot be read: {error.strerror}") from None
-    except (ValueError, AttributeError, RecursionError):
-        raise ConfigError(
-            f"{path}: chat template cannot be read: is not UTF-8, or no JSON object"
-        ) from None
-    if isinstance(template, list):
-        template = default_template(template)
-    if not isinstance(template, str):
+    templates = templates_in(folder)
+    if not templates:
         raise ConfigError(
             f"{tokenizer}: has no chat template; name a Jinja file, data.chat_template"
         )
-    return template
+    if DEFAULT not in templates:
+        raise ConfigError(
+            f"{tokenizer}: none of its chat templates, {', '.join(sorted(templates))}, is named "
+            f"{DEFAULT}; name a Jinja file, data.chat_template"
+        )
+    return templates[DEFAULT]
 
 
-def default_template(named_templates: list) -> object:
-    """The template named "default" of a tokenizer_config.json that lists several; None without."""
-    template = None
-    for entry in named_templates:
-        if isinstance(entry, dict) and entry.get("name") == "default":
-            template = entry.get("template")
-    return template
+def templates_in(folder: pathlib.Path) -> dict[str, str]:
+    """The chat templates of a tokenizer's folder, by name, found as transformers finds them.
+
+    Jinja files come before tokenizer_config.json's chat_template: a text, an object, or a list of
+    objects with name and template. Raises ConfigError.
+    """
+    files = {path.stem: path for path in (folder / MORE_TEMPLATES).glob("*.jinja")}
+    if (folder / TEMPLATE).exists():
+        files[DEFAULT] = folder / TEMPLATE
+    if files:
+        return {name: read_text(path) for name, path in files.items()}
+    path = folder / SETTINGS
+    if not path.exists():
+        return {}
+    try:
+        templates = json.loads(read_text(path)).get("chat_template") or {}
+        if isinstance(templates, str):
+            templates = {DEFAULT: templates}
+        if isinstance(templates, list):
+            templates = {entry["name"]: entry["template"] for entry in templates}
+        return {name: template for name, template in templates.items() if isinstance(template, str)}
+    except (ValueError, AttributeError, TypeError, KeyError, RecursionError):
+        raise ConfigError(
+            f"{path}: chat template cannot be read: no JSON object whose chat_template is a text, an "
+            "object, or a list of objects with name and template"
+        ) from None
+
+
+def read_text(path: pathlib.Path) -> str:
+    """Raises ConfigError."""
+    try:
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise ConfigError(f"{path}: chat template cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(f"{path}: chat template cannot be read: is not UTF-8") from None
 
 
 @contextlib.contextmanager
@@ -174,7 +197,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     # no signal interrupts a multiplication of integers as large as memory
     intercepted_binops = frozenset({"*", "**"})
     has_blocks = False  # whether the template has a {% generation %} block
-    marks = Marks(*NONCHARACTERS[:3])  # set for each conversation
+    marks = Marks(*NONCHARACTERS[:4])  # set for each conversation
 
     def __init__(self) -> None:
         version = re.findall(r"\d+", jinja2.__version__)[:3]

@@ -824,7 +824,7 @@ TURN = talk("a", "b")
             talk("a", "b", "c", "d"),
             "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}"
             "{% endfor %}",
-            "renders the first 2 messages differently once others follow",
+            "message 2 (assistant): the chat template leaves out text of it",
         ),
         (
             TURN,

@@ -1,0 +1,306 @@
+"""Where the assistant's turns stand in a rendered conversation, for a template without
+{% generation %} blocks.
+
+The conversation is rendered once more with a mark before and after each piece of text in its
+messages. Without the marks, both renderings must be equal; the marks then say where each message
+stands, wherever the template puts it. A template may strip a text, or split it at a tag such as
+</think>: marks stand inside the white space at its ends, and around the text between two tags.
+
+A turn begins after what the prompt for it adds behind the message before, and ends with the special
+token that follows it, whether the conversation goes on or not.
+"""
+
+import difflib
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from config import ConfigError
+from extras.chat.messages import REASONING_KEYS, Message
+
+TAGS = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")  # <think>, [THINK]; a template may split at one
+CLOSES_REASONING = ("/think", "/thinking")
+
+
+class Piece(NamedTuple):
+    """A text in a message that has marks of its own."""
+
+    message: int
+    what: str  # TEXT, REASONING or TOOL_CALL
+
+
+TEXT = "text of it"
+REASONING = "its reasoning"
+TOOL_CALL = "a tool call"
+REMEDY = (
+    "; mark what the assistant says with {% generation %} in a template of your own, "
+    "data.chat_template"
+)
+
+Spans = list[tuple[int, int]]  # (first character, one past the last), in order
+
+
+class MarkedMessages:
+    """Messages with a mark before and after each piece of text."""
+
+    def __init__(self, messages: list[Message], mark: str):
+        """mark: a character that the messages do not contain."""
+        self.mark = mark
+        self.pieces: list[Piece] = []
+        self.reasoning: dict[tuple[int, str], int] = {}  # its number, by message and text
+        self.messages = [self._message(i, message) for i, message in enumerate(messages)]
+        # for a conversation that the assistant begins: some templates expect a user's message
+        unused = 2 * len(self.pieces) + 1
+        self.question = {"role": "user", "content": f"a{mark}{unused}{mark}"}
+
+    def _message(self, i: int, message: Message) -> Message:
+        marked = dict(message)
+        if isinstance(message.get("content"), str):
+            marked["content"] = self._content(i, message["content"])
+        if message["role"] == "assistant":
+            for key in REASONING_KEYS:
+                if isinstance(message.get(key), str):
+                    marked[key] = self._text(message[key], Piece(i, REASONING))
+            if message.get("tool_calls"):
+                marked["tool_calls"] = [self._call(i, call) for call in message["tool_calls"]]
+        return marked
+
+    def _content(self, i: int, content: str) -> str:
+        """Text before a closing tag such as </think> is reasoning."""
+        marked = ""
+        parts = [*TAGS.split(content), ""]  # text and tags in turn
+        if not "".join(parts[::2]).strip():
+            return self._text(content, Piece(i, TEXT))
+        for text, tag in zip(parts[::2], parts[1::2]):
+            what = REASONING if tag.strip("<>[]").casefold() in CLOSES_REASONING else TEXT
+            marked += self._text(text, Piece(i, what)) + tag
+        return marked
+
+    def _call(self, i: int, call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        if "function" in call:
+            return {**call, "function": self._call(i, call["function"])}
+        marked = dict(call)
+        for key in ("name", "arguments"):
+            if key in call:
+                marked[key] = self._strings(call[key], Piece(i, TOOL_CALL))
+        return marked
+
+    def _strings(self, value: Any, piece: Piece) -> Any:
+        if isinstance(value, dict):
+            return {key: self._strings(entry, piece) for key, entry in value.items()}
+        if isinstance(value, list):
+            return [self._strings(entry, piece) for entry in value]
+        return self._text(value, piece) if isinstance(value, str) else value
+
+    def _text(self, text: str, piece: Piece) -> str:
+        core = text.strip()
+        if not core:
+            return text
+        number = len(self.pieces)
+        if piece.what == REASONING:
+            # the same reasoning stands under several names, and a template reads one
+            number = self.reasoning.setdefault((piece.message, core), number)
+        if number == len(self.pieces):
+            self.pieces.append(piece)
+        begin = f"{self.mark}{2 * number}{self.mark}"
+        end = f"{self.mark}{2 * number + 1}{self.mark}"
+        return text.replace(core, begin + core + end, 1)
+
+
+class Rendering(NamedTuple):
+    """The text that a template makes of a conversation."""
+
+    text: str
+    blocks: Spans  # the characters of {% generation %} blocks; of nested ones, the outermost
+    marks: list[tuple[int, int]]  # (number, position in the text), in order
+
+
+class Turns:
+    """The assistant's turns in a rendering."""
+
+    def __init__(
+        self,
+        messages: list[Message],
+        mark: str,
+        render: Callable[[list[Message], bool], Rendering],
+        special: re.Pattern,
+    ):
+        """mark: a character that the messages do not contain. render: (messages, whether the prompt
+        for the assistant follows) -> Rendering. special: matches the special tokens. Raises
+        ConfigError."""
+        self.marked = MarkedMessages(messages, mark)
+        self.render = render
+        self.special = special
+        self.boundaries = re.compile(rf"{special.pattern}|\s")
+        self.rendering = render(self.marked.messages, False)
+        self.text = self.rendering.text
+        # the special tokens that the text begins with
+        self.openers: list[str] = []
+        while token := special.match(self.text, sum(map(len, self.openers))):
+            self.openers.append(token[0])
+        self.positions: dict[int, int] = {}  # by number; a template may repeat a text
+        for number, position in self.rendering.marks:
+            self.positions.setdefault(number, position)
+
+    def check_complete(self, has_loss: list[bool]) -> None:
+        """Raises ConfigError if the template leaves out what a message says.
+
+        An assistant's turn without a loss may lack something.
+        """
+        for piece_number, (i, what) in enumerate(self.marked.pieces):
+            message = self.marked.messages[i]
+            matters = has_loss[i] or message["role"] != "assistant"
+            if matters and 2 * piece_number not in self.positions:
+                raise ConfigError(
+                    f"message {i + 1} ({message['role']}): the chat template leaves out {what}; name "
+                    "one that renders it, data.chat_template, or leave it out of the data"
+                )
+
+    def spans(self, has_loss: list[bool]) -> Spans:
+        """The characters of the turns with a loss. Raises ConfigError."""
+        return [self._span(i) for i, learned in enumerate(has_loss) if learned]
+
+    def with_loss(self, blocks: Spans, has_loss: list[bool]) -> Spans:
+        """The {% generation %} blocks without those of the assistant's turns without a loss.
+
+        A block belongs to the turn whose text it holds or follows, or else precedes.
+        """
+        chosen = []
+        for begin, end in blocks:
+            before = [n for n, position in self.positions.items() if position <= end]
+            after = [n for n, position in self.positions.items() if position > end]
+            owners = [self._message(n) for n in [*before[-1:], *after[:1]]]
+            turns = [i for i in owners if self.marked.messages[i]["role"] == "assistant"]
+            if not turns or has_loss[turns[0]]:
+                chosen.append((begin, end))
+        return chosen
+
+    def _message(self, mark_number: int) -> int:
+        return self.marked.pieces[mark_number // 2].message
+
+    def _span(self, i: int) -> tuple[int, int]:
+        own = [n for n in self.positions if self._message(n) == i]
+        if not own:
+            raise ConfigError(f"message {i + 1}: says nothing: its tool calls have no names")
+        first = min(own, key=self.positions.__getitem__)
+        last = max(own, key=self.positions.__getitem__)
+        begin = self._begin(i, self.positions[first])
+        return begin, self._end(i, self.positions[first], last)
+
+    def _begin(self, i: int, first: int) -> int:
+        """Where the model begins to speak. first: where the first text of the turn begins."""
+        previous, start = self._text_before(first)
+        between = self.text[start:first]
+        messages = self._first_messages(i)
+        asked = self.render(messages, True)
+        number, position = asked.marks[-1] if asked.marks else (None, 0)
+        prompt = asked.text[position:]
+        if number == previous and between.startswith(prompt):
+            return start + len(prompt)
+        # The turn begins otherwise than the prompt: with a tool call where that has <think>, or
+        # without the user's turn before it.
+        prompt = self._added(asked.text, self.render(messages, False).text) or prompt
+        shared = self._shared(prompt, between)
+        if not shared:
+            raise ConfigError(
+                f"message {i + 1}: the chat template begins it otherwise than its prompt for the "
+                f"assistant, so where it begins is unclear{REMEDY}"
+            )
+        return start + shared
+
+    def _text_before(self, first: int) -> tuple[int | None, int]:
+        """The mark at the end of the last text before a position, and where it stands."""
+        previous = None
+        start = 0
+        for number, position in self.positions.items():
+            if position <= first and number % 2:
+                previous = number
+                start = position
+        return previous, start
+
+    def _first_messages(self, count: int) -> list[Message]:
+        """The first messages, with a user's before the assistant's if there is none: templates
+        expect one."""
+        messages = self.marked.messages[:count]
+        roles = [message["role"] for message in messages]
+        turn = roles.index("assistant") if "assistant" in roles else count
+        if "user" not in roles[:turn]:
+            messages.insert(turn, self.marked.question)
+        return messages
+
+    def _added(self, with_prompt: str, without: str) -> str:
+        """The prompt for the assistant, by two renderings."""
+        common = len(common_prefix(with_prompt, without))
+        if common < len(without):  # a template may end a text that has no prompt
+            common = self._last_boundary(with_prompt, 0, common)
+        return with_prompt[common:]
+
+    def _shared(self, prompt: str, text: str) -> int:
+        """Where in a text the longest part ends that it shares with the prompt, less a part of a
+        word or special token; 0 if they share none."""
+        matcher = difflib.SequenceMatcher(None, prompt, text, autojunk=False)
+        in_prompt, begin, size = matcher.find_longest_match()
+        end = begin + size
+        if end < len(text) and in_prompt + size < len(prompt):
+            end = self._last_boundary(text, begin, end)
+        return end if text[begin:end].strip() else 0
+
+    def _last_boundary(self, text: str, begin: int, end: int) -> int:
+        """Where the last special token or white space between two positions ends."""
+        boundaries = [match.end() for match in self.boundaries.finditer(text, begin, end)]
+        return boundaries[-1] if boundaries else begin
+
+    def _end(self, i: int, first: int, last: int) -> int:
+        """One past the special token that ends the turn: one that follows its text whether the
+        conversation goes on or not, or one that ends the message before, too.
+
+        first: where the first text of the turn begins. last: the mark at the end of its last one.
+        """
+        start = self.positions[last]
+        follows = self.text[start:]
+        alone = self.rendering
+        if i + 1 < len(self.marked.messages):
+            alone = self.render(self._first_messages(i + 1), False)
+        closing = ""
+        for number, position in alone.marks:
+            if number == last:
+                closing = common_prefix(alone.text[position:], follows)
+        ends = [end.end() for end in self._ends(closing)]
+        if ends:
+            return start + ends[-1]
+        end = self.special.match(follows)
+        previous_end = self.special.match(self.text, self._text_before(first)[1])
+        if end and previous_end and end[0] == previous_end[0]:
+            return start + end.end()
+        later = [position for position in self.positions.values() if position > start]
+        behind = self.text[start : min(later, default=None)].strip()
+        shown = f"it is followed by {behind!r}" if behind else "nothing follows it"
+        raise ConfigError(no_end(f"message {i + 1}", shown))
+
+    def _ends(self, closing: str) -> list[re.Match]:
+        """The special tokens behind a turn, up to one that may begin another: some templates add a
+        prompt for the assistant without being asked."""
+        ends: list[re.Match] = []
+        for token in self.special.finditer(closing):
+            if ends and token[0] in self.openers:
+                break
+            ends.append(token)
+        return ends
+
+
+def common_prefix(first: str, second: str) -> str:
+    for i, (a, b) in enumerate(zip(first, second)):
+        if a != b:
+            return first[:i]
+    return min(first, second, key=len)
+
+
+def no_end(turn: str, shown: str) -> str:
+    """The problem of a turn that nothing ends. shown: the text where it ends."""
+    return (
+        f"{turn}: the chat template ends it with no special token of this tokenizer, and no model "
+        f"would learn to end its turn: {shown}; data.chat_template names another template, "
+        "data.tokenizer a tokenizer that has its tokens"
+    )
