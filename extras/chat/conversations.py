@@ -2,8 +2,8 @@
 
 A chat template renders each conversation as transformers does, and the full text is tokenized. The
 assistant's characters are those in the template's {% generation %} blocks. If the template has no
-such block, they are what each of the assistant's turns adds to the text. A token that holds one of
-these characters has a loss. Token files store a token without a loss as its complement, -1 - id, so
+such block, marks in a second rendering show them (turns.py). A token that holds one of these
+characters has a loss. Token files store a token without a loss as its complement, -1 - id, so
 the sign is the loss mask.
 
 Special tokens come from the template alone. The name of one in a message is encoded as plain text.
@@ -211,13 +211,16 @@ class Chat:
                 open_blocks += 1
                 if open_blocks == 1:
                     blocks.append((len(text), len(text)))
-            elif piece == end and open_blocks:
+            elif piece == end:
                 open_blocks -= 1
-                blocks[-1] = (blocks[-1][0], len(text))
+                if blocks:
+                    blocks[-1] = (blocks[-1][0], len(text))
             elif piece.startswith(mark):
                 marks.append((int(piece.strip(mark)), len(text)))
             else:
                 text += piece
+        if open_blocks:
+            raise ConfigError("the chat template cuts off an end of a {% generation %} block")
         return Rendering(text, blocks, marks)
 
     def _choose_marks(self, messages: list[Message], tools: list | None) -> None:

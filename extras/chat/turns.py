@@ -1,5 +1,5 @@
-"""Where the assistant's turns stand in a rendered conversation, for a template without
-{% generation %} blocks.
+"""Where the messages stand in a rendered conversation: what the template leaves out, and which
+characters the assistant's turns are, if it has no {% generation %} blocks.
 
 The conversation is rendered once more with a mark before and after each piece of text in its
 messages. Without the marks, both renderings must be equal; the marks then say where each message

@@ -296,6 +296,17 @@ def test_nested_blocks_are_one(template):
     ]
 
 
+@pytest.mark.parametrize("part", ["[1:]", "[:-1]"])
+def test_a_block_that_is_cut_is_refused(template, part):
+    text = (
+        LOOP
+        + "{% set said %}{% generation %}{{ m.content }}<|end|>{% endgeneration %}{% endset %}{{ said"
+        f"{part} }}}}{{% endfor %}}"
+    )
+    with pytest.raises(ConfigError, match=r"cuts off an end of a {% generation %} block"):
+        template(text).encode(THREE_TURNS)
+
+
 def test_a_turn_ends_with_the_conversation_or_before(template):
     made = template(CLOSING_EOS)
     assert made.ours.end_of_turn() == made.theirs.convert_tokens_to_ids(["</s>", "<|end|>"])
