@@ -85,7 +85,8 @@ class Watchdog:
 
     def _extend(self, seconds: float) -> None:
         """The process was stopped for some seconds, in which no progress could be made: by SIGSTOP,
-        SLURM's suspend, docker pause. They do not count."""
+        SLURM's suspend, docker pause. They do not count, unless the C thread's time, of which it has
+        FROZEN_SECONDS more, is over, too: nothing can hold that thread back."""
         self.deadline += seconds
         if not self.ended and self.deadline < float("inf"):
             self.end_if_frozen(self.deadline - time.monotonic() + FROZEN_SECONDS)
