@@ -6,6 +6,7 @@ Each names the versions that need it, and the test that fails without it.
 import contextlib
 import datetime
 import logging
+import platform
 from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest import mock
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from parallel.ranks import printed_if_long
+
 
 def set_default_timeout(timeout: datetime.timedelta) -> None:
     """Sets the timeout of the process groups that DeviceMesh creates.
@@ -23,6 +26,26 @@ def set_default_timeout(timeout: datetime.timedelta) -> None:
     Test: test_parallel.py, test_all_process_groups_have_the_runs_timeout.
     """
     dist.distributed_c10d.default_pg_timeout = timeout
+
+
+def report_wait_for_nodes() -> None:
+    """Has torchrun report that it waits for the torchrun of other nodes.
+
+    In all versions it waits without a word, for up to ten minutes.
+    Test: test_launching.py, test_torchrun_says_that_it_waits_for_other_nodes.
+    """
+    from torch.distributed.elastic.rendezvous import RendezvousInfo
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    next_rendezvous = DynamicRendezvousHandler.next_rendezvous
+
+    def reported(self: DynamicRendezvousHandler) -> RendezvousInfo:
+        nodes = self.settings.min_nodes
+        text = f"waiting for torchrun on the other nodes: this is {platform.node()}, one of {nodes}"
+        with printed_if_long(text):
+            return next_rendezvous(self)
+
+    DynamicRendezvousHandler.next_rendezvous = reported
 
 
 @contextlib.contextmanager

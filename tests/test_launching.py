@@ -4,6 +4,7 @@ import datetime
 import errno
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 import config
 from config import ConfigError
@@ -28,6 +30,7 @@ from lifecycle.process_group import all_gather_reports, check_launcher
 from lifecycle.watchdog import Watchdog
 from metrics import Board, peak_memory_gib
 from parallel.ranks import printed_if_long
+from parallel.torch_patches import report_wait_for_nodes
 from tests.conftest import REPO, launch, rows
 
 
@@ -182,6 +185,18 @@ def test_a_long_wait_says_for_whom_and_a_short_one_nothing(monkeypatch, capfd):
         pass
     time.sleep(0.2)
     assert capfd.readouterr().err == "waiting for rank 3\n"
+
+
+def test_torchrun_says_that_it_waits_for_other_nodes(monkeypatch, capfd):
+    monkeypatch.setattr("parallel.ranks.NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(DynamicRendezvousHandler, "next_rendezvous", lambda self: time.sleep(0.4))
+    report_wait_for_nodes()
+    handler = DynamicRendezvousHandler.__new__(DynamicRendezvousHandler)
+    handler._settings = SimpleNamespace(min_nodes=2)
+    handler.next_rendezvous()
+    assert re.search(
+        "^waiting for torchrun on the other nodes: .*, one of 2$", capfd.readouterr().err
+    )
 
 
 def test_rank_zero_names_the_ranks_that_are_missing(monkeypatch, capfd):

@@ -203,7 +203,7 @@ def test_a_signal_to_anyone_saves_and_stops_all(write_config, whom, number, npro
         {
             "launcher": lambda: run.process.pid,
             "rank": lambda: run.processes(r"/train\.py$")[-1],
-            "torchrun": lambda: run.processes(r"^launch\.torchrun$")[-1],
+            "torchrun": lambda: run.processes(r"from launch\.torchrun import main")[-1],
         }[whom](),
         number,
     )
@@ -244,7 +244,12 @@ def test_a_signal_to_the_launcher_that_has_only_begun(write_config, number, seco
     """While its Python starts, then imports."""
     run = Launched(write_config("earliest", **FOREVER))
     command = pathlib.Path(f"/proc/{run.process.pid}/cmdline")
-    run.wait_for(lambda: command.read_text().startswith(f"{sys.executable}\0-m\0launch.launch\0"))
+
+    def has_begun() -> bool:
+        words = command.read_text().split("\0")
+        return words[0] == sys.executable and "launch.launch" in words
+
+    run.wait_for(has_begun)
     time.sleep(seconds)
     run.process.send_signal(number)
     code, output = run.end()
@@ -1319,7 +1324,9 @@ def test_a_python_is_asked_for_what_the_run_needs_alone(prepared, write_config):
 
 def test_one_process_has_torchrun_where_it_may_be_restarted():
     assert Ranks(1, 1, 0, None).command()[1:] == [str(REPO / "train.py")]
-    assert {"launch.torchrun", "--max-restarts=3"} <= {*Ranks(1, 1, 3, "7").command()}
+    command = Ranks(1, 1, 3, "7").command()
+    assert "--max-restarts=3" in command
+    assert any("launch.torchrun" in word for word in command)
 
 
 @pytest.mark.parametrize("before", ["finished", "preempted"])
