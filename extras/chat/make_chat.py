@@ -56,8 +56,14 @@ def answers() -> Iterator[tuple[str, str, str]]:
 
 
 def describe_arguments(function: ast.FunctionDef) -> str:
-    names = [argument.arg for argument in function.args.args]
+    signature = function.args
+    names = [argument.arg for argument in (*signature.posonlyargs, *signature.args)]
     names = [name for name in names if name not in ("self", "cls")]
+    if signature.vararg:
+        names.append(f"*{signature.vararg.arg}")
+    names += [argument.arg for argument in signature.kwonlyargs]
+    if signature.kwarg:
+        names.append(f"**{signature.kwarg.arg}")
     if not names:
         return "It takes no arguments."
     return f"It takes {', '.join(names)}."
