@@ -528,7 +528,9 @@ def common_pattern(names: list[str]) -> str:
     """A glob pattern of these names, or of one of them."""
     if len(names) == 1:
         return names[0]
-    return f"{os.path.commonprefix(names)}*{os.path.splitext(names[0])[1]}"
+    same = itertools.takewhile(lambda characters: len({*characters}) == 1, zip(*names))
+    prefix = "".join(characters[0] for characters in same)
+    return f"{prefix}*{pathlib.Path(names[0]).suffix}"
 
 
 def matching_files(pattern: str) -> list[pathlib.Path]:

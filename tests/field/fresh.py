@@ -47,7 +47,10 @@ SITUATIONS = [
     Situation(
         "folders in a bucket",
         "base.toml --run.output_dir=gs://bucket/runs --data.source=s3://bucket/mine.jsonl",
-        ('output_dir = "gs://bucket/runs": is a URL', 'source = "s3://bucket/mine.jsonl": is a URL'),
+        (
+            'output_dir = "gs://bucket/runs": is a URL',
+            'source = "s3://bucket/mine.jsonl": is a URL',
+        ),
         exit_code=2,
         check=nothing_was_made,
     ),
