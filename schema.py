@@ -372,6 +372,20 @@ def fit_path(path: str) -> str:
     return os.path.expanduser(path)
 
 
+def repeated(overrides: Iterable[str]) -> list[str]:
+    """A line for each option that has several values on the command line, as a shell makes of
+    --data.source={a,b}.jsonl."""
+    values: dict[str, list[str]] = {}
+    for override in overrides:
+        name, _, text = override.partition("=")
+        values.setdefault(name, []).append(text)
+    lines = []
+    for name, texts in values.items():
+        if len({*texts}) > 1:
+            lines.append(f"{name} is given {len(texts)} times; the last counts: {texts[-1]}")
+    return lines
+
+
 def positive(text: str, kind: type = float) -> Any:
     """A positive finite number, as a type for argparse."""
     with contextlib.suppress(ValueError):

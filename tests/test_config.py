@@ -751,3 +751,8 @@ def test_paths_begin_at_home_and_hold_nothing_that_a_shell_would_replace(monkeyp
             config.from_dict(tables(), "t.toml", [f"--data.tokenizer={path}"]).data.tokenizer
             == path
         )
+
+
+def test_an_option_with_several_values_is_named():
+    words = ["--a.b=1", "--a.c=1", "--a.b=2", "--a.c=1", "--a.b=1"]
+    assert schema.repeated(words) == ["--a.b is given 3 times; the last counts: 1"]

@@ -77,4 +77,10 @@ SITUATIONS = [
         {"mine/a.jsonl": ROWS, "mine/LICENSE.txt": "Permission is hereby granted"},
         exit_code=2,
     ),
+    Situation(
+        "two files in braces, of which a shell makes two options",
+        "base.toml --data.source=a.jsonl --data.source=b.jsonl",
+        ("--data.source is given 2 times; the last counts: b.jsonl", DONE),
+        {"a.jsonl": ROWS, "b.jsonl": ROWS},
+    ),
 ]
