@@ -67,7 +67,7 @@ class Run:
     name: str | None = option(
         None, "the run's folder in output_dir; absent: the configuration file's stem", NAME
     )
-    output_dir: str = option("outputs", "folder that holds all runs")
+    output_dir: str = option("outputs", "folder that holds all runs", is_path=True)
     seed: int = option(0, "seed of initial weights and data order", NOT_NEGATIVE)
     device: Literal["auto", "cuda", "cpu"] = option(
         "auto", "auto: cuda where there is a GPU, else cpu"
@@ -116,7 +116,10 @@ class Model:
         False, "RMSNorm of each query's and key's head, before RoPE, as Qwen3 has it"
     )
     init_from: str | None = option(
-        None, "a Hugging Face folder, or id, to take weights and sizes from", extra="huggingface"
+        None,
+        "a Hugging Face folder, or id, to take weights and sizes from",
+        extra="huggingface",
+        is_path=True,
     )
     freeze: tuple[str, ...] = option(
         (), "patterns of parameter names to freeze, such as 'embedding*'"
@@ -129,13 +132,13 @@ class Model:
 
 @dataclass(frozen=True)
 class Source:
-    source: str = option(MISSING, "as data.source")
+    source: str = option(MISSING, "as data.source", is_path=True)
     weight: float = option(1.0, "share of the samples, relative to the other weights", POSITIVE)
     subset: str | None = option(None, "absent: the value of [data], also for the options below")
     split: str | None = option(None, "as data.split")
     text_field: str | None = option(None, "as data.text_field")
     max_tokens: int | None = option(None, "as data.max_tokens", POSITIVE)
-    validation: str | None = option(None, "as data.validation")
+    validation: str | None = option(None, "as data.validation", is_path=True)
     format: RowFormat | None = option(None, "as data.format")
 
 
@@ -144,13 +147,18 @@ class Data:
     source: str = option(
         "python-stdlib",
         '"python-stdlib", a Hugging Face id, or local .jsonl, .json, .parquet, .arrow or .txt files',
+        is_path=True,
     )
     subset: str | None = option(None, "configuration of a Hugging Face dataset")
     split: str = option("train", "split of a Hugging Face dataset")
     text_field: str = option("text", "column with the text")
-    path: str | None = option(None, "folder of token files; absent: prepared/{source}-{hash}")
+    path: str | None = option(
+        None, "folder of token files; absent: prepared/{source}-{hash}", is_path=True
+    )
     tokenizer: str | None = option(
-        None, "a .model, tokenizer.json, folder or id; absent: init_from's, else train one"
+        None,
+        "a .model, tokenizer.json, folder or id; absent: init_from's, else train one",
+        is_path=True,
     )
     max_tokens: int | None = option(None, "tokens to prepare; absent: all", POSITIVE)
     document_mask: bool = option(False, "attend only within a document; positions restart in each")
@@ -163,13 +171,18 @@ class Data:
         extra="chat",
     )
     chat_template: str | None = option(
-        None, "a Jinja file that renders conversations; absent: the tokenizer's own", extra="chat"
+        None,
+        "a Jinja file that renders conversations; absent: the tokenizer's own",
+        extra="chat",
+        is_path=True,
     )
     order: Literal["global", "growing"] = option(
         "global", "growing: train while the text is being prepared"
     )
     validation: str | None = option(
-        None, "validation text of your own: files, or a split of the Hugging Face dataset"
+        None,
+        "validation text of your own: files, or a split of the Hugging Face dataset",
+        is_path=True,
     )
     sources: tuple[Source, ...] = option((), "a mixture, weighted", note="; write [[data.sources]]")
 
@@ -299,7 +312,10 @@ class Lora:
         "bfloat16", "dtype of the frozen weights", extra="lora"
     )
     init_from: str | None = option(
-        None, "a PEFT adapter folder to start from; sets rank, alpha and targets", extra="lora"
+        None,
+        "a PEFT adapter folder to start from; sets rank, alpha and targets",
+        extra="lora",
+        is_path=True,
     )
 
     @property

@@ -24,6 +24,7 @@ import difflib
 import json
 import math
 import operator
+import os
 import pathlib
 import re
 import shutil
@@ -86,13 +87,21 @@ def option(
     constraint: Constraint | None = None,
     note: str = "",
     extra: str | None = None,
+    is_path: bool = False,
 ) -> Any:
     """A dataclass field. default: MISSING if the option is required.
 
     note: the end of the error for a wrong type. extra: the folder in extras/ that the option needs
     unless it is at its default. In a table that is off by default, it needs it at any value.
+    is_path: its value may be a file or a folder.
     """
-    metadata = {"doc": doc, "constraint": constraint, "note": note, "extra": extra}
+    metadata = {
+        "doc": doc,
+        "constraint": constraint,
+        "note": note,
+        "extra": extra,
+        "is_path": is_path,
+    }
     return field(default=default, metadata=metadata)
 
 
@@ -200,6 +209,8 @@ class Schema:
             raise ValueError(requirement + option_field.metadata["note"]) from None
         except ConfigError as error:  # of tables in a list
             raise ValueError("; ".join(error.problems)) from None
+        if option_field.metadata["is_path"]:
+            fitted = fit_path(fitted)
         constraint = option_field.metadata["constraint"]
         if constraint and not constraint.holds(fitted):
             raise ValueError(constraint.requirement)
@@ -386,6 +397,33 @@ def require(built: Any, rules: Iterable[Rule], given: Given | None = None) -> No
         problems.append(f"{origin}{toml_name(name)} = {toml(value)}: {rule.requirement}")
     if problems:
         raise ConfigError(*problems)
+
+
+def fit_path(path: str) -> str:
+    """The path with ~ replaced by the home folder: no shell does that in a file, nor behind the = of
+    --run.output_dir=~/runs. Raises ValueError for what would make a folder of that name here."""
+    if re.search(r"\$(\w|\{)", path):
+        raise ValueError(
+            "only a shell replaces variables; write the path itself or, on the command line, "
+            'double quotes: "--section.key=$HOME/..."'
+        )
+    if re.match(r"\w+://", path):
+        raise ValueError("is a URL; only paths on this machine are read and written, so copy it")
+    return os.path.expanduser(path)
+
+
+def repeated(overrides: Iterable[str]) -> list[str]:
+    """A line for each option that has several values on the command line, as a shell makes of
+    --data.source={a,b}.jsonl."""
+    values: dict[str, list[str]] = {}
+    for override in overrides:
+        name, _, text = override.partition("=")
+        values.setdefault(name, []).append(text)
+    lines = []
+    for name, texts in values.items():
+        if len({*texts}) > 1:
+            lines.append(f"{name} is given {len(texts)} times; the last counts: {texts[-1]}")
+    return lines
 
 
 def positive(text: str, kind: type = float) -> Any:

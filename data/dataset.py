@@ -139,8 +139,10 @@ def _notes(dataset: Dataset) -> list[str]:
             f"{cfg.model.vocab_size:,} rows"
         )
     if cfg.model.init_from:
+        from extras.huggingface.config import note_on_context
         from extras.huggingface.tokenizer import note_on_tokenizer
 
+        notes += note_on_context(cfg.model.init_from, cfg.train.seq_len)
         notes += note_on_tokenizer(cfg.model.init_from, folder, dataset.tokenizer_files)
     return notes
 

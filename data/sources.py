@@ -37,6 +37,9 @@ TEXT_SUFFIXES = (
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 # a source that ends with one of these is a file, not the id of a Hugging Face dataset
 FILE_SUFFIXES = (*TEXT_SUFFIXES, ".csv", ".tsv", ".gz", ".zst", ".zip", ".xz")
+# in a file's name, between other than letters: which split it is
+TRAIN_WORDS = {"train", "training"}
+OTHER_SPLIT_WORDS = {"val", "valid", "validation", "dev", "eval", "evaluation", "test", "testing"}
 DATASET_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 TEXT_BYTES = 1 << 16  # a longer .txt file becomes several documents
 LARGEST_ROW = 64 << 20  # bytes; tokenizing takes some 50 times as much memory
@@ -211,6 +214,7 @@ class Files(Source):
             self.files = [SourceFile(*entry) for entry in recorded]
         else:
             self.files = self.list_files()
+            check_kinds(d.source, [pathlib.Path(file.path) for file in self.files])
         if not self.files:
             kinds = ", ".join(TEXT_SUFFIXES)
             raise ConfigError(
@@ -552,7 +556,47 @@ def has_saved_splits(source: str) -> bool:
 
 
 def is_text_file(path: pathlib.Path) -> bool:
+    """Whether a file of a folder is read. A hidden one is not, as with a pattern: macOS stores
+    metadata beside a.jsonl as ._a.jsonl."""
+    if path.name.startswith("."):
+        return False
     return path.name.endswith(TEXT_SUFFIXES) and not path.is_dir()
+
+
+def check_kinds(source: str, paths: list[pathlib.Path]) -> None:
+    """Raises ConfigError if a folder holds what is hardly meant to be trained on: another split
+    beside the training data, or .txt files, such as a license, beside rows. A pattern may select
+    all of it. paths: the files that would be read."""
+    if not pathlib.Path(source).is_dir():
+        return
+    text_files = [path.name for path in paths if path.suffix == ".txt"]
+    row_files = [path.name for path in paths if path.suffix != ".txt"]
+    for names, others in (split_names(paths), (row_files, text_files)):
+        if names and others:
+            pattern = common_pattern(names)
+            raise ConfigError(
+                f"[data] source = {source}: holds {names[0]} and {others[0]}; which of them? Train on "
+                f"--data.source='{source}/{pattern}' or on all, --data.source='{source}/*'; "
+                "--data.validation names files to evaluate on"
+            )
+
+
+def split_names(paths: list[pathlib.Path]) -> tuple[list[str], list[str]]:
+    """The names that say train, and those that say another split."""
+    names = [path.name for path in paths]
+    words = {name: {*re.split("[^a-z]+", name.lower())} for name in names}
+    train = [name for name in names if words[name] & TRAIN_WORDS]
+    others = [name for name in names if words[name] & OTHER_SPLIT_WORDS]
+    return train, others
+
+
+def common_pattern(names: list[str]) -> str:
+    """A glob pattern of these names, or of one of them."""
+    if len(names) == 1:
+        return names[0]
+    same = itertools.takewhile(lambda characters: len({*characters}) == 1, zip(*names))
+    prefix = "".join(characters[0] for characters in same)
+    return f"{prefix}*{pathlib.Path(names[0]).suffix}"
 
 
 def matching_files(pattern: str) -> list[pathlib.Path]:

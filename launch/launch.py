@@ -52,7 +52,7 @@ from lifecycle.folder import (
     stop_file,
     write_status,
 )
-from schema import together
+from schema import repeated, together
 
 
 def launch(argv: list[str], interruption: Interruption) -> int:
@@ -67,6 +67,8 @@ def launch(argv: list[str], interruption: Interruption) -> int:
     except ConfigError as error:
         print_error(str(error))
         return INPUT_IS_WRONG
+    for line in repeated(args.overrides):
+        print_error(line)
     folder = config.run_folder(cfg)
     launch_id = ".".join([*ranks.attempt, uuid.uuid4().hex])
     if not args.eval_only:  # an evaluation does not take the folder

@@ -21,7 +21,7 @@ import pathlib
 import re
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import IO, Any
 
 import filelock
 
@@ -89,6 +89,17 @@ def lock(folder: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
         raise ConfigError(
             f"{folder}: another run works here; wait for it, or choose another run.name"
         ) from None
+
+
+def is_in_place(file: IO, path: pathlib.Path) -> bool:
+    """Whether an open file is still the one at its path. Not if its folder was removed, and perhaps
+    made anew by another run."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
+    except OSError:  # a disk that does not answer: unknown
+        return True
 
 
 def check_folder(folder: pathlib.Path, timeout: float = 0) -> None:

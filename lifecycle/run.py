@@ -11,6 +11,7 @@ import platform
 import signal
 import time
 from collections.abc import Iterator
+from typing import IO
 
 import filelock
 import torch
@@ -79,6 +80,7 @@ class Run:
         # set by attach(), claim_folder() and wait_for_text()
         self.checkpointer: Checkpointer | None = None
         self.lock: filelock.BaseFileLock | None = None  # on rank 0
+        self.lock_file: IO | None = None  # the file that is locked
         self.text: NextText | None = None
 
     def __enter__(self) -> "Run":
@@ -134,7 +136,7 @@ class Run:
         seconds = RESTART_SECONDS if is_restart else 0
         folder.check_folder(self.folder, seconds)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = folder.lock(self.folder, seconds)
+        self._lock_folder(seconds)
         checkpointer.tidy()
         folder.sweep(self.folder, self.launch_id)
         folder.write_status(self.folder, "running", self.step, self.holder)
@@ -143,6 +145,29 @@ class Run:
         files.write_atomic(self.folder / "environment.json", json.dumps(environment, indent=2))
         for path in tokenizer_files:
             files.write_atomic(self.folder / path.name, path.read_bytes())
+
+    def _lock_folder(self, seconds: float = 0) -> None:
+        self.lock = folder.lock(self.folder, seconds)
+        self.lock_file = (self.folder / ".lock").open()
+
+    def _keep_folder(self) -> None:
+        """Before a save, on rank 0: makes the folder anew if somebody has removed it. Raises
+        ConfigError if another run has made it meanwhile."""
+        if self.lock_file is None or folder.is_in_place(self.lock_file, self.folder / ".lock"):
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock_folder()
+        except ConfigError:
+            self.lock = None  # the status is the other run's
+            raise
+        except OSError:
+            return  # the save fails, too, and says why
+        log.warning(
+            "%s: was removed while this run works in it. Checkpoints are saved there again, but its "
+            "rows and logs are lost; stop it and start the same command again to write new ones",
+            self.folder,
+        )
 
     def wait_for_text(self, loader: Loader) -> None:
         """Before the first step: waits until every rank can read its first batch and, if an
@@ -213,6 +238,8 @@ class Run:
         began = time.perf_counter()
         phase_before = self.watchdog.name
         self._begin(name)
+        if name == "save":
+            on_rank_zero(self._keep_folder)
         yield
         self._begin(phase_before)
         self.seconds[name] += time.perf_counter() - began

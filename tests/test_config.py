@@ -742,3 +742,30 @@ def test_a_mistyped_number_of_layers_costs_nothing():
     """Neither seconds nor gigabytes: there are no units to name."""
     cfg = make_config(model={"n_layers": 10**12})
     assert cfg.model.n_layers == 10**12
+
+
+def test_paths_begin_at_home_and_hold_nothing_that_a_shell_would_replace(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    written = tables(data={"source": "~/a.jsonl", "validation": "a~b/~"}, run={"name": "x"})
+    cfg = config.from_dict(written, "t.toml", ["--run.output_dir=~/runs", "--data.path=~"])
+    assert cfg.data.source == "/home/me/a.jsonl"
+    assert cfg.data.validation == "a~b/~"
+    assert (cfg.run.output_dir, cfg.data.path) == ("/home/me/runs", "/home/me")
+    source = {"source": "~/b.jsonl", "validation": "~/c.jsonl"}
+    mixture = config.from_dict(tables(data={"sources": [source]}), "t.toml")
+    assert mixture.data.sources[0].source == "/home/me/b.jsonl"
+    assert mixture.data.sources[0].validation == "/home/me/c.jsonl"
+    for path in ("$HOME/a", "a/${USER}/b", "s3://a/b", "file:///a/b", "hf://datasets/a/b"):
+        for name in ("run.output_dir", "data.source", "data.tokenizer", "data.path"):
+            with pytest.raises(ConfigError, match="only a shell|is a URL"):
+                config.from_dict(tables(), "t.toml", [f"--{name}={path}"])
+    for path in ("a$", "costs-$", "C:/a", "data//a", "owner/name@abc"):
+        assert (
+            config.from_dict(tables(), "t.toml", [f"--data.tokenizer={path}"]).data.tokenizer
+            == path
+        )
+
+
+def test_an_option_with_several_values_is_named():
+    words = ["--a.b=1", "--a.c=1", "--a.b=2", "--a.c=1", "--a.b=1"]
+    assert schema.repeated(words) == ["--a.b is given 3 times; the last counts: 1"]

@@ -285,6 +285,32 @@ def test_a_signal_before_the_first_step(write_config, nproc):
     assert saved(run.folder) == ([step] if step else [])  # a slow test may come too late
 
 
+@pytest.mark.parametrize("nproc, is_taken", [(1, False), (2, True)])
+def test_a_folder_that_is_removed_is_made_anew_unless_another_run_has_it(
+    write_config, nproc, is_taken
+):
+    checkpoint = {"save_every_steps": 100, "keep_last": 1}
+    run = Launched(write_config(**{**FOREVER, "checkpoint": checkpoint}), nproc)
+    run.wait_for(run.trained_a_step)
+    shutil.rmtree(run.folder)
+    if is_taken:
+        run.folder.mkdir()
+        held = lock(run.folder)
+        write_status(run.folder, "running", 0, "another")
+        code, output = run.end()
+        held.release()
+        assert code == 2
+        assert "another run works here" in output
+        assert status(run.folder)["launch"] == "another"
+        assert not (run.folder / "checkpoints").exists()
+        return
+    run.wait_for(lambda: (run.folder / "checkpoints").exists() and saved(run.folder))
+    run.process.send_signal(signal.SIGTERM)
+    code, output = run.end()
+    assert code == 75
+    assert "was removed while this run works in it" in output
+
+
 def test_ctrl_c_twice_quits_at_once(write_config):
     run = Launched(write_config("twice", **FOREVER), 2)
     run.wait_for(run.trained_a_step)

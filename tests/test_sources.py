@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from config import ConfigError
 from data import identity, json_array, sources
 from data.encode import CHUNK, chunks
 from data.identity import open_source
-from data.sources import file_stamps, local_files, stdlib_files
+from data.sources import Files, file_stamps, local_files, stdlib_files
 from tests.conftest import REPO, config_for, make_config, words
 
 
@@ -485,3 +486,35 @@ def test_a_git_lfs_pointer_is_no_text(suffix, tmp_path):
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 98\n")
     with pytest.raises(ConfigError, match=f"texts{suffix}: is a git-lfs pointer.*lfs pull$"):
         list(open_source(config_for(path, tmp_path).data))
+
+
+@pytest.mark.parametrize(
+    "names, pattern",
+    [
+        (["train.jsonl", "val.jsonl"], "train.jsonl"),
+        (
+            ["train-00000-of-2.parquet", "train-00001-of-2.parquet", "test.parquet"],
+            "train-0000*.parquet",
+        ),
+        (["my_training_set.txt", "my_dev_set.txt"], "my_training_set.txt"),
+        (["a.jsonl", "b.jsonl", "README.txt"], "*.jsonl"),
+        (["train.jsonl", "pretest.jsonl"], None),
+        (["test.jsonl", "latest.jsonl"], None),
+        (["a.txt", "b.txt", ".c.jsonl"], None),
+    ],
+)
+def test_a_folder_is_not_read_with_what_is_not_meant(tmp_path, names, pattern):
+    for name in names:
+        (tmp_path / name).write_text('{"text": "as it happens"}\n')
+    d = make_config(data={"source": str(tmp_path)}).data
+    if pattern is None:
+        read = [pathlib.Path(file.path).name for file in Files(d).files]
+        assert read == sorted(name for name in names if not name.startswith("."))
+    else:
+        with pytest.raises(ConfigError, match=re.escape(f"--data.source='{tmp_path}/{pattern}'")):
+            Files(d)
+    for everything in (f"{tmp_path}/*", f"{tmp_path}/{pattern or names[0]}"):
+        assert Files(make_config(data={"source": everything}).data).files
+    # what was prepared before is not refused
+    recorded = {"files": [[str(tmp_path / name), 1, 1, None] for name in names]}
+    assert len(Files(d, None, recorded).files) == len(names)

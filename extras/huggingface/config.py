@@ -233,6 +233,20 @@ def _is_target(module: str, targets: list[str] | str) -> bool:
     return module in targets or module.endswith(ends)
 
 
+def note_on_context(init_from: str, seq_len: int) -> list[str]:
+    """What a launch logs if it trains on longer sequences than the weights of init_from were."""
+    path = hub.local(init_from, hub.CONFIG) / "config.json"
+    if not path.is_file():  # of a resumed run it may be gone
+        return []
+    length = read_json(path).get("max_position_embeddings")
+    if type(length) is not int or seq_len <= length:
+        return []
+    return [
+        f"train.seq_len = {seq_len} is longer than max_position_embeddings = {length} of {path}: its "
+        "weights have not seen positions beyond, so the loss there begins high"
+    ]
+
+
 def _fit(
     path: pathlib.Path, schema: Schema, entries: dict[str, Entry]
 ) -> tuple[dict[str, Any], list[str]]:

@@ -1499,3 +1499,14 @@ def test_a_parameter_without_a_hugging_face_name_is_refused():
             ConfigError, match=f"{name}: has no name in a Hugging Face folder.*NAMES"
         ):
             hf_name(name)
+
+
+@pytest.mark.parametrize("length, notes", [(32, 0), (31, 1), (None, 0), ("long", 0)])
+def test_longer_sequences_than_the_weights_have_seen_are_logged(tmp_path, length, notes):
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": length}))
+    told = hf_config.note_on_context(str(tmp_path), 32)
+    assert len(told) == notes
+    if told:
+        assert told[0].startswith("train.seq_len = 32 is longer than max_position_embeddings = 31")
+    # a resumed run's base may be gone
+    assert hf_config.note_on_context(str(tmp_path / "none"), 32) == []
