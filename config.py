@@ -569,11 +569,17 @@ def _data_rules(cfg: Config) -> Iterator[Rule]:
             "messages" in formats,
             'is a column of format = "messages"',
         )
+    if d.text_field != Data.text_field:
+        yield Rule(
+            "data.text_field data.format",
+            not d.has_conversations,
+            "is a column of texts, and the rows are conversations",
+        )
     if d.chat_template:
         yield Rule(
             "data.chat_template data.format",
             d.has_conversations or d.format is None,
-            'renders conversations, and format = "text" has none',
+            'renders conversations, and the rows are texts: data.format = "text"',
         )
 
 
@@ -583,11 +589,14 @@ def _conversation_rules(d: Data) -> Iterator[Rule]:
         option = "data.format"
     if d.sources:
         option = "data.sources"
-        formats = [source.format or d.row_format for source in d.sources]
+        # of a source that no option says it of, the format is found from its first row
+        common = d.format or ("messages" if d.messages_field else None)
+        formats = [source.format or common for source in d.sources]
+        said = ", ".join(name for name in formats if name)
         yield Rule(
             option,
             "text" not in formats,
-            f"mixes text and conversations (format = {', '.join(formats)}): train on one of them",
+            f"mixes text and conversations (format = {said}): train on one of them",
         )
     yield Rule(f"{option} data.format", has_extra("chat"), lack_of("chat"))
     yield Rule(

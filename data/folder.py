@@ -232,7 +232,17 @@ def _first_record(cfg: config.Config, tokenizer: str, vocab_size: int) -> dict:
         "documents": {"train": 0, "heldout": 0},
         "segments": [],
         "place": None,
+        **reader_of(cfg.data),
     }
+
+
+def reader_of(d: config.Data) -> dict:
+    """What a manifest says of the code that read its rows: nothing of texts."""
+    if not d.has_conversations:
+        return {}
+    from extras.chat.packing import READS
+
+    return {"reads": READS}
 
 
 def sweep(folder: pathlib.Path) -> None:

@@ -57,7 +57,7 @@ def found_options(cfg: config.Config, ask_hub: bool = True) -> list[str]:
     if set(found) == {"text"}:
         # the option is only needed to be refused
         return ["--data.format=text"] if d.chat_template else []
-    if not any(found):
+    if None in found:  # whoever prepares that source reports why it cannot be read
         return []
     if not d.sources:
         return [f"--data.format={found[0]}"]

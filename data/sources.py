@@ -557,8 +557,9 @@ def has_saved_splits(source: str) -> bool:
 
 def is_text_file(path: pathlib.Path) -> bool:
     """Whether a file of a folder is read. A hidden one is not, as with a pattern: macOS stores
-    metadata beside a.jsonl as ._a.jsonl."""
-    if path.name.startswith("."):
+    metadata beside a.jsonl as ._a.jsonl. Nor is an .arrow file, which `datasets` leaves beside rows
+    as its cache."""
+    if path.name.startswith(".") or path.suffix == ".arrow":
         return False
     return path.name.endswith(TEXT_SUFFIXES) and not path.is_dir()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from config import ConfigError
 from data.hub import local, refuse_pointer
-from data.tokenizer_json import JsonModel, choose_file, json_files
+from data.tokenizer_json import TOKEN_MAP, JsonModel, choose_file, json_files
 
 TOKENIZERS = ("tokenizer.model", "tokenizer.json")
 # sentencepiece writes a space as this character, and decodes the character to a space
@@ -21,7 +21,7 @@ LONGEST_LINE = 1 << 14  # characters; a longer line is split for training
 
 def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
     """The bytes, by file name, of tokenizer.model, or of tokenizer.json and (if present)
-    tokenizer_config.json. path: the file, a folder that holds one, or the id of a Hugging Face
+    the settings next to it. path: the file, a folder that holds one, or the id of a Hugging Face
     repository. Raises ConfigError."""
     path = local(str(path))
     try:
@@ -46,8 +46,12 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
 
 
 def tokenizer_hash(contents: dict[str, bytes]) -> str:
-    """SHA-256 of a tokenizer. contents: of tokenizer_files()."""
-    return hashlib.sha256(b"".join(contents.values())).hexdigest()
+    """SHA-256 of a tokenizer. contents: of tokenizer_files().
+
+    special_tokens_map.json is left out: data and runs of versions that did not read it stay valid.
+    """
+    hashed = [content for name, content in contents.items() if name != TOKEN_MAP]
+    return hashlib.sha256(b"".join(hashed)).hexdigest()
 
 
 class Tokenizer:

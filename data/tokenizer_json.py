@@ -14,6 +14,7 @@ from config import ConfigError
 # Llama 3; Llama 2; GPT-2 and SmolLM; Gemma
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>")
 SETTINGS = "tokenizer_config.json"
+TOKEN_MAP = "special_tokens_map.json"
 # transformers' classes that make the tokenizer of the vocabulary alone
 LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 PROBES = 100  # vocabulary entries that are tried as text
@@ -30,32 +31,30 @@ def choose_file(model: pathlib.Path, tokenizer_json: pathlib.Path) -> pathlib.Pa
 
 
 def json_files(path: pathlib.Path, content: bytes) -> dict[str, bytes]:
-    """The bytes, by file name, of a tokenizer.json and, if there is one, the tokenizer_config.json
-    next to it. content: of the file at `path`. Raises OSError."""
+    """The bytes, by file name, of a tokenizer.json and, if they are there, tokenizer_config.json
+    and special_tokens_map.json next to it. content: of the file at `path`. Raises OSError."""
     contents = {"tokenizer.json": content}
-    settings = path.with_name(SETTINGS)
-    if settings.exists():
-        contents[SETTINGS] = settings.read_bytes()
-    older = path.with_name("special_tokens_map.json")
-    if older.exists():
-        contents |= with_tokens_of(older.read_bytes(), contents.get(SETTINGS, b"{}"))
+    for name in (SETTINGS, TOKEN_MAP):
+        file = path.with_name(name)
+        if file.exists():
+            contents[name] = file.read_bytes()
     return contents
 
 
-def with_tokens_of(token_map: bytes, settings: bytes) -> dict[str, bytes]:
-    """The tokenizer_config.json of an older folder, which names its special tokens in
-    special_tokens_map.json; nothing where that adds none, or does not count, as transformers
-    decides it."""
+def settings_of(contents: dict[str, bytes]) -> bytes:
+    """The tokenizer_config.json of json_files(), with the special tokens of special_tokens_map.json
+    in older folders, where transformers reads that."""
+    settings = contents.get(SETTINGS, b"{}")
     with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
         named = json.loads(settings)
         tokens = {}
-        for key, token in json.loads(token_map).items():
+        for key, token in json.loads(contents.get(TOKEN_MAP, b"{}")).items():
             name = token_name(token)
             if key.endswith("_token") and name and name != token_name(named.get(key)):
                 tokens[key] = name
         if tokens and "added_tokens_decoder" not in named:
-            return {SETTINGS: json.dumps(named | tokens).encode()}
-    return {}
+            return json.dumps(named | tokens).encode()
+    return settings
 
 
 def token_name(token: Any) -> str | None:
@@ -87,7 +86,7 @@ class JsonModel:
         """path: names the tokenizer in messages. files: of json_files(). Raises ConfigError."""
         self.path = path
         self.inner = self._load(files["tokenizer.json"])
-        settings = self._settings(files.get(SETTINGS, b"{}"))
+        settings = self._settings(settings_of(files))
         self._prepend_as_llama(files["tokenizer.json"], settings)
         ids = self.inner.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1

@@ -501,6 +501,7 @@ def test_a_git_lfs_pointer_is_no_text(suffix, tmp_path):
         (["train.jsonl", "pretest.jsonl"], None),
         (["test.jsonl", "latest.jsonl"], None),
         (["a.txt", "b.txt", ".c.jsonl"], None),
+        (["a.jsonl", "cache-123.arrow"], None),
     ],
 )
 def test_a_folder_is_not_read_with_what_is_not_meant(tmp_path, names, pattern):
@@ -509,7 +510,7 @@ def test_a_folder_is_not_read_with_what_is_not_meant(tmp_path, names, pattern):
     d = make_config(data={"source": str(tmp_path)}).data
     if pattern is None:
         read = [pathlib.Path(file.path).name for file in Files(d).files]
-        assert read == sorted(name for name in names if not name.startswith("."))
+        assert read == sorted(name for name in names if not name.startswith((".", "cache")))
     else:
         with pytest.raises(ConfigError, match=re.escape(f"--data.source='{tmp_path}/{pattern}'")):
             Files(d)

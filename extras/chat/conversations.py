@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 from config import ConfigError
 from data.encode import Encoded, TokenizerCopy, is_validation
 from data.tokenizer import SPACE, Tokenizer
-from data.tokenizer_json import token_name
+from data.tokenizer_json import settings_of, token_name
 from extras.chat.messages import Message, from_document, with_reasoning
 from extras.chat.template import (
     NONCHARACTERS,
-    SETTINGS,
     Marks,
     Sandbox,
     bounded,
@@ -61,7 +60,7 @@ class Chat:
         # special: ids by name. variables: names by the template's variable for them
         if self.is_json:
             self.model = self.tokenizer.model.inner
-            variables = json_token_variables(self.tokenizer.files.get(SETTINGS, b"{}"))
+            variables = json_token_variables(settings_of(self.tokenizer.files))
             # special, as in transformers, even if tokenizer.json says otherwise
             known = [
                 name for name in variables.values() if self.model.token_to_id(name) is not None

@@ -31,6 +31,10 @@ if TYPE_CHECKING:  # imported where it is used: preparing data needs no torch
 TOKEN_BYTES = 4  # int32: a token without a loss is negative
 SAMPLED = 2000  # conversations whose tokens with a loss are counted at a launch
 
+# keys and columns that earlier versions did not read; a manifest lists those that its rows were
+# searched for
+READS = ["weight", "train", "tools", "system"]
+
 
 def pack(lengths: np.ndarray, room: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Plans windows of `room` tokens for conversations of these lengths, from 1 to `room`.
@@ -244,6 +248,11 @@ class Packed:
         )
         if without_target:
             line += f"; {about}{without_target * step:,} cut before any answer: raise train.seq_len"
+        if "reads" not in complete_manifest(self.path.parent):
+            line += (
+                f"; an earlier version prepared them, which did not read {', '.join(READS)}: if the "
+                "rows have these, delete the folder for a new run"
+            )
         return line
 
 

@@ -678,8 +678,15 @@ def test_what_says_nothing_is_left_out_and_counted(tokenizer, tmp_path):
     (packed,) = open_dataset(cfg).train
     assert packed.document_count == 30 and packed.cut > 5
     assert f"{packed.cut} cut at a window's end; 4 left out" in packed.summary()
+    assert "earlier version" not in packed.summary()
     for window in range(packed.windows):  # cut at its end: begins with its first token
         assert packed.read(*window_span(packed, window, 24)[1:])[1][0] == ~1
+    # of an earlier version, which learned the turns that a weight of 0 excludes
+    manifest = packed.path.parent / "manifest.json"
+    known = json.loads(manifest.read_text())
+    del known["reads"]
+    manifest.write_text(json.dumps(known))
+    assert "an earlier version prepared them, which did not read weight, train" in packed.summary()
 
 
 def test_a_hundred_steps_in_a_row_without_a_target_end_the_run(tokenizer, tmp_path, write_config):

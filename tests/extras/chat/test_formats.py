@@ -576,11 +576,20 @@ def test_a_mixture_finds_each_source_s_format_and_its_own_validation(sections, t
     dataset = open_dataset(cfg)
     assert [stream.document_count for stream in dataset.train] == [MANY] * 3
     assert [stream.document_count for stream in dataset.validation] == [3] * 3
-    texts_too = [*sources, {"source": str(tmp_path / "t.jinja")}]
+    # one source says its format, the others' are found
+    said = [{**sources[0], "format": "alpaca"}, *sources[1:]]
+    assert found_options(make_config(**{**given, **sections(sources=said)})) == [option]
+    (tmp_path / "t.txt").write_text("a text")
+    text = {"source": str(tmp_path / "t.txt"), "weight": 1.0}
+    mixed = sections(sources=[said[0], text])
+    (option,) = found_options(make_config(**{**given, **mixed}))
     with pytest.raises(
         ConfigError, match=r"mixes text and conversations \(format = alpaca, text\)"
     ):
-        make_config(**sections(sources=[{**texts_too[0], "format": "alpaca"}, texts_too[3]]))
+        from_dict(tables(**{**given, **mixed}), "t.toml", [option])
+    # of one that is not there, whoever prepares it reports that
+    missing = sections(sources=[said[0], {"source": "missing.jsonl", "weight": 1.0}])
+    assert found_options(make_config(**{**given, **missing})) == []
 
 
 @pytest.mark.parametrize("name", ["alpaca-cleaned", "SlimOrca", "tldr"])

@@ -25,6 +25,7 @@ from benchmarks.chat_templates import (
     user,
 )
 from config import ConfigError
+from data.tokenizer import tokenizer_files, tokenizer_hash
 from extras.chat.conversations import Chat
 from extras.chat.messages import checked
 from extras.chat.template import find_template
@@ -378,6 +379,10 @@ def test_special_tokens_of_an_older_folder(template, tmp_path, has_decoder):
     assert chat.encode(checked(THREE_TURNS))[0] == wanted
     assert (wanted[0] == theirs.convert_tokens_to_ids("<s>")) != has_decoder
     assert chat.tokenizer.eos == [theirs.eos_token_id]
+    # data of versions that did not read this file stays valid
+    with_map = tokenizer_hash(chat.tokenizer.files)
+    (tmp_path / "special_tokens_map.json").unlink()
+    assert tokenizer_hash(tokenizer_files(tmp_path)) == with_map
 
 
 def test_a_token_that_the_settings_name_is_special(template, tmp_path):
