@@ -229,17 +229,23 @@ class WrongRows:
     def __init__(self) -> None:
         self.problems: list[str] = []
         self.first_state: Any = None  # of the source, after the chunk with the first problem
+        self.has_good_row = False  # before a wrong one, or among them
         self.is_enough = False
 
-    def add(self, chunk: Chunk, error: ConfigError, has_documents: bool) -> None:
-        """has_documents: a good row came before."""
+    def add(self, chunk: Chunk, error: ConfigError, is_cut: bool) -> None:
+        """is_cut: the rows behind those of the error were not looked at."""
         if not self.problems:
             self.first_state = chunk.resume_state
-        is_repeated = set(error.problems) <= set(self.problems)  # it is not of a row
-        if not is_repeated:
-            self.problems += error.problems
-        limit = MOST_PROBLEMS if has_documents else FIRST_PROBLEMS
-        self.is_enough = is_repeated or len(self.problems) >= limit
+        if set(error.problems) <= set(self.problems):  # it is not of a row
+            self.is_enough = True
+            return
+        self.problems += error.problems
+        limit = MOST_PROBLEMS if self.has_good_row else FIRST_PROBLEMS
+        self.is_enough = is_cut or len(self.problems) > limit
+        if self.is_enough and not chunk.is_last:  # a source ends its own list
+            listed = self.problems[:limit]
+            end = f"the list ends here, after {len(listed):,} wrong rows; more may follow"
+            self.problems = [*listed, end]
 
     def raise_after(self, chunk: Chunk) -> None:
         """Raises ConfigError unless more wrong rows may follow in the same file."""
@@ -329,9 +335,9 @@ class Preparation:
         if self._sync_is_due():  # this process may have been stopped
             self.writer.check_record()
         if chunk.problem and not self.is_full():
-            has_documents = any(self.manifest["documents"].values())
-            self.wrong_rows.add(chunk, chunk.problem, has_documents)
+            self._note_problem(chunk, chunk.problem)
         if self.wrong_rows.problems:
+            self.wrong_rows.has_good_row |= bool(encoded)
             self.wrong_rows.raise_after(chunk)
         elif chunk.is_last and self.reads_validation():
             self._decide_validation()
@@ -340,6 +346,18 @@ class Preparation:
         else:
             self._append(encoded)
             self._note_progress(chunk)
+
+    def _note_problem(self, chunk: Chunk, problem: ConfigError) -> None:
+        has_good = any(self.manifest["documents"].values())
+        is_cut = False
+        if self.d.has_conversations:
+            from extras.chat.conversations import WrongConversations
+
+            if isinstance(problem, WrongConversations):
+                has_good |= problem.has_good
+                is_cut = problem.is_cut
+        self.wrong_rows.has_good_row |= has_good
+        self.wrong_rows.add(chunk, problem, is_cut)
 
     def _decide_validation(self) -> None:
         """After the text of a validation source. Raises ConfigError if nothing of it has a loss."""

@@ -37,6 +37,16 @@ from extras.chat.turns import Rendering, Spans, Turns, no_end
 MAX_PROBLEMS = 10
 
 
+class WrongConversations(ConfigError):
+    """The problems of some conversations of several."""
+
+    def __init__(self, *problems: str, has_good: bool = False, is_cut: bool = False):
+        """has_good: others of them have none. is_cut: those behind were not looked at."""
+        super().__init__(*problems)
+        self.has_good = has_good
+        self.is_cut = is_cut
+
+
 class Tokens(NamedTuple):
     """Token ids of a text, and the characters of each."""
 
@@ -117,11 +127,12 @@ class Chat:
         """The ids of a conversation, and which of them have a loss.
 
         messages: as checked() returns them. has_loss: which of them have a loss, if the assistant
-        says them; None: all. Both lists are empty if the assistant has no such turn, or one
-        without text and tool calls.
+        says them; None: all. Both lists are empty if the assistant has no such turn, or any
+        without text and tool calls: such a one would teach to end at once, and has nothing that
+        says which characters are its own.
         """
         learned = learned_turns(messages, has_loss)
-        if not any(learned) or not all_speak(messages, learned):
+        if not any(learned) or not assistant_always_speaks(messages):
             return [], []
         self._choose_marks(messages, tools)
         rendering, guarded = self._render_guarded(messages, tools)
@@ -418,11 +429,12 @@ def learned_turns(messages: list[Message], has_loss: list[bool] | None) -> list[
     return [says and learned for says, learned in zip(by_assistant, has_loss, strict=True)]
 
 
-def all_speak(messages: list[Message], learned: list[bool]) -> bool:
-    """Whether each of these turns has text or tool calls."""
-    for turn in itertools.compress(messages, learned):
-        text = turn.get("content") or ""
-        if not text.strip() and not turn.get("tool_calls"):
+def assistant_always_speaks(messages: list[Message]) -> bool:
+    """Whether each turn of the assistant has text or tool calls."""
+    for message in messages:
+        text = message.get("content") or ""
+        is_silent = not text.strip() and not message.get("tool_calls")
+        if message["role"] == "assistant" and is_silent:
             return False
     return True
 
@@ -452,27 +464,29 @@ def encode_conversations(copy: TokenizerCopy, typecode: str, documents: list[str
     """data.encode.encode_documents() for conversations.
 
     An id without a loss is complemented. A conversation that is left out has no ids. Raises
-    ConfigError with the problems of all conversations, or of the first MAX_PROBLEMS if no other
-    came before them.
+    WrongConversations with the problems of all, or of the first MAX_PROBLEMS if no other came
+    before them.
     """
     chat = load_chat(copy)
     encoded = []
     problems = []
+    is_cut = False
     for document in documents:
+        if len(problems) >= MAX_PROBLEMS and not encoded:
+            is_cut = True
+            break
         where, conversation = from_document(document)
         messages = [with_reasoning(message) for message in conversation.messages]
         try:
             ids, has_loss = chat.encode(messages, conversation.tools, conversation.has_loss)
         except ConfigError as error:
             problems += [f"{where}: {problem}" for problem in error.problems]
-            if len(problems) >= MAX_PROBLEMS and not encoded:
-                break
             continue
         signed = [token if learned else ~token for token, learned in zip(ids, has_loss)]
         stored = array.array(typecode, signed).tobytes()
         encoded.append((is_validation(json.dumps(conversation.messages)), stored))
     if problems:
-        raise ConfigError(*problems)
+        raise WrongConversations(*problems, has_good=bool(encoded), is_cut=is_cut)
     return encoded
 
 

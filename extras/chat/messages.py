@@ -36,6 +36,10 @@ PROMPT = ("prompt",)
 COMPLETION = ("completion", "response")
 SYSTEM = ("system",)
 TOOLS = ("tools",)
+DEEPEST = 100  # objects and lists in one another: templates and the search for text recurse
+TOO_DEEP = f"is nested more than {DEEPEST} deep"
+# what others call the arguments of a call
+OTHER_ARGUMENTS = ("parameters", "args", "input")
 
 Message = dict[str, Any]
 
@@ -90,6 +94,9 @@ def from_document(document: str) -> tuple[str, Conversation]:
 
 def conversation_of(row: dict[str, Any], d: config.Data) -> Conversation:
     """The conversation of a row. Raises ConfigError."""
+    for name in columns_of(d):
+        if is_too_deep(row.get(name)):
+            raise ConfigError(f"field {name!r} {TOO_DEEP}")
     if d.row_format == "alpaca":
         messages = of_alpaca(row)
     elif d.row_format == "prompt_completion":
@@ -116,55 +123,66 @@ def checked(messages: Any) -> list[Message]:
 # Columns
 
 
-def first_of(row: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """The value of the first of these columns that the row has; None without."""
+def name_of(row: dict[str, Any], names: tuple[str, ...]) -> str | None:
+    """The first of these columns that the row has; None without."""
     for name in names:
         if row.get(name) is not None:
-            return row[name]
+            return name
     return None
 
 
-def required(row: dict[str, Any], names: tuple[str, ...], option: str) -> Any:
-    """As first_of(), but raises ConfigError without one. option: for the message."""
-    value = first_of(row, names)
-    if value is None:
+def first_of(row: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """The value of the first of these columns that the row has; None without."""
+    name = name_of(row, names)
+    return None if name is None else row[name]
+
+
+def required(row: dict[str, Any], names: tuple[str, ...], option: str) -> tuple[str, Any]:
+    """(the first of these columns that the row has, its value). option: for the message. Raises
+    ConfigError without one."""
+    found = name_of(row, names)
+    if found is None:
         fields = " or ".join(map(repr, names))
         for name in names:
             if name in row:
                 raise ConfigError(f"field {name!r} is null ({option})")
         raise ConfigError(f"has no field {fields} ({option}), but {', '.join(row)}")
-    return value
+    return found, row[found]
 
 
 def text_of(row: dict[str, Any], names: tuple[str, ...], option: str) -> str:
     """A column that must hold text. Raises ConfigError."""
-    value = required(row, names, option)
+    name, value = required(row, names, option)
     if not isinstance(value, str):
-        name = next(name for name in names if row.get(name) is value)
         raise ConfigError(f"field {name!r} must be text, not {type(value).__name__}")
     return value
 
 
 def of_messages(row: dict[str, Any], d: config.Data) -> list[Any]:
-    messages = required(row, messages_columns(d), "data.messages_field")
-    return list_of_messages(messages)
+    name, messages = required(row, messages_columns(d), "data.messages_field")
+    return list_of_messages(name, messages)
 
 
-def list_of_messages(messages: Any) -> list[Any]:
-    """A list of messages, or JSON of one. Raises ConfigError."""
-    value = messages
-    if isinstance(messages, str):
-        value = parsed(messages)
-    if not isinstance(value, list):
-        raise ConfigError(f"must be a list of messages, not {type(messages).__name__}")
-    return value
+def list_of_messages(name: str, value: Any) -> list[Any]:
+    """The messages of a column: a list, or JSON of one. Raises ConfigError."""
+    needed = f"field {name!r} must be a list of messages, or JSON of one"
+    if isinstance(value, list):
+        return without_nulls(value)
+    if not isinstance(value, str):
+        raise ConfigError(f"{needed}, not {type(value).__name__}")
+    messages = parsed(value)
+    if not isinstance(messages, list):
+        lack = "is no valid JSON" if messages is None else f"is of type {type(messages).__name__}"
+        raise ConfigError(f"{needed}, but its text {lack}")
+    return messages
 
 
 def of_alpaca(row: dict[str, Any]) -> list[Message]:
     """One exchange after those of `history`, which are pairs of texts."""
     option = 'data.format = "alpaca"'
     messages = []
-    for exchange in first_of(row, HISTORY) or []:
+    history = first_of(row, HISTORY) or []
+    for exchange in history if isinstance(history, list) else [history]:
         if not isinstance(exchange, list) or len(exchange) != 2:
             raise ConfigError("field 'history' must be a list of [what the user said, the answer]")
         question, answer = exchange
@@ -183,11 +201,11 @@ def of_prompt_and_completion(row: dict[str, Any]) -> list[Message]:
     option = 'data.format = "prompt_completion"'
     messages = []
     for names, role in ((PROMPT, "user"), (COMPLETION, "assistant")):
-        value = required(row, names, option)
+        name, value = required(row, names, option)
         if isinstance(value, str):
             messages.append(said_by(role, value))
             continue
-        for message in list_of_messages(value):
+        for message in list_of_messages(name, value):
             is_prompts = names == PROMPT and isinstance(message, dict)
             messages.append({**message, "train": False} if is_prompts else message)
     return messages
@@ -207,7 +225,7 @@ def with_system(messages: list[Any], system: Any) -> list[Any]:
     if messages and isinstance(messages[0], dict):
         first, _ = in_one_form(1, messages[0])
         if first["role"] == "system":
-            if first["content"] == system:
+            if first.get("content") == system:
                 return messages
             raise ConfigError("has two system prompts: in its field 'system', and as a message")
     return [said_by("system", system), *messages]
@@ -217,13 +235,13 @@ def tools_of(value: Any) -> list[dict] | None:
     """The tools of a row: a list, or JSON of one, of functions. Raises ConfigError."""
     if not value or (isinstance(value, str) and not value.strip()):
         return None
-    if isinstance(value, str):
-        value = parsed(value)
+    value = parsed(value) if isinstance(value, str) else without_nulls(value)
     if not isinstance(value, list):
         raise ConfigError("field 'tools' must be a list of functions, or JSON of one")
     tools = []
     for tool in value:
-        tool = parsed(tool) if isinstance(tool, str) else without_nulls(tool)
+        if isinstance(tool, str):
+            tool = parsed(tool)
         if not isinstance(tool, dict):
             raise ConfigError("field 'tools' must be a list of functions, or JSON of one")
         tools.append(as_function(tool))
@@ -239,7 +257,7 @@ def in_one_form(number: int, message: Any) -> tuple[Message, bool]:
     needed = f"message {number}: needs the keys role and content, but"
     if not isinstance(message, dict):
         raise ConfigError(f"{needed} is of type {type(message).__name__}")
-    message = without_nulls(message)
+    message = {key: value for key, value in message.items() if value is not None}
     if "role" not in message:
         message = {SHAREGPT.get(key, key): value for key, value in message.items()}
     if "role" not in message:
@@ -279,6 +297,8 @@ def joined(content: Any) -> str:
         text = part.get("text") if isinstance(part, dict) else part
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if kind == "text":
+                raise ConfigError("content has a part of type 'text' without a text")
             raise ConfigError(f"content has a part of type {kind!r}; only text is read")
         texts.append(text)
     return "".join(texts)
@@ -290,7 +310,7 @@ def calls_of(calls: Any) -> list[dict]:
         calls = parsed(calls)
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ConfigError("tool_calls must be a list of objects")
-    return [with_parsed_arguments(as_function(call)) for call in calls]
+    return [as_call(call) for call in calls]
 
 
 def calls_of_text(text: Any) -> list[dict]:
@@ -309,21 +329,40 @@ def calls_of_text(text: Any) -> list[dict]:
 
 def as_function(entry: dict) -> dict:
     """A tool or a call of one, in OpenAI's envelope."""
-    if "name" in entry and "function" not in entry:
+    if "name" in entry and entry.get("function") is None:
         return {"type": "function", "function": entry}
     return entry
 
 
-def with_parsed_arguments(call: dict) -> dict:
-    """A call whose arguments are an object, where OpenAI has JSON of one. Raises ConfigError."""
+def as_call(call: dict) -> dict:
+    """A call with a name, in OpenAI's envelope. Its arguments are an object, where OpenAI has JSON
+    of one; without any it is empty. Raises ConfigError."""
+    call = as_function(call)
     function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    text = function["arguments"]
-    arguments = parsed(text) if text.strip() else {}
+    if not isinstance(function, dict):
+        raise ConfigError("a tool call needs a name")
+    name = function.get("name")
+    if not isinstance(name, str) or not name.strip():
+        raise ConfigError("a tool call needs a name")
+    return {**call, "function": {**function, "arguments": arguments_of(function)}}
+
+
+def arguments_of(function: dict) -> dict:
+    """The arguments of a call. Raises ConfigError."""
+    given = function.get("arguments")
+    if given is None:
+        for key in OTHER_ARGUMENTS:
+            if function.get(key):
+                raise ConfigError(f"a tool call has its arguments in arguments, not in {key}")
+        return {}
+    arguments = given
+    if isinstance(given, str):
+        arguments = {} if given.strip() in ("", "null") else parsed(given)
     if not isinstance(arguments, dict):
-        raise ConfigError(f"the arguments of a tool call must be an object, or JSON of one: {text}")
-    return {**call, "function": {**function, "arguments": arguments}}
+        raise ConfigError(
+            f"the arguments of a tool call must be an object, or JSON of one: {given}"
+        )
+    return arguments
 
 
 def take_loss(message: Message) -> bool:
@@ -333,16 +372,16 @@ def take_loss(message: Message) -> bool:
     train = message.pop("train", None)
     if weight not in (0, 1):
         raise ConfigError(f"weight must be 0 or 1, not {weight!r}")
-    if train not in (None, False, True):
+    if train not in (None, False, True):  # or 0 or 1, which are equal to these
         raise ConfigError(f"train must be true or false, not {train!r}")
     if train and message["role"] != "assistant":
         raise ConfigError("train is true, but only what the assistant says has a loss")
-    return bool(weight) and train is not False
+    return bool(weight) and (train is None or bool(train))
 
 
 def without_nulls(value: Any) -> Any:
     """A value without its keys of value null, at any depth: an Arrow file has every key of a column
-    in every row."""
+    in every row. What was parsed from JSON has those that somebody wrote, and keeps them."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -351,11 +390,32 @@ def without_nulls(value: Any) -> Any:
 
 
 def parsed(text: str) -> Any:
-    """The value of JSON; None if it is none."""
+    """The value of JSON; None if it is none. Raises ConfigError if it is nested too deeply."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        value = json.loads(text)
+    except ValueError:
         return None
+    except RecursionError:
+        raise ConfigError(f"JSON {TOO_DEEP}") from None
+    if is_too_deep(value):
+        raise ConfigError(f"JSON {TOO_DEEP}")
+    return value
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether a value is nested too deeply for functions that recurse."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        below: list[Any] = []
+        for entry in level:
+            if isinstance(entry, dict):
+                below += entry.values()
+            elif isinstance(entry, list):
+                below += entry
+        if not below:
+            return False
+        level = below
+    return True
 
 
 def with_reasoning(message: Message) -> Message:

@@ -11,6 +11,7 @@ token that follows it, whether the conversation goes on or not.
 """
 
 import difflib
+import json
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -153,10 +154,37 @@ class Turns:
             message = self.marked.messages[i]
             matters = has_loss[i] or message["role"] != "assistant"
             if matters and 2 * piece_number not in self.positions:
-                raise ConfigError(
-                    f"message {i + 1} ({message['role']}): the chat template leaves out {what}; name "
-                    "one that renders it, data.chat_template, or leave it out of the data"
-                )
+                raise self._left_out(i, what)
+        for i, learned in enumerate(has_loss):
+            if learned and not self._shows_arguments(i):
+                raise self._left_out(i, "the arguments of a tool call")
+
+    def _left_out(self, i: int, what: str) -> ConfigError:
+        role = self.marked.messages[i]["role"]
+        return ConfigError(
+            f"message {i + 1} ({role}): the chat template leaves out {what}; name one that renders "
+            "it, data.chat_template, or leave it out of the data"
+        )
+
+    def _shows_arguments(self, i: int) -> bool:
+        """Whether the template renders the arguments of a turn's tool calls. Where they hold text,
+        its marks show that; others are left out of another rendering."""
+        message = self.marked.messages[i]
+        for number, call in enumerate(message.get("tool_calls") or []):
+            arguments = call["function"]["arguments"]
+            has_marks = self.marked.mark in json.dumps(arguments, ensure_ascii=False)
+            if has_marks or not arguments:
+                continue
+            calls = [*message["tool_calls"]]
+            calls[number] = {**call, "function": {**call["function"], "arguments": {}}}
+            messages = [*self.marked.messages]
+            messages[i] = {**message, "tool_calls": calls}
+            try:
+                if self.render(messages, False).text == self.text:
+                    return False
+            except ConfigError:  # the template needs them
+                continue
+        return True
 
     def spans(self, has_loss: list[bool]) -> Spans:
         """The characters of the turns with a loss. Raises ConfigError."""
@@ -165,12 +193,18 @@ class Turns:
     def with_loss(self, blocks: Spans, has_loss: list[bool]) -> Spans:
         """The {% generation %} blocks without those of the assistant's turns without a loss.
 
-        A block belongs to the turn whose text it holds or follows, or else precedes.
+        A block belongs to the turn whose text it holds or follows, or else precedes. Raises
+        ConfigError if a turn has no text there.
         """
+        shown = {self._message(n) for n in self.positions}
+        for i, message in enumerate(self.marked.messages):
+            if message["role"] == "assistant" and i not in shown:
+                raise self._left_out(i, "all of it, and perhaps not its {% generation %} block")
         chosen = []
         for begin, end in blocks:
-            before = [n for n, position in self.positions.items() if position <= end]
-            after = [n for n, position in self.positions.items() if position > end]
+            # the next text may begin where the block ends
+            before = [n for n, position in self.positions.items() if position - n % 2 < end]
+            after = [n for n, position in self.positions.items() if position - n % 2 >= end]
             owners = [self._message(n) for n in [*before[-1:], *after[:1]]]
             turns = [i for i in owners if self.marked.messages[i]["role"] == "assistant"]
             if not turns or has_loss[turns[0]]:
@@ -182,8 +216,6 @@ class Turns:
 
     def _span(self, i: int) -> tuple[int, int]:
         own = [n for n in self.positions if self._message(n) == i]
-        if not own:
-            raise ConfigError(f"message {i + 1}: says nothing: its tool calls have no names")
         first = min(own, key=self.positions.__getitem__)
         last = max(own, key=self.positions.__getitem__)
         begin = self._begin(i, self.positions[first])

@@ -761,7 +761,11 @@ TURN = talk("a", "b")
     "row, template, wanted",
     [
         ({"texts": []}, None, "line 2: has no field 'messages' (data.messages_field), but texts"),
-        ({"messages": "hello"}, None, "must be a list of messages, not str"),
+        (
+            {"messages": "hello"},
+            None,
+            "line 2: field 'messages' must be a list of messages, or JSON of one, but its",
+        ),
         (
             {"messages": ["hello"]},
             None,

@@ -332,6 +332,61 @@ def axolotl_train(i: int) -> Row:  # axolotl's train of a turn
     return Row({"messages": said}, messages, without_loss=(0,))
 
 
+def numbers_as_train(i: int) -> Row:  # a framework that writes 0 and 1
+    row = axolotl_train(i)
+    for said, train in zip(row.columns["messages"][1::2], (0, 1)):
+        said["train"] = train
+    return row
+
+
+def nulls_in_json(
+    i: int,
+) -> Row:  # the nulls of JSON are somebody's, those of a column may be Arrow's
+    a, b, c = itertools.islice(texts(i), 3)
+    parameters = {"zone": {"enum": ["CET", None], "default": None}}
+    tools = [{"type": "function", "function": {"name": "time", "parameters": parameters}}]
+    function = {"name": "time", "arguments": {"zone": None, "more": [{"day": None}]}}
+    call = {"type": "function", "function": function}
+    said = [
+        user(a),
+        {"role": "assistant", "content": None, "tool_calls": [call], "name": None},
+        {"role": "tool", "content": b, "weight": None},
+        assistant(c),
+    ]
+    messages = [
+        user(a),
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": b},
+        assistant(c),
+    ]
+    columns = {"messages": json.dumps(said), "tools": json.dumps(tools)}
+    return Row(columns, messages, tools)
+
+
+def calls_without_arguments(
+    i: int,
+) -> Row:  # OpenAI's and ShareGPT's calls of a function without parameters
+    a, b, c = itertools.islice(texts(i), 3)
+    function = {"name": "now", "arguments": {}}
+    called = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+    written_as = [
+        {"from": "function_call", "value": '{"name": "now"}'},
+        {"from": "function_call", "value": '{"name": "now", "arguments": null}'},
+        {"from": "gpt", "tool_calls": [{"type": "function", "function": {"name": "now"}}]},
+        {"from": "gpt", "tool_calls": [{"type": "function", "function": {**function, "arguments": None}}]},
+        {"from": "gpt", "tool_calls": [{"type": "function", "function": {**function, "arguments": " "}}]},
+        {"from": "gpt", "tool_calls": [{"type": "function", "function": {**function, "arguments": "null"}}]},
+    ]  # fmt: skip
+    said = [
+        {"from": "human", "value": a},
+        written_as[i % len(written_as)],
+        {"from": "observation", "value": b},
+        {"from": "gpt", "value": c},
+    ]
+    messages = [user(a), called, {"role": "tool", "content": b}, assistant(c)]
+    return Row({"conversations": said}, messages)
+
+
 # prompt and completion
 
 
@@ -373,6 +428,9 @@ SETS = {
     "parts": Published(parts, "messages"),
     "messages as text": Published(messages_as_text, None, {"format": "messages"}),
     "axolotl": Published(axolotl_train, "messages"),
+    "train of numbers": Published(numbers_as_train, "messages"),
+    "nulls in JSON": Published(nulls_in_json, None, {"format": "messages"}),
+    "calls without arguments": Published(calls_without_arguments, "messages"),
     "tldr": Published(tldr, "prompt_completion"),
     "tiny-codes": Published(prompt_response, "prompt_completion"),
     "conversational prompt": Published(conversational_prompt, "prompt_completion"),
@@ -642,7 +700,52 @@ def test_a_template_without_blocks_leaves_out_the_same_turns(tokenizer, tmp_path
 
 # What is wrong
 
+
+def nested(depth: int) -> dict:
+    value: dict = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def called(**function) -> list[dict]:
+    return [user("a"), {"role": "assistant", "tool_calls": [{"function": function}]}]
+
+
+def test_a_value_may_be_nested_as_deeply_as_any_needs(sections, tokenizer, tmp_path):
+    """Nothing that recurses fails below the limit."""
+    messages = called(name="f", arguments=json.dumps(nested(98)))
+    source = str(written([{"messages": messages}], "jsonl", tmp_path))
+    cfg = make_config(**sections(source=source, format="messages"))
+    (document,) = open_source(cfg.data)
+    ids, _ = Chat(tokenizer, cfg.data.chat_template).encode(*from_document(document)[1])
+    assert ids
+
+
 WRONG = {
+    "is nested more than 100 deep / structured": called(name="f", arguments=nested(900)),
+    "is nested more than 100 deep / JSON": called(name="f", arguments=json.dumps(nested(900))),
+    "is nested more than 100 deep / too deep to parse": called(name="f", arguments="[" * 10**5),
+    "is nested more than 100 deep / part": [{"role": "user", "content": [{"type": nested(900)}]}],
+    "message 2 (assistant): a tool call needs a name / none": called(arguments={"a": 1}),
+    "message 2 (assistant): a tool call needs a name / number": called(name=5),
+    "message 2 (assistant): a tool call needs a name / text": [
+        user("a"),
+        {"role": "assistant", "tool_calls": [{"function": "f"}]},
+    ],
+    "message 2 (assistant): a tool call has its arguments in arguments, not in parameters": called(
+        name="f", parameters={"a": 1}
+    ),
+    "message 2 (assistant): the arguments of a tool call must be an object": called(
+        name="f", arguments=[1]
+    ),
+    "message 1 (user): content has a part of type 'text' without a text": [
+        {"role": "user", "content": [{"type": "text", "text": None}]}
+    ],
+    "has two system prompts: in its field 'system'": [
+        {"role": "system", "tool_calls": [{"function": {"name": "f"}}]},
+        user("a"),
+    ],
     "message 1 (user): weight must be 0 or 1, not 0.5": [{**user("a"), "weight": 0.5}],
     "message 1 (user): train is true, but only what the assistant says": [
         {**user("a"), "train": True}
@@ -662,12 +765,13 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_a_wrong_row_is_one_line(message, sections, tmp_path):
-    row = {"messages": WRONG[message]}
-    if "two system" in message:
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_row_is_one_line(name, sections, tmp_path):
+    line = name.partition(" /")[0]
+    row = {"messages": WRONG[name]}
+    if "two system" in name:
         row["system"] = "a"
-    if "tools" in message:
+    if "tools" in name:
         row["tools"] = "weather(city)"
     good = {"messages": [user("a"), assistant("b")]}
     source = str(written([good, row, good, row], "json", tmp_path))
@@ -675,7 +779,7 @@ def test_a_wrong_row_is_one_line(message, sections, tmp_path):
         list(open_source(make_config(**sections(source=source, format="messages")).data))
     first, second = error.value.problems
     assert "rows.json: row 2, line " in first and "rows.json: row 4, line " in second
-    assert message in first and message in second
+    assert line in first and line in second
 
 
 @pytest.mark.parametrize(
@@ -690,7 +794,26 @@ def test_a_wrong_row_is_one_line(message, sections, tmp_path):
             "field 'history' must be a list of [what the user said, the answer]",
         ),
         ({"prompt": "a"}, "prompt_completion", "has no field 'completion' or 'response'"),
-        ({"prompt": 4, "completion": "b"}, "prompt_completion", "must be a list of messages, not"),
+        (
+            {"instruction": "a", "output": "b", "history": 5},
+            "alpaca",
+            "field 'history' must be a list of [what the user said, the answer]",
+        ),
+        (
+            {"messages": '[{"role": "user"'},
+            "messages",
+            "field 'messages' must be a list of messages, or JSON of one, but its text is no valid",
+        ),
+        (
+            {"conversations": '{"role": "user"}'},
+            "messages",
+            "field 'conversations' must be a list of messages, or JSON of one, but its text is of type dict",
+        ),
+        (
+            {"prompt": 4, "completion": "b"},
+            "prompt_completion",
+            "field 'prompt' must be a list of messages, or",
+        ),
         ({"text": "a"}, "messages", "has no field 'messages' or 'conversations' (data.messages"),
     ],
 )
@@ -740,6 +863,44 @@ def test_all_rows_that_a_template_refuses_are_listed(sections, tmp_path):
     assert (
         read_manifest(folder)["sha256"] == read_manifest(prepared(make_config(**given)))["sha256"]
     )
+
+
+@pytest.mark.parametrize(
+    "rows, listed, ends",
+    [
+        ("good " * 30 + "bad " * 25, 25, ""),
+        ("bad " * 9 + "good " * 30 + "bad " * 25, 34, ""),
+        ("bad " * 10, 10, ""),
+        ("bad " * 11, 10, "the list ends here, after 10 wrong rows; more may follow"),
+        ("bad " * 300, 10, "the list ends here, after 10 wrong rows; more may follow"),
+        ("good " + "bad " * 50, 40, "the list ends here, after 40 wrong rows; more may follow"),
+    ],
+    ids=["good first", "good between", "ten", "eleven", "all", "more than are listed"],
+)
+@pytest.mark.parametrize("chunk", [1 << 18, 600], ids=["one chunk", "chunks"])
+def test_a_list_of_wrong_rows_says_where_it_ends(rows, listed, ends, chunk, sections, tmp_path):
+    """In the processes that tokenize, as always."""
+    kinds = rows.split()
+    rows = [tulu(i).columns for i in range(len(kinds))]
+    for row, kind in zip(rows, kinds):
+        row["messages"][0]["content"] = kind
+    source = str(written(rows, "jsonl", tmp_path))
+    refusing = "{% if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}"
+    (tmp_path / "no.jinja").write_text(refusing + TEMPLATE)
+    template = str(tmp_path / "no.jinja")
+    cfg = make_config(**sections(source=source, format="messages", chat_template=template))
+    with (
+        mock.patch("data.encode.CHUNK", chunk),
+        mock.patch("data.prepare.MOST_PROBLEMS", 40),
+        mock.patch("data.prepare.report"),
+        pytest.raises(ConfigError) as error,
+    ):
+        prepare(cfg)
+    problems = [*error.value.problems]
+    assert problems[listed:] == ([ends] if ends else [])
+    bad = [number for number, kind in enumerate(kinds, 1) if kind == "bad"][:listed]
+    for number, problem in zip(bad, problems[:listed], strict=True):
+        assert f"rows.jsonl: line {number}: the chat template fails" in problem
 
 
 def test_folders_from_before_there_were_formats_stay_valid(sections):

@@ -1,6 +1,7 @@
 """Chat templates that are hard to mask, each a small one of its kind, against masks found by hand; what they lose, and
 where they lie. benchmarks/chat_templates.py does the same with the templates of a folder."""
 
+import itertools
 import json
 
 import pytest
@@ -13,6 +14,7 @@ import transformers
 from benchmarks import chat_templates
 from benchmarks.chat_templates import (
     BOTH_REFUSE,
+    CLOCK,
     CONVERSATIONS,
     EQUAL,
     EQUAL_IDS,
@@ -22,6 +24,8 @@ from benchmarks.chat_templates import (
     THREE_TURNS,
     Template,
     assistant,
+    call,
+    calls_tools,
     user,
 )
 from config import ConfigError
@@ -272,16 +276,100 @@ def test_turns_without_a_loss(template):
         ):
             encoded = made.ours.encode(checked(THREE_TURNS[:4]), None, has_loss)
             assert made.learned(*encoded) == learned
-    # what has no loss may lack something, and be empty
-    conversation = [user("a"), assistant("", reasoning_content="b"), user("c"), assistant("d")]
+    # what has no loss may lack something
+    conversation = [user("a"), assistant("b", reasoning_content="c"), user("d"), assistant("e")]
     ids, mask = made.ours.encode(checked(conversation), None, [False, False, False, True])
-    assert made.learned(ids, mask) == ["d<|end|>\n</s>"]
+    assert made.learned(ids, mask) == ["e<|end|>\n</s>"]
 
 
-def test_tool_calls_without_a_name(template):
-    messages = [QUESTION, assistant("", tool_calls=[{"function": {"arguments": {"at": 1}}}])]
-    with pytest.raises(ConfigError, match="message 2: says nothing: its tool calls have no names"):
-        template(CALLS).encode(messages)
+QWEN3 = (REPO / "configs/qwen3.jinja").read_text()
+# No text stands between two turns, and between two blocks
+ADJACENT = (
+    LOOP + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("title", [title for title in CONVERSATIONS if "reasoning" not in title])
+def test_a_block_of_a_turn_without_a_loss_has_none(template, title):
+    """Whichever turns have one: transformers' mask less their blocks."""
+    made = template(QWEN3)
+    messages = CONVERSATIONS[title]
+    tools = [CLOCK] if calls_tools(messages) else None
+    rendered = made.theirs.apply_chat_template(
+        messages,
+        tools=tools,
+        chat_template=QWEN3,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    blocks = [list(run) for _, run in itertools.groupby(rendered["assistant_masks"])]
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    assert sum(block[0] for block in blocks) == len(turns)
+    for chosen in itertools.product((False, True), repeat=len(turns)):
+        has_loss = [chosen[turns.index(i)] if i in turns else True for i in range(len(messages))]
+        wanted = []
+        remaining = iter(chosen)
+        for block in blocks:
+            is_learned = bool(block[0]) and next(remaining)
+            wanted += [is_learned] * len(block)
+        ids, mask = made.ours.encode(checked(messages), tools, has_loss)
+        assert (ids, mask) == ((rendered["input_ids"], wanted) if any(chosen) else ([], []))
+
+
+def test_a_block_is_not_that_of_the_text_behind_it(template):
+    made = template(ADJACENT)
+    messages = [user("Who?"), assistant("Jane."), assistant("Austen.")]
+    messages += [user("When?"), assistant("In 1815.")]
+    said = {1: "Jane.<|end|>", 2: "Austen.<|end|>", 4: "In 1815.<|end|>"}
+    for i, text in said.items():
+        encoded = made.ours.encode(checked(messages), None, [j == i for j in range(5)])
+        assert made.learned(*encoded) == [text]
+
+
+@pytest.mark.parametrize("text", [QWEN3, CHATML, ADJACENT], ids=["qwen3", "chatml", "adjacent"])
+@pytest.mark.parametrize("content", ["", " \n", None])
+def test_a_conversation_with_an_empty_turn_is_left_out(template, text, content):
+    """With a loss or without."""
+    made = template(text)
+    empty = {"role": "assistant", "content": content, "reasoning_content": "b"}
+    for messages in (
+        [user("hi"), empty, user("hello?"), assistant("ok")],
+        [user("hi"), assistant("ok"), user("hello?"), empty],
+    ):
+        messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        spoken = [message.get("content", "").strip() != "" for message in messages]
+        for has_loss in ([True] * 4, spoken):
+            assert made.ours.encode(messages, None, has_loss) == ([], [])
+
+
+def test_what_has_no_loss_needs_a_sign_of_its_block(template):
+    text = ADJACENT.replace("m.content }}<|end|>", "m.content or '' }}<|end|>")
+    messages = [QUESTION, {"role": "assistant", "tool_calls": [call("clock")]}, user("b"), assistant("c")]  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=r"message 2 \(assistant\): the chat template leaves out all"
+    ):
+        template(text).ours.encode(checked(messages), None, [True, False, True, True])
+
+
+@pytest.mark.parametrize(
+    "shown, arguments, is_refused",
+    [
+        ("c.function.name", {"at": 1}, True),
+        ("c.function.name", {"at": [True, {"b": None}]}, True),
+        ("c.function.name", {}, False),
+        ("c.function | tojson", {"at": 1}, False),
+        ("c.function.name ~ c.function.arguments.at", {"at": 0.5}, False),
+    ],
+)
+def test_arguments_that_are_no_text_are_not_left_out(template, shown, arguments, is_refused):
+    made = template(CALLS.replace("c.function | tojson", shown))
+    messages = [QUESTION, assistant("", tool_calls=[call("clock", **arguments)])]
+    if not is_refused:
+        assert made.compare(messages).kind == EQUAL_IDS
+        return
+    with pytest.raises(ConfigError, match="leaves out the arguments of a tool call"):
+        made.encode(messages)
 
 
 def test_nested_blocks_are_one(template):
