@@ -101,7 +101,16 @@ class Run:
         assert checkpointer, "attach() comes before claim_folder()"
         hosts = all_gather_objects(platform.node())
 
-        on_rank_zero(lambda: self._take_folder(checkpointer, tokenizer_files, hosts))
+        def take_folder() -> OSError | None:
+            try:
+                self._take_folder(checkpointer, tokenizer_files, hosts)
+            except OSError as error:  # a full disk, perhaps: all ranks say so
+                return error
+            return None
+
+        error = on_rank_zero(take_folder)
+        if error:
+            raise error
         log_file = metrics.start_logging(self.folder, self.world.rank, color_is_wanted())
         self.watchdog.use_log(log_file, self.world.rank)
         for problem in checkpointer.problems:
