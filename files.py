@@ -59,13 +59,18 @@ def write_atomic(
     path: pathlib.Path, content: bytes | str, temporary: pathlib.Path | None = None
 ) -> None:
     """Replaces a file atomically: a reader, also after a crash, sees either the old content or the
-    new one. Raises OSError. temporary: where it is written first, if several processes may write it
-    at once."""
+    new one. Raises OSError, which names a file. temporary: where it is written first, if several
+    processes may write it at once."""
     temporary = temporary or path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        sync_handle(file.fileno())  # else a power cut may leave the new name without its content
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            # else a power cut may leave the new name without its content
+            sync_handle(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write knows only its handle
+        raise
     temporary.replace(path)
 
 

@@ -47,7 +47,7 @@ export PIP_USER=0
 # The first Python that can make an environment: python3, else one that is called by its version.
 base_python() {
     local name
-    for name in python3 python3.{13,12,11,10}; do
+    for name in python3 python3.{14,13,12,11,10}; do
         if "$name" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             echo "$name"
             return
@@ -82,15 +82,18 @@ make_venv() {
     exec 9>&-
 }
 
-has_torch='import sys, importlib.util as util; old = sys.version_info < (3, 11)
-needed = ["torch", "numpy", "filelock", "tomli" if old else "tomllib"]
-sys.exit(sys.version_info < (3, 10) or not all(map(util.find_spec, needed)))'
+# Which of the packages that every run imports a Python lacks.
+list_missing='import sys, importlib.util as util
+missing = [name for name in ("torch", "numpy", "filelock", "tomli") if not util.find_spec(name)]
+print(*missing, sep=", ")
+sys.exit(bool(missing) or sys.version_info < (3, 10))'
 
 choose_python() {  # takes the run's arguments; none: the Python must suit every tool
+    local missing
     if [[ -n ${PYTHON:-} ]]; then
         python=$(command -v "$PYTHON") || fail "PYTHON=$PYTHON: no such program"
-        "$python" -c "$has_torch" 2>/dev/null ||
-            fail "PYTHON=$PYTHON: needs Python 3.10 or later with torch and numpy; without PYTHON=, .venv is made"
+        missing=$("$python" -c "$list_missing" 2>/dev/null) ||
+            fail "PYTHON=$PYTHON: lacks ${missing:-Python 3.10 or later}; without PYTHON=, .venv is made"
     elif python=$(command -v python3) && "$python" -c "$module" launch.command --usable "$@" 2>/dev/null; then :
     else make_venv; fi
 }
@@ -144,7 +147,7 @@ for word in "$@"; do case $word in --help | -h) help=yes ;; --dry-run) plan=yes 
 case ${!#} in  # the last word: else it is the section that --help is asked for
 --help | -h)
     sed -n '/^# Sets up/,/^set /s/^# \{0,1\}//p' "$repo/run_train.sh" || true  # a closed pipe (| head) is no error
-    list_tools || true
+    (list_tools) || true
     ;;
 esac
 choose_python "$@"

@@ -202,10 +202,10 @@ class Schema:
             if type(value) in members(annotation):
                 requirement += ", neither empty nor infinite nor out of range"
             if isinstance(value, str) and not _is_unicode(value):
-                requirement = (
-                    "holds bytes that are not characters in this shell's encoding; "
-                    "PYTHONUTF8=1 ./run_train.sh ... reads them as UTF-8"
-                )
+                requirement = "holds bytes that are not characters in this shell's encoding"
+                with contextlib.suppress(ValueError):
+                    os.fsencode(value).decode()
+                    requirement += "; PYTHONUTF8=1 ./run_train.sh ... reads them as UTF-8"
             raise ValueError(requirement + option_field.metadata["note"]) from None
         except ConfigError as error:  # of tables in a list
             raise ValueError("; ".join(error.problems)) from None
@@ -219,9 +219,12 @@ class Schema:
     def _suggestion(self, name: str) -> str:
         """What other trainers call by that name, the right key in the wrong section, else the
         closest spelling."""
+        if name == "help":
+            return "; write --help and the name as two words"
         key = name.rpartition(".")[2]
         same_key = [known for known in self.options if known.endswith(f".{key}")]
-        meant = self.other_names.get(name)
+        # eval.steps is what others call eval_steps
+        meant = self.other_names.get(name) or self.other_names.get(name.replace(".", "_"))
         if not meant and not same_key:
             meant = self.other_names.get(key)
         if meant:

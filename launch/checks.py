@@ -17,18 +17,14 @@ from data.folder import is_prepared
 from data.prepare import prepare
 from files import print_line
 from launch.command import Ranks
-from launch.interruption import Interruption
 from lifecycle.folder import check_folder, read_status
 from lifecycle.gpus import visible_gpus
 from schema import together
 
 
-def check_launch(
-    cfg: config.Config, ranks: Ranks, args: Namespace, interruption: Interruption
-) -> bool:
+def check_launch(cfg: config.Config, ranks: Ranks, args: Namespace) -> bool:
     """Runs all checks and prepares the data. Returns whether there is anything left to do. Raises
     ConfigError."""
-    interruption.allow()  # to verify a checkpoint reads every byte, and preparing may take hours
     folder = config.run_folder(cfg)
     if not args.eval_only and is_finished(cfg, folder):
         return False

@@ -76,9 +76,11 @@ def launch(argv: list[str], interruption: Interruption) -> int:
     status_before = read_status(folder)
 
     try:
+        # what follows may read from the network, verify checkpoints, and prepare data for hours
+        interruption.allow()
         completed, found_options = formats.complete(args, cfg)
         cfg = replace(completed, checkpoint=cfg.checkpoint)
-        has_work = check_launch(cfg, ranks, args, interruption)
+        has_work = check_launch(cfg, ranks, args)
         interruption.raises = False
     except (Interrupted, Exception) as error:
         # an interrupted check may have raised anything
@@ -97,7 +99,7 @@ def launch(argv: list[str], interruption: Interruption) -> int:
     if not has_work:
         return 0
 
-    command = [*start_ranks, *argv, *found_options, *commits(cfg), f"--launch={launch_id}"]
+    command = [*start_ranks, *argv, f"--launch={launch_id}", *found_options, *commits(cfg)]
     for name in variables_of_a_launcher():  # torchrun and the ranks would take them as theirs
         del os.environ[name]
     os.environ.update(ranks.environment())
@@ -155,9 +157,14 @@ class StopForwarder:
 
 
 def suspend_launcher(number: int, frame: Any) -> None:
-    """Ctrl-Z while the ranks run, which are not in the terminal's process group."""
-    print_error("only the launcher is suspended, training continues: resume it by bg or fg")
-    os.kill(os.getpid(), signal.SIGSTOP)
+    """Ctrl-Z while the ranks run, which are not in the terminal's process group. It stops nothing
+    where no shell could resume this process (ssh -t HOST COMMAND, docker exec -it): the kernel
+    discards SIGTSTP there, unlike SIGSTOP."""
+    if os.getpgrp() != os.getsid(0):  # a shell made a process group for it
+        print_error("only the launcher is suspended, training continues: resume it by bg or fg")
+    signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTSTP)
+    signal.signal(signal.SIGTSTP, suspend_launcher)
 
 
 def run_ranks(

@@ -41,6 +41,8 @@ def failure_of(
         return Failure(1, out_of_memory_text(text, cfg, ranks), final=is_first_step)
     if isinstance(error, SaveFailed | PreparingFailed):
         return Failure(1, text, final=False)
+    if isinstance(error, OSError) and error.filename:  # of a full disk, perhaps
+        return Failure(1, f"{error.filename}: {error.strerror}", final=False)
     if isinstance(error, FloatingPointError | NoTargets):
         return Failure(1, text, final=True)
     return Failure(1, "".join(traceback.format_exception(error)).rstrip(), final=False)

@@ -27,6 +27,7 @@ from parallel.torch_patches import set_default_timeout
 FROM_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # paths may differ: each node may have a local copy
 ON_THIS_NODE = ("data.path", "data.tokenizer", "model.init_from", "lora.init_from")
+MACOS_FILES = 10_240  # its OPEN_MAX, as many as a process may open there
 
 
 def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
@@ -156,18 +157,30 @@ def problems_of_devices(reports: list[dict]) -> list[str]:
 
 def check_launcher() -> None:
     """Raises ConfigError if the variables of a launcher are incomplete or make no sense."""
-    if not (os.environ.get("RANK") or os.environ.get("WORLD_SIZE")):
+    given = {}
+    for name in (*FROM_LAUNCHER, "LOCAL_RANK"):
+        if name in os.environ:
+            given[name] = os.environ[name]
+    is_one_of_several = bool(given.keys() & {"RANK", "WORLD_SIZE"})  # the others may be left over
+    if has_numbers(given) and (not is_one_of_several or is_complete(given)):
         return
-    values = {name: os.environ.get(name, "") for name in FROM_LAUNCHER}
-    rank, size = values["RANK"], values["WORLD_SIZE"]
-    is_complete = all(values.values())
-    if is_complete and rank.isdecimal() and size.isdecimal() and int(rank) < int(size):
-        return
-    given = ", ".join(f"{name}={value}" for name, value in values.items() if value)
+    shown = ", ".join(f"{name}={value}" for name, value in given.items())
     raise ConfigError(
-        f"{given}: a launcher sets all of {', '.join(FROM_LAUNCHER)}, with RANK below WORLD_SIZE; "
+        f"{shown}: a launcher sets all of {', '.join(FROM_LAUNCHER)}, with RANK below WORLD_SIZE; "
         "torchrun does, and ./run_train.sh, which starts all processes of this machine"
     )
+
+
+def has_numbers(given: dict[str, str]) -> bool:
+    """Whether a launcher's variables are numbers where they have to be."""
+    return all(value.isdecimal() for name, value in given.items() if name != "MASTER_ADDR")
+
+
+def is_complete(given: dict[str, str]) -> bool:
+    """Whether a launcher's variables say who a process is, and where the others meet."""
+    if not all(given.get(name) for name in FROM_LAUNCHER):
+        return False
+    return int(given["RANK"]) < int(given["WORLD_SIZE"]) and int(given["MASTER_PORT"]) < 2**16
 
 
 def set_determinism(run: config.Run) -> None:
@@ -181,17 +194,41 @@ def set_determinism(run: config.Run) -> None:
 
 
 def raise_file_limit() -> None:
-    """Raises this process's limit of open files, usually 1,024, to the hard one: gloo keeps a
-    connection to each other rank of each group."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    """Raises this process's limit of open files, usually 1,024, to the hard one where the system
+    allows it: gloo keeps a connection to each other rank of each group."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return
+    wanted = hard
+    if hard == resource.RLIM_INFINITY:  # on macOS, which allows no process that many
+        wanted = max(soft, MACOS_FILES)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextlib.contextmanager
-def distributed(cfg: config.Config) -> Iterator[World]:
+def distributed(
+    cfg: config.Config, while_connecting: contextlib.AbstractContextManager | None = None
+) -> Iterator[World]:
     """Initializes the process group, and destroys it on exit. Raises ConfigError for a mesh or
-    device that is invalid or unavailable, and if ranks have different devices or options."""
+    device that is invalid or unavailable, and if ranks have different devices or options.
+
+    while_connecting: entered while this rank waits for the others to be started."""
     check_launcher()
+    with while_connecting or contextlib.nullcontext():
+        world = connect(cfg)
+    yield world
+    # Not reached after an exception: the other ranks may never reach the barrier, so the process
+    # just exits.
+    # Frees FSDP2's buffers: gloo aborted in one of five runs that destroyed the group before.
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def connect(cfg: config.Config) -> World:
+    """Initializes the process group, once all ranks have been started. Raises ConfigError as
+    distributed() does."""
     rank, _, size = rank_and_size()
     shape = config.mesh_shape(cfg, size)
     raise_file_limit()
@@ -217,10 +254,4 @@ def distributed(cfg: config.Config) -> Iterator[World]:
     with printed_if_long(text):
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         check_same_on_all_ranks("configuration and options", shared_options(cfg))
-    yield World(rank, size, device, build_mesh(device.type, shape))
-    # Not reached after an exception: the other ranks may never reach the barrier, so the process
-    # just exits.
-    # Frees FSDP2's buffers: gloo aborted in one of five runs that destroyed the group before.
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
+    return World(rank, size, device, build_mesh(device.type, shape))

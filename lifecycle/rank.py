@@ -2,6 +2,7 @@
 run, how it ended."""
 
 import gc
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -35,6 +36,9 @@ class RankProcess:
         self.args, self.cfg = config.from_command_line(sys.argv[1:], usage)
         if self.args.launch:
             die_with_parent()
+            # what follows it are options that the launcher has added: reports show those that a
+            # person typed
+            del sys.argv[sys.argv.index(f"--launch={self.args.launch}") + 1 :]
 
     def main(self, train: Callable, evaluate: Callable) -> NoReturn:
         """Runs train(cfg, world, run), or evaluate(cfg, world, run) for --eval-only, or plans;
@@ -82,8 +86,10 @@ class RankProcess:
         except ConfigError as error:
             # Raised before the run exists: this node lacks the device, or its options differ from
             # rank 0's.
+            if launch_id is None:
+                raise
             rank, _, _ = rank_and_size()
-            is_reported = launch_id is not None and report_failure(
+            is_reported = report_failure(
                 config.run_folder(self.cfg),
                 launch_id,
                 rank,
@@ -108,7 +114,10 @@ class RankProcess:
         from parallel.ranks import on_each_rank, on_rank_zero
 
         cfg = self.cfg
-        with distributed(cfg) as world:
+        # Our launcher starts all ranks, or ends them. With another, or by hand, one may be alone.
+        may_be_alone = launch_id is None and "RANK" in os.environ
+        while_connecting = self.stop.ends_process() if may_be_alone else None
+        with distributed(cfg, while_connecting) as world:
             if not self.args.eval_only:
                 # An explicit `resume = N` counts once, not again after a restart by torchrun or
                 # SLURM. Rank 0 decides for all: each may see a different state of a shared disk.

@@ -101,14 +101,16 @@ class Run:
         assert checkpointer, "attach() comes before claim_folder()"
         hosts = all_gather_objects(platform.node())
 
-        def take_folder() -> None:
+        def take_folder() -> OSError | None:
             try:
                 self._take_folder(checkpointer, tokenizer_files, hosts)
-            except OSError as error:
-                problem = error.strerror or error
-                raise ConfigError(f"{self.folder}: cannot be written to: {problem}") from None
+            except OSError as error:  # a full disk, perhaps: all ranks say so
+                return error
+            return None
 
-        on_rank_zero(take_folder)
+        error = on_rank_zero(take_folder)
+        if error:
+            raise error
         log_file = metrics.start_logging(self.folder, self.world.rank, color_is_wanted())
         self.watchdog.use_log(log_file, self.world.rank)
         for problem in checkpointer.problems:
@@ -263,9 +265,10 @@ class Run:
 
     @property
     def exit_code(self) -> int:
-        """This process's exit code. A launcher reads STOPPED from the status; torchrun would take
-        it for a failure."""
-        return STOPPED if self.stop.signal and self.stop.standalone else 0
+        """This process's exit code. A stop is no success: Kubernetes, say, starts again only what
+        failed. Our launcher reads it from the status instead, as its torchrun restarts what
+        fails."""
+        return STOPPED if self.stop.signal and self.launch_id is None else 0
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if error is None:

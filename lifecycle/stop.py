@@ -14,10 +14,12 @@ How a stop travels from the signal to the step:
 Imports torch in only one method: signal handlers are installed before the slow import of torch.
 """
 
+import contextlib
 import os
 import pathlib
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from lifecycle import SIGNALS, TWICE_SECONDS
@@ -67,6 +69,20 @@ class StopRequest:
         for number in SIGNALS:
             signal.signal(number, note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher blocks them until now
+
+    @contextlib.contextmanager
+    def ends_process(self) -> Iterator[None]:
+        """TERM and INT, also one that came before, end this process at once. While a rank waits in
+        C++ for others, which may never be started, a handler would not be called; and there is
+        nothing to save yet."""
+        handlers = {}
+        for number in (signal.SIGTERM, signal.SIGINT):
+            handlers[number] = signal.signal(number, signal.SIG_DFL)
+        if self.received in handlers:
+            signal.raise_signal(self.received)
+        yield
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
     def connect(self, group: Any, file: pathlib.Path | None) -> None:
         """Sets the gloo group of all ranks and, on rank 0, the launcher's file. Before this, no

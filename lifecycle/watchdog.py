@@ -38,6 +38,7 @@ class Watchdog:
         self.began = time.monotonic()
         self.deadline = float("inf")
         self.ended = False
+        self.lock = threading.Lock()  # of the deadline, which both threads set
         self.rank = 0
         self.stacks = 2  # the file descriptor that stacks go to: stderr, until there is a log
         self.line: int | None = None  # a file descriptor of the log, for the line NOW
@@ -62,17 +63,18 @@ class Watchdog:
             self.step = step
         self.name = name
         self.progress += 1
-        self.began = time.monotonic()
-        self.deadline = self.began + seconds
         if self.line:
             with contextlib.suppress(OSError):
                 # takes microseconds: the page is in memory, the blocks are allocated
                 text = NOW.format(self.rank, self.step, name, self.progress)
                 os.pwrite(self.line, text.ljust(NOW_BYTES).encode(), self.line_at)
-        # set again only where it would be too early or too late, not three times a step: it starts
-        # a thread
-        if not FROZEN_SECONDS / 2 <= self.fires - self.deadline <= FROZEN_SECONDS * 1.25:
-            self.end_if_frozen(seconds + FROZEN_SECONDS)
+        with self.lock:
+            self.began = time.monotonic()
+            self.deadline = self.began + seconds
+            # set again only where it would be too early or too late, not three times a step: it
+            # starts a thread
+            if not FROZEN_SECONDS / 2 <= self.fires - self.deadline <= FROZEN_SECONDS * 1.25:
+                self.end_if_frozen(seconds + FROZEN_SECONDS)
 
     def end_if_frozen(self, seconds: float) -> None:
         """Ends the process in `seconds`, unless the next phase begins."""
@@ -83,21 +85,24 @@ class Watchdog:
         self.ended = True
         faulthandler.cancel_dump_traceback_later()
 
-    def _extend(self, seconds: float) -> None:
-        """The process was stopped for some seconds, in which no progress could be made: by SIGSTOP,
-        SLURM's suspend, docker pause. They do not count, unless the C thread's time, of which it has
-        FROZEN_SECONDS more, is over, too: nothing can hold that thread back."""
-        self.deadline += seconds
-        if not self.ended and self.deadline < float("inf"):
-            self.end_if_frozen(self.deadline - time.monotonic() + FROZEN_SECONDS)
+    def _extend_if_suspended(self, last: float, now: float) -> None:
+        """Between two looks at the deadline the process may have been stopped: by SIGSTOP, SLURM's
+        suspend, docker pause. That time of the phase does not count, unless the C thread's time, of
+        which it has FROZEN_SECONDS more, is over, too: nothing can hold that thread back."""
+        with self.lock:
+            seconds = now - max(last, self.began)  # it may have begun since
+            if seconds <= SUSPENDED_SECONDS:
+                return
+            self.deadline += seconds
+            if not self.ended and self.deadline < float("inf"):
+                self.end_if_frozen(self.deadline - time.monotonic() + FROZEN_SECONDS)
 
     def _run(self) -> None:
         last = time.monotonic()
         while not self.ended:
             time.sleep(TICK_SECONDS)
             now = time.monotonic()
-            if now - last > SUSPENDED_SECONDS:
-                self._extend(now - last)
+            self._extend_if_suspended(last, now)
             last = now
             if now > self.deadline and not self.ended:
                 frame = sys._current_frames()[self.main_thread]

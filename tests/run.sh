@@ -2,7 +2,7 @@
 # Sets up and runs the tests, on CPU:   ./tests/run.sh [pytest arguments]
 # Only the linter, the formatter, the checks of style and the type checker:   ./tests/run.sh --lint
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.." # -P: as --setup prints it, where a link leads here
 unset PIP_TARGET PIP_PREFIX PIP_ROOT # as in run_train.sh
 export PIP_USER=0
 

@@ -402,6 +402,7 @@ def test_every_degree_that_cannot_be_had_is_named():
     "argument, named",
     [
         ("--train.stepz=3", "did you mean train.steps?"),
+        ("--help=optim", "write --help and the name as two words"),
         ("--trian.steps=3", "did you mean train.steps?"),
         ("--train.steps=", "must be an integer"),
         ("--train.steps=3.5", "must be an integer"),

@@ -25,8 +25,9 @@ from data.cores import usable_cores
 from data.encode import encode_in_order
 from launch.command import Ranks, variables_of_a_launcher
 from launch.slurm import first_host
+from lifecycle import process_group
 from lifecycle.folder import read_status
-from lifecycle.process_group import all_gather_reports, check_launcher
+from lifecycle.process_group import all_gather_reports, check_launcher, raise_file_limit
 from lifecycle.watchdog import Watchdog
 from metrics import Board, peak_memory_gib
 from parallel.ranks import printed_if_long
@@ -100,6 +101,51 @@ def test_two_pods_train_as_one_process_does(program, environment, write_config):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_rank_that_waits_for_others(write_config, number):
+    variables = {**without_launcher(), "RANK": "0", "WORLD_SIZE": "2"}
+    port = free_port()
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    command = [sys.executable, "train.py", write_config("alone")]
+    rank = subprocess.Popen(command, cwd=REPO, env=variables)
+
+    def is_served() -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("localhost", int(port))) == 0
+
+    try:
+        wait_until(is_served)
+        rank.send_signal(number)
+        assert rank.wait(timeout=10) == -number
+    finally:
+        rank.kill()
+
+
+@pytest.mark.slow
+def test_pods_that_are_stopped_are_no_success(write_config):
+    path = write_config("pods", train={"steps": 100_000}, checkpoint={"save_every_steps": 100_000})
+    folder = config.run_folder(config.load(str(path)))
+    port = free_port()
+    pods = []
+    for pod in (0, 1):
+        variables = {
+            **without_launcher(),
+            **operator_environment(pod, port),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "train.py", path]
+        pods.append(subprocess.Popen(command, cwd=REPO, env=variables, stdout=subprocess.DEVNULL))
+    try:
+        wait_until(lambda: steps_of(folder) > 1)
+        pods[1].terminate()
+        assert [pod.wait(timeout=60) for pod in pods] == [75, 75]
+    finally:
+        for pod in pods:
+            pod.kill()
+    assert read_status(folder)["state"] == "preempted"
+
+
+@pytest.mark.slow
 def test_a_host_name_that_does_not_resolve_stops_no_ranks_of_this_machine(write_config, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import socket\n"
@@ -122,6 +168,10 @@ def test_a_host_name_that_does_not_resolve_stops_no_ranks_of_this_machine(write_
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "a launcher sets all of"),
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK below"),
         ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK below"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT=x"),
+        ({"RANK": "", "WORLD_SIZE": ""}, "RANK=, WORLD_SIZE=: a launcher sets all of"),
+        ({"LOCAL_RANK": "0"}, None),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK=: a launcher sets"),
     ],
 )
 def test_a_rank_believes_complete_variables_alone(variables, problem, monkeypatch):
@@ -275,7 +325,18 @@ def test_a_python_without_torch_is_refused(tmp_path):
     python.chmod(0o755)
     done = launch("--setup", PYTHON=str(python))
     assert done.returncode == 2 and done.stdout == ""
-    assert "needs Python 3.10 or later with torch" in done.stderr
+    assert "lacks torch, numpy, filelock, tomli; without PYTHON=" in done.stderr
+
+
+def test_a_python_that_lacks_one_package_is_told_which(tmp_path):
+    python = tmp_path / "python"
+    # its packages, without filelock
+    program = "import sys; sys.modules['filelock'] = None; exec(sys.argv.pop(1))"
+    python.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} -c "{program}" "$@" 2>&1\n')
+    python.chmod(0o755)
+    done = launch("--setup", PYTHON=str(python))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("python: lacks filelock; without PYTHON=, .venv is made\n")
 
 
 def test_another_shell_hands_over_to_bash(tmp_path):
@@ -288,6 +349,34 @@ def test_another_shell_hands_over_to_bash(tmp_path):
     assert done.returncode == 0 and "sbatch" in done.stdout, done.stderr
 
 
+def test_a_reader_of_the_help_may_leave():
+    command = "set -o pipefail; ./run_train.sh --help | head -n 1"
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(["bash", "-c", command], cwd=REPO, env=environment, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+SUSPEND = """
+import os, signal, sys
+from launch.launch import suspend_launcher
+signal.signal(signal.SIGTSTP, suspend_launcher)
+os.kill(os.getpid(), signal.SIGTSTP)
+assert signal.getsignal(signal.SIGTSTP) is suspend_launcher
+"""
+
+
+def test_ctrl_z_stops_no_launcher_that_no_shell_could_resume():
+    """As of ssh -t HOST COMMAND, or docker exec -it."""
+    done = subprocess.run(
+        [sys.executable, "-c", SUSPEND],
+        cwd=REPO,
+        capture_output=True,
+        start_new_session=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.slow
 def test_ctrl_z_suspends_the_launcher_and_says_that_training_continues(write_config):
     path = write_config("long", train={"steps": 100_000}, checkpoint={"save_every_steps": 100_000})
@@ -298,6 +387,7 @@ def test_ctrl_z_suspends_the_launcher_and_says_that_training_continues(write_con
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=os.setpgrp,  # as a shell does
     )
     try:
         wait_until(lambda: steps_of(folder) > 1)
@@ -331,6 +421,28 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
 def test_an_argument_in_another_encoding_is_named(write_config):
     with pytest.raises(ConfigError, match=r"not characters in this shell's .* PYTHONUTF8=1"):
         config.load(str(write_config()), ["--run.output_dir=\udcc3\udca9"])
+    with pytest.raises(ConfigError) as raised:  # Latin-1 is no UTF-8 either
+        config.load(str(write_config()), ["--run.output_dir=\udce9"])
+    assert str(raised.value).endswith("not characters in this shell's encoding")
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_more_open_files_are_allowed_where_the_system_allows_them(monkeypatch, refused):
+    """macOS has no hard limit, and refuses a soft one above 10,240."""
+    infinity = process_group.resource.RLIM_INFINITY
+    asked = []
+
+    def set_limit(which: int, limits: tuple[int, int]) -> None:
+        asked.append(limits)
+        if refused:
+            raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(process_group.resource, "getrlimit", lambda which: (256, infinity))
+    monkeypatch.setattr(process_group.resource, "setrlimit", set_limit)
+    raise_file_limit()
+    monkeypatch.setattr(process_group.resource, "getrlimit", lambda which: (1024, 4096))
+    raise_file_limit()
+    assert asked == [(10_240, infinity), (4096, 4096)]
 
 
 def test_the_peak_of_memory_is_in_gib_on_macos_too(monkeypatch):

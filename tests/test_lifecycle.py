@@ -33,7 +33,7 @@ from launch.interruption import Interruption
 from launch.launch import exit_code, listen, mark_stopped, run_ranks
 from launch.launch import launch as launch_here
 from lifecycle import SIGNALS
-from lifecycle.failure import Failure
+from lifecycle.failure import Failure, failure_of
 from lifecycle.folder import (
     check_folder,
     failures,
@@ -49,6 +49,7 @@ from lifecycle.gpus import visible_gpus
 from lifecycle.run import Run
 from lifecycle.stop import StopRequest, read_stop
 from lifecycle.watchdog import Watchdog
+from metrics import Rows
 from tests.conftest import REPO, launch, loader_of, make_config, needs_extra, rows
 from tests.warm import warm_python
 
@@ -940,6 +941,24 @@ def test_a_finished_run_needs_no_writable_folder(write_config, monkeypatch, caps
     assert capsys.readouterr().err.endswith("outputs/kept cannot be written to\n")
 
 
+def test_a_signal_while_a_format_is_looked_up_stops_the_launch(
+    write_config, monkeypatch, capsys, own_handlers
+):
+    """As of a hub that does not answer."""
+
+    def wait_for_the_hub(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    monkeypatch.setattr("launch.launch.formats.complete", wait_for_the_hub)
+    interruption = Interruption()
+    listen(interruption)
+    began = time.monotonic()
+    assert launch_here([str(write_config("r"))], interruption) == 75
+    assert time.monotonic() - began < 30
+    assert capsys.readouterr().err == "stopped before the run began\n"
+
+
 def test_an_evaluation_without_a_checkpoint_is_refused_and_ends_by_ctrl_c(
     write_config, monkeypatch, capsys, own_handlers
 ):
@@ -1030,6 +1049,22 @@ def test_a_save_has_time_to_wait_for_another_and_to_verify_what_is_kept():
     )
 
 
+def test_a_disk_that_is_full_as_a_run_begins_is_told_in_a_line_and_not_final(tmp_path, monkeypatch):
+    def refuse(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("files.sync_handle", refuse)
+    begin = {
+        "status.json": lambda: write_status(tmp_path, "running", 0, None),
+        "metrics.jsonl": lambda: Rows(tmp_path, config.Log(), 0),
+    }
+    for name, write in begin.items():
+        with pytest.raises(OSError) as raised:
+            write()
+        failure = failure_of(raised.value, make_config(), 1, 0, True)
+        assert failure == (1, f"{tmp_path / name}: No space left on device", False)
+
+
 def test_a_failed_save_leaves_the_step_of_the_last_good_one(tmp_path):
     run = Run(
         make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={}),
@@ -1043,6 +1078,20 @@ def test_a_failed_save_leaves_the_step_of_the_last_good_one(tmp_path):
     assert status(run.folder)["step"] == 2 and status(run.folder)["not_saved"] == "no space"
     run.log_save(6, None)
     assert status(run.folder)["step"] == 6 and "not_saved" not in status(run.folder)
+
+
+@pytest.mark.parametrize(
+    ("launch_id", "number", "code"),
+    [(None, signal.SIGTERM, 75), ("x", signal.SIGTERM, 0), (None, 0, 0)],
+)
+def test_a_stop_that_no_launcher_of_ours_reads_is_no_success(
+    tmp_path, monkeypatch, launch_id, number, code
+):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "others")  # torchrun's
+    stop = StopRequest()
+    stop.signal = number
+    cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)})
+    assert Run(cfg, SimpleNamespace(rank=1, size=2), launch_id, stop).exit_code == code
 
 
 def test_a_failure_that_cannot_be_reported_is_printed(tmp_path, monkeypatch, caplog):
@@ -1081,6 +1130,25 @@ def test_watch_tells_where_the_main_thread_stands():
         and "time.sleep(1.0)" in told[0]
         and "no progress" in told[0]
     )
+
+
+def test_a_suspension_counts_for_the_phase_that_it_was_in_alone():
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: time.sleep(600))
+    with (
+        mock.patch("lifecycle.watchdog.time", clock),
+        mock.patch("faulthandler.dump_traceback_later"),
+    ):
+        watch = Watchdog(None)
+        watch.phase("step", 30)
+        now[0] += 300  # SIGSTOP, SIGCONT
+        watch._extend_if_suspended(1000.0, now[0])
+        assert watch.deadline == 1330
+        now[0] += 300
+        watch.phase("data", 30)  # before the watchdog's thread looks
+        watch._extend_if_suspended(1300.0, now[0])
+        assert watch.deadline == 1630
+        watch.stop()
 
 
 def test_the_timer_for_a_frozen_process_is_rarely_set_and_never_fires_first(tmp_path):

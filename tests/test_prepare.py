@@ -37,7 +37,6 @@ from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import open_stream
 from launch.checks import check_launch
 from launch.command import Ranks
-from launch.interruption import Interruption
 from tests.conftest import REPO, config_for, launch, make_config, prepare_one, run_tool, words
 from tests.warm import warm_python
 
@@ -659,9 +658,7 @@ def test_a_folder_of_earlier_versions_without_validation_text(corpus, tmp_path, 
             manifest = read_manifest(folder)
             manifest.pop("validation", None)
             files.write_atomic(folder / MANIFEST, json.dumps(manifest))
-        assert check_launch(
-            cfg, Ranks(1, 1, 0, None), config.parse_arguments(["x.toml"]), Interruption()
-        )
+        assert check_launch(cfg, Ranks(1, 1, 0, None), config.parse_arguments(["x.toml"]))
         return open_dataset(cfg).notes
 
     assert check(few) == []

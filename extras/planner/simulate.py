@@ -84,6 +84,8 @@ def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, all_blocks: bo
     # destroyed
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL would wrap the group in one that needs a real store
+    dist.set_debug_level(dist.DebugLevel.OFF)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         mesh = build_mesh("cpu", config.mesh_shape(cfg, ranks))

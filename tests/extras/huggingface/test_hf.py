@@ -39,7 +39,6 @@ from extras.huggingface.tokenizer import fast_tokenizer_files, read_sentencepiec
 from extras.huggingface.weights import StoredTensor, Weights, hf_name, weights_to_read
 from launch.checks import check_launch
 from launch.command import Ranks
-from launch.interruption import Interruption
 from model.llama import Llama, named_parameters
 from optim import build_optimizer, learning_rate
 from tests import cases
@@ -497,7 +496,7 @@ def test_a_launch_refuses_it_before_it_makes_anything(folders, write_config, tmp
     next(folder.glob("model-00002*")).unlink()
     args = config.parse_arguments([str(path)])
     with pytest.raises(ConfigError, match="model-00002-of-.*is not there"):
-        check_launch(config.load(str(path)), Ranks(1, 1, 0, None), args, Interruption())
+        check_launch(config.load(str(path)), Ranks(1, 1, 0, None), args)
     assert not (tmp_path / "outputs").exists()
 
 

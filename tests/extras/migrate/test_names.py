@@ -51,6 +51,7 @@ def test_what_is_suggested_exists_and_no_option_is_hidden():
     [
         ("optim.learning_rate", "optim.lr"),
         ("train.batch_size", "train.global_batch_size"),
+        ("eval.steps", "eval.every_steps"),  # eval_steps of others
         ("per_device_train_batch_size", "train.micro_batch_size"),
         ("training.steps", "train.steps"),
         ("train.sep_len", "train.seq_len"),  # a slip, as before
