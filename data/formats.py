@@ -120,7 +120,9 @@ def format_of(identity: dict) -> str:
 def first_row(d: config.Data) -> dict | None:
     """The first row of a source that can be read, with all of its columns."""
     try:
-        source = open_source(replace(d, order="global", validation=None))
+        source = open_source(
+            replace(d, validation=None)
+        )  # in its order: the first that is prepared
         source.columns = ()
         for _, row in itertools.islice(source.rows(), FIRST_ROWS):
             if isinstance(row, dict):
