@@ -188,7 +188,7 @@ class Chat:
 
     def end_of_turn(self) -> list[int]:
         """The special tokens that end an assistant's turn, where another follows and at the end of
-        the conversation; empty if the template has none."""
+        the conversation; empty if the template has none, or cannot be rendered."""
         turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
         ends = []
         for messages in (turn, turn + turn):

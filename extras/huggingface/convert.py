@@ -211,13 +211,17 @@ def end_of_turn(checkpoint: Path) -> list[int]:
     from extras.chat.conversations import Chat
 
     try:
-        return Chat(checkpoint).end_of_turn()
+        ends = Chat(checkpoint).end_of_turn()
+        reason = "the chat template cannot be rendered, or ends a turn with no special token"
     except (ConfigError, ImportError) as error:
+        ends = []
+        reason = str(error)
+    if not ends:
         print(
-            f"{GENERATION} lacks the end of turn, which is unknown, and answers may not end: {error}",
+            f"{GENERATION} lacks the end of turn, which is unknown, and answers may not end: {reason}",
             file=sys.stderr,
         )
-        return []
+    return ends
 
 
 def as_list(ids: Any) -> list[int]:
