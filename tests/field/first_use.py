@@ -66,7 +66,7 @@ SITUATIONS = [
         (
             "changed since step 2: optim.lr 0.003 -> 0.001, train.steps 2 -> 3; another run: --run.name=NAME",
             "resuming after step 2",
-            DONE,
+            "step 3/3",
         ),
         {**TEXT, "outputs": trained},
         check=keeps_earlier_options,
@@ -86,6 +86,7 @@ SITUATIONS = [
         ("--checkpoint.resume=auto --train.steps=4", DONE),
         {**TEXT, "outputs": trained},
         never=("--checkpoint.resume=1",),
+        needs=("reports",),
     ),
     Situation(
         "weights with a tokenizer, which data.tokenizer doesn't name",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-DONE = "finished: "
+DONE = "finished"
 
 # base.toml: a user's file, which leaves everything to its default that it can
 BASE = """\
