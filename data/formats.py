@@ -120,9 +120,8 @@ def format_of(identity: dict) -> str:
 def first_row(d: config.Data) -> dict | None:
     """The first row of a source that can be read, with all of its columns."""
     try:
-        source = open_source(
-            replace(d, validation=None)
-        )  # in its order: the first that is prepared
+        # in its own order: the row that is prepared first
+        source = open_source(replace(d, validation=None))
         source.columns = ()
         for _, row in itertools.islice(source.rows(), FIRST_ROWS):
             if isinstance(row, dict):
