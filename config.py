@@ -280,6 +280,9 @@ class Parallel:
     cpu_offload: bool = option(
         False, "keep parameters, gradients and optimizer state in host memory"
     )
+    one_memory_pool: bool = option(
+        False, "on GPUs, allocate FSDP2's buffers where the computation frees memory"
+    )
     sync_every_micro_batch: bool = option(
         True, "reduce gradients in every micro-batch; false: once per step"
     )
@@ -712,6 +715,19 @@ def _fsdp_rules(cfg: Config) -> Iterator[Rule]:
             not p.cpu_offload,
             "is incompatible with cpu_offload, which would leave replicated parameters on the host "
             "for good",
+        )
+    if p.one_memory_pool:
+        yield Rule(
+            "parallel.one_memory_pool parallel.cpu_offload",
+            not p.cpu_offload,
+            "is incompatible with cpu_offload, whose copies to the host read gradients after FSDP2 "
+            "has freed them",
+        )
+        yield Rule(
+            "parallel.one_memory_pool parallel.dp_replicate",
+            p.dp_replicate == 1,
+            f"requires dp_replicate = 1, not {p.dp_replicate}: FSDP2 reduces the gradients of "
+            "replicas on one more stream",
         )
 
 

@@ -54,18 +54,19 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(m: config.Model, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (..., T, E) in float32 for positions (..., T).
+    """Cosine and signed sine (..., T, E) in float32 for positions (..., T).
 
-    Half-split layout: both halves of E are equal. Computed in each forward pass, not stored: a
-    buffer would be uninitialized after meta construction, and mixed precision could round it.
+    Half-split layout: both halves of E are equal, but the first half of the sines is negated, for
+    apply_rope(). Computed in each forward pass, not stored: a buffer would be uninitialized after
+    meta construction, and mixed precision could round it.
     """
     even = torch.arange(0, m.width_per_head, 2, dtype=torch.float32, device=positions.device)
     frequencies = 1.0 / (m.rope_theta ** (even / m.width_per_head))  # (E/2)
     if m.rope_scaling is not None:
         frequencies = scale_frequencies(frequencies, m.rope_scaling)
     angles = positions.float()[..., None] * frequencies  # (..., T, E/2)
-    angles = torch.cat([angles, angles], dim=-1)  # (..., T, E)
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)  # (..., T, E)
 
 
 def scale_frequencies(frequencies: Tensor, s: config.RopeScaling) -> Tensor:
@@ -84,9 +85,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     https://arxiv.org/abs/2104.09864; cos and sin are rope_tables().
     """
-    first, second = x.float().chunk(2, dim=-1)  # (B, heads, T, E/2) each
-    rotated = torch.cat([-second, first], dim=-1)  # (B, heads, T, E)
-    return (x * cos + rotated * sin).to(x.dtype)
+    wide = x.float()
+    swapped = wide.roll(x.shape[-1] // 2, dims=-1)  # the halves of E
+    return (wide * cos + swapped * sin).to(x.dtype)
 
 
 class Linear(nn.Linear):

@@ -11,7 +11,8 @@ The option `recompute` names a mode:
 
 The last two are selective: a policy decides for each operator whether to save its output. It tells
 the matmuls of linear layers apart by their number, in the order in which forward calls them. This
-must be the order of named_modules(), which check_matmul_order() verifies.
+must be the order of named_modules(), which check_matmul_order() verifies. In a compiled model no
+policy is needed for "elementwise" (leave_to_compiler).
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.func import functional_call
@@ -59,6 +61,20 @@ def apply_activation_checkpointing(model: Llama, recompute: str | int) -> None:
         else:
             # There is no dropout, so recomputation needs no RNG state.
             model.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=False)
+
+
+def leave_to_compiler(recompute: str | int) -> str | int:
+    """The mode that is left for checkpoints in a compiled model; "elementwise" is not.
+
+    torch.compile can recompute elementwise operations without a checkpoint, in kernels that
+    backward runs anyway. Under a checkpoint it runs two kernels more for each block. By default it
+    does neither: it saves the outputs of norms and of the activation function, which backward
+    then only reads.
+    """
+    by_compiler = recompute == "elementwise"
+    # no option of torch.compile, and private; all versions have it
+    torch._functorch.config.ban_recompute_materialized_backward = not by_compiler
+    return "none" if by_compiler else recompute
 
 
 def is_checkpointed(recompute: str | int, layer: int) -> bool:

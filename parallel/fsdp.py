@@ -108,6 +108,10 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     for module in (model.embedding, *model.blocks):
         module.register_forward_hook(partial(cast_residual, residual_dtype))
     set_prefetch(model, p)
+    if p.one_memory_pool and world.device.type == "cuda":
+        from parallel.memory_pool import share_pool
+
+        share_pool([modules for _, modules in units(model)])
 
 
 def set_prefetch(model: Llama, p: config.Parallel) -> None:

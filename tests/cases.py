@@ -424,6 +424,77 @@ def gather_order(cases: list[tuple[dict, bool]]) -> list[list[tuple[str, str]]]:
     return found
 
 
+class FakeStreams:
+    """torch.cuda's streams for parallel/memory_pool.py, on a CPU: notes which stream allocates, and its waits."""
+
+    class Stream(str):
+        noted: list
+
+        def wait_stream(self, other: str) -> None:
+            self.noted.append(("wait", str(self), str(other)))
+
+    def __init__(self):
+        self.events: list[tuple] = []
+        self.running = ["compute"]
+
+    def current_stream(self) -> Stream:
+        stream = self.Stream(self.running[-1])
+        stream.noted = self.events
+        return stream
+
+    @contextlib.contextmanager
+    def stream(self, stream: str) -> Iterator[None]:
+        self.running.append(str(stream))
+        yield
+        self.running.pop()
+
+
+def allocating_streams(sections: dict, micro_batches: int) -> list[list[tuple]]:
+    """By micro-batch: what FSDP2's buffers' allocations with parallel.one_memory_pool do, as on a GPU. The streams of
+    FSDP2 count as one, "communication"."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    from parallel import memory_pool
+    from parallel.fsdp import units
+
+    streams = FakeStreams()
+    allocate_here = collectives.DefaultAllocMixin.allocate
+
+    def noted_allocate(*arguments: Any, **options: Any) -> torch.Tensor:
+        streams.events.append(("allocate", streams.running[-1]))
+        return allocate_here(*arguments, **options)
+
+    def on_communication_stream(kind: type) -> Any:
+        allocate = kind.allocate
+
+        def allocate_there(self: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+            with streams.stream("communication"):
+                streams.events.append((kind.__name__,))
+                return allocate(self, *arguments, **options)
+
+        return mock.patch.object(kind, "allocate", allocate_there)
+
+    found = []
+    with process_group() as world:
+        cfg = make_config(**sections)
+        model = build(cfg, world_for(cfg, world))
+        ids = torch.randint(
+            0, cfg.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0)
+        )
+        with (
+            mock.patch.object(torch, "cuda", streams),
+            mock.patch.object(collectives.DefaultAllocMixin, "allocate", noted_allocate),
+            on_communication_stream(memory_pool.AllGather),
+            on_communication_stream(memory_pool.ReduceScatter),
+        ):
+            memory_pool.share_pool([modules for _, modules in units(model)])
+            for _ in range(micro_batches):
+                model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
+                found.append(list(streams.events))
+                streams.events.clear()
+    return found
+
+
 class Largest(TorchDispatchMode):
     """The largest storage that anything made within it has, in elements."""
 

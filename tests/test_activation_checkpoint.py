@@ -15,7 +15,7 @@ from config import ConfigError
 from model.build import meta_model
 from model.llama import Block, FeedForward, Linear, Llama, named_parameters, rope_tables
 from parallel import parallelize
-from parallel.activation_checkpoint import apply_activation_checkpointing
+from parallel.activation_checkpoint import apply_activation_checkpointing, leave_to_compiler
 from parallel.materialize import materialize
 from tests.cases import storages
 from tests.conftest import make_config, needs_extra
@@ -36,25 +36,30 @@ FFN = 80
 LLAMA_8B = {"dim": 512, "n_heads": 4, "n_kv_heads": 1, "ffn_dim": 1792}
 
 
-def built(setting: str | int, compiled: bool = False, **sizes: int) -> Llama:
+def built(setting: str | int, backend: str | None = None, **sizes: int) -> Llama:
+    """backend: of torch.compile, for compiled blocks."""
     model = Llama(make_config(model={"n_layers": LAYERS, **sizes}).model)
     materialize(model, 0, torch.device("cpu"))
-    apply_activation_checkpointing(model, setting)
-    if compiled:
+    apply_activation_checkpointing(model, leave_to_compiler(setting) if backend else setting)
+    if backend:
+        torch.compiler.reset()
         for block in model.blocks:
-            block.compile(fullgraph=True)
+            block.compile(fullgraph=True, backend=backend)
     return model
 
 
 def step(
-    setting: str | int, dtype: torch.dtype = torch.float32, **sizes: int
+    setting: str | int,
+    dtype: torch.dtype = torch.float32,
+    backend: str | None = None,
+    **sizes: int,
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Every gradient, and the bytes that autograd keeps for the blocks between forward and backward.
 
     Counted as they are kept: saved tensors through autograd's own hooks, and what selective recomputation caches as
     results of its operators; parameters and each storage once.
     """
-    model = built(setting, **sizes).to(dtype)
+    model = built(setting, backend, **sizes).to(dtype)
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
     ids = torch.randint(0, 320, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     kept: dict[int, int] = {}
@@ -133,13 +138,28 @@ def test_keeping_every_product_saves_a_third_at_llama_8b_s_proportions():
     assert blocks["elementwise"] <= 0.685 * blocks["none"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiler_keeps_every_product_and_changes_no_bit(dtype):
+    """It partitions as always; its kernels would take a minute to compile, and count nothing."""
+    kept, gradients = {}, {}
+    for setting in ("none", "elementwise"):
+        gradients[setting], kept[setting] = step(
+            setting, dtype, backend="aot_eager_decomp_partition", **LLAMA_8B
+        )
+    for name, gradient in gradients["none"].items():
+        assert torch.equal(gradients["elementwise"][name], gradient), name
+    _, eager = step("elementwise", dtype, **LLAMA_8B)
+    statistics = LAYERS * 2 * BATCH * LENGTH * 4  # of both norms, which the compiler keeps
+    assert kept["elementwise"] <= eager + statistics < kept["none"]
+
+
 def test_names_stay():
     plain = [
         name for name, _ in Llama(make_config(model={"n_layers": LAYERS}).model).named_parameters()
     ]
     for setting in SETTINGS:
-        for compiled in (False, True):
-            assert [name for name, _ in named_parameters(built(setting, compiled))] == plain
+        for backend in (None, "inductor"):
+            assert [name for name, _ in named_parameters(built(setting, backend))] == plain
 
 
 class InPlace(TorchDispatchMode):

@@ -228,6 +228,18 @@ MALFORMED = {
         ),
         ["[parallel] replicated", "cpu_offload"],
     ),
+    "one pool, offloaded": (
+        replaced("parallel.cpu_offload = true").replace(
+            "one_memory_pool = false", "one_memory_pool = true"
+        ),
+        ["[parallel] one_memory_pool", "cpu_offload"],
+    ),
+    "one pool and replicas": (
+        replaced("parallel.one_memory_pool = true").replace(
+            "dp_replicate = 1", 'dp_replicate = "auto"'
+        ),
+        ["[parallel] one_memory_pool", "requires dp_replicate = 1, not auto"],
+    ),
     "wsd that does not fit beside its warm-up": (
         toml(
             train={"steps": 10}, optim={"schedule": "wsd", "warmup_steps": 6, "decay_steps": 4}
@@ -322,7 +334,7 @@ optim name="adamw" lr=0.0003 muon_lr=- muon_momentum=0.95 betas=[0.9,0.95] eps=1
 optim schedule="cosine" decay_steps=- schedule_steps=- min_lr_ratio=0.1 state_dtype="float32"
 parallel dp_replicate=1 dp_shard="auto" cp=1 tp=1 reshard_after_forward=true prefetch_forward=1 prefetch_backward=1
 parallel param_dtype="bfloat16" reduce_dtype="float32" output_dtype=- keep_fp32=[] replicated=[] cpu_offload=false
-parallel sync_every_micro_batch=true recompute="none" compile=false float8="none"
+parallel one_memory_pool=false sync_every_micro_batch=true recompute="none" compile=false float8="none"
 lora rank=16 alpha=- targets=["q_proj","k_proj","v_proj","o_proj","gate_proj","up_proj","down_proj"]
 lora base_dtype="bfloat16" init_from=-
 checkpoint save_every_steps=- keep_last=- keep_every_steps=- async_save=false resume="auto" allow_changed=[]

@@ -279,6 +279,20 @@ def test_prefetch_order(on_ranks):
             assert events == expected_order(*depth), depth
 
 
+def test_only_gradients_that_stay_are_allocated_where_the_computation_is(on_ranks):
+    """What a second micro-batch adds to them is freed at once, while FSDP2's stream may still read it."""
+    first, second = on_ranks(2, cases.allocating_streams, {}, 2)[0]
+    gathered = ["AllGather", "wait communication compute", "allocate compute"]
+    for events, gradients in ((first, "compute"), (second, "communication")):
+        found = [" ".join(event) for event in events]
+        starts = [i for i, event in enumerate(found) if event[0].isupper()]
+        calls = [found[a:b] for a, b in zip(starts, [*starts[1:], None])]
+        assert calls.count(gathered) == sum(call[0] == "AllGather" for call in calls) > 0
+        reduced = [call for call in calls if call[0] == "ReduceScatter"]
+        # of each unit, what is reduced and the gradient
+        assert reduced == [["ReduceScatter", f"allocate {gradients}"]] * 2 * 4
+
+
 def test_short_lives_end_in_order(on_ranks):
     for _ in range(3):
         on_ranks(2, cases.start_and_end)

@@ -24,6 +24,7 @@ K, UP = 2 * TOKENS * DIM * KEYS, 2 * TOKENS * DIM * FFN
 ATTENTION = 2 * (DIM + 2 * HEADS)  # its output; logsumexp in float32
 # kept bytes a token: the input and what the setting names
 ELEMENTWISE = 2 * DIM + 2 * (DIM + 2 * KEYS) + ATTENTION + 2 * DIM + 2 * 2 * FFN
+ELEMENTWISE += 2 * 4  # both norms' statistic, in float32
 SELECTIVE = 2 * DIM + 2 * (DIM + KEYS) + ATTENTION + 2 * FFN
 
 
