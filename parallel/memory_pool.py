@@ -52,7 +52,9 @@ class AllGather(DefaultAllGather):
         super().__init__()
         self.compute = compute
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         torch.cuda.current_stream().wait_stream(self.compute)  # rule 1
         with torch.cuda.stream(self.compute):
             return super().allocate(size, dtype=dtype, device=device)
@@ -70,12 +72,12 @@ class ReduceScatter(DefaultReduceScatter):
         self.compute = compute
         self.modules = modules
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        stream = torch.cuda.current_stream()
-        if all(
-            becomes_gradient(param, dtype) for param in nn.ModuleList(self.modules).parameters()
-        ):
-            stream = self.compute
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        parameters = nn.ModuleList(self.modules).parameters()
+        is_gradient = all(becomes_gradient(param, dtype) for param in parameters)
+        stream = self.compute if is_gradient else torch.cuda.current_stream()
         with torch.cuda.stream(stream):
             return super().allocate(size, dtype=dtype, device=device)
 
