@@ -63,22 +63,26 @@ def machine(cfg: Config, world: World, each: float) -> dict:
             facts[package] = version(package)
         except PackageNotFoundError:
             facts[package] = None
-    if world.device.type == "cuda":
-        facts |= device_facts()
-    try:
-        facts |= attention_kernel(cfg, world)
-    except Exception as error:  # of the profiler, which needs more of the driver than training does
-        facts["marked"] = f"the profiler failed: {type(error).__name__}: {error}"
-        return facts
-    if facts.get("capability", [0])[0] == 9 and "cudnn" not in str(facts["attention_operators"]):
-        facts["marked"] = (
+    problems = []
+    for part in (device_facts, attention_kernel):
+        try:
+            facts |= part(cfg, world)
+        except Exception as error:  # the profiler needs more of a driver than training does
+            problems.append(f"{part.__name__}: {type(error).__name__}: {error}")
+    operators = facts.get("attention_operators")
+    if facts.get("capability", [0])[0] == 9 and operators and "cudnn" not in str(operators):
+        problems.append(
             "attention does not run on cuDNN, the fastest of torch's here: is an older one loaded?"
         )
+    if problems:
+        facts["marked"] = "; ".join(problems)
     return facts
 
 
-def device_facts() -> dict:
-    """What CUDA and nvidia-smi report of the first GPU."""
+def device_facts(cfg: Config, world: World) -> dict:
+    """What CUDA and nvidia-smi report of the first GPU; nothing on a CPU."""
+    if world.device.type != "cuda":
+        return {}
     free, total = torch.cuda.mem_get_info()
     uuid = torch.cuda.get_device_properties(0).uuid
     smi = nvidia_smi(f"--id=GPU-{uuid} --query-gpu=power.limit,clocks.max.sm --format=csv,noheader")
@@ -98,7 +102,7 @@ def attention_kernel(cfg: Config, world: World) -> dict:
     """The operators and kernels of one call of causal attention, from a trace."""
     q, k, v = heads(cfg, world)
     for _ in range(2):  # the first call loads and chooses
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:  # else torch 2.11 warns
             F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     events = profile.key_averages()
     operators = [e.key for e in events if e.key.startswith("aten::_scaled_dot_product_")]
