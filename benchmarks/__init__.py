@@ -1,6 +1,10 @@
 """Measurements of what the trainer promises; each file is a command."""
 
+import pathlib
+
 from schema import positive
+
+REPO = pathlib.Path(__file__).parent.parent
 
 
 def count(text: str) -> int:

@@ -1,15 +1,13 @@
-"""What the parts of a step reach alone on this device: benchmarks/gpu.py's ceilings.
+"""What the parts of a step reach alone on this device: benchmarks.gpu's ceilings.
 
 Each function takes a configuration, the process's World and the seconds that one timing may take.
 It returns figures. Data is random, as matmuls of zeros draw less power, and so run faster.
 """
 
-import platform
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
 from config import Config
-from metrics import environment
 from model.build import meta_model
 from model.llama import parameter_count
 from model.loss import chunked_cross_entropy
@@ -44,42 +41,6 @@ def heads(cfg: Config, world: World) -> list[Tensor]:
     for n_heads in (m.n_heads, m.n_kv_heads, m.n_kv_heads):
         tensors.append(normal(world, 1, n_heads, cfg.train.seq_len, m.width_per_head))
     return tensors
-
-
-def machine(cfg: Config, world: World, each: float) -> dict:
-    """Versions, memory, and the attention kernel that torch chooses."""
-    facts = environment([platform.node()], world.device)
-    facts["uncommitted"] = bool(facts["uncommitted"])
-    try:
-        facts["torchtitan"] = f"{version('torchtitan')}: benchmarks.torchtitan_step times it"
-    except PackageNotFoundError:
-        facts["torchtitan"] = "not installed"
-    q, k, v = heads(cfg, world)
-    for _ in range(2):  # the first call loads and chooses
-        with torch.profiler.profile() as profile:
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    events = profile.key_averages()
-    facts["attention_operators"] = [
-        e.key for e in events if e.key.startswith("aten::_scaled_dot_product_")
-    ]
-    facts["attention_kernels"] = [
-        e.key for e in events if e.device_type == torch.autograd.DeviceType.CUDA
-    ]
-    if world.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        facts |= {
-            "capability": torch.cuda.get_device_capability(),
-            "cudnn": torch.backends.cudnn.version(),
-            "nccl": torch.cuda.nccl.version(),
-            "free_gib": free / 2**30,
-            "total_gib": total / 2**30,
-        }
-        if facts["capability"][0] == 9 and "cudnn" not in str(facts["attention_operators"]):
-            facts["marked"] = (
-                "attention does not run on cuDNN, the fastest of torch's here: "
-                "is an older one loaded?"
-            )
-    return facts
 
 
 def copy(cfg: Config, world: World, each: float) -> dict:
@@ -183,7 +144,6 @@ def update(cfg: Config, world: World, each: float) -> dict:
 
 # name: (function, configuration)
 CEILINGS = {
-    "machine": (machine, "llama8b"),
     "copy": (copy, "llama1b"),
     **{f"products of {size}": (products, f"llama{size.lower()}") for size in ("1B", "3B", "8B")},
     "attention, heads of 64": (attention, "llama1b"),

@@ -315,8 +315,10 @@ def test_cluster_blocks_name_what_is_there():
     for _, label, text in blocks():
         if label.split()[-1] == "needs-a-cluster":
             for command in commands(text):
-                for word in re.findall(r"configs/\w+\.toml|run_train\.sh", command):
+                for word in re.findall(r"configs/[\w.-]+\.toml|run_train\.sh", command):
                     assert (REPO / word).exists(), command
+                    if word.endswith(".toml"):
+                        assert config.load(str(REPO / word), re.findall(r"--\w+\.\w+=\S+", command))
 
 
 def test_setup_prints_the_python_as_its_last_line():

@@ -1,23 +1,32 @@
-"""benchmarks/gpu.py at tiny sizes, and what it does where arms fail, hang or find no time."""
+"""benchmarks.gpu at tiny sizes; what it does where arms fail, hang or find no time; that it continues."""
 
 import json
+import math
+import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 import config
-from benchmarks import gpu, step
-from benchmarks.kernels import CEILINGS, TIMINGS, milliseconds
+from benchmarks import step
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import arms, environment, measure, planned, processes, report, training
+from benchmarks.gpu.measure import Work
+from benchmarks.kernels import TIMINGS, milliseconds
 from benchmarks.step import build, step_of
 from tests import cases
 from tests.conftest import REPO, make_config
 from tests.warm import warm_python
 
 pytestmark = pytest.mark.early
+
+SKIPPED = {"two GPUs": "skipped: needs two GPUs"}
+ON_A_CPU = {"status": "ok", "device": "cpu", "torch": "2"}
 
 
 def run(folder, capsys, *arguments: str) -> tuple[list[str], dict]:
@@ -26,15 +35,22 @@ def run(folder, capsys, *arguments: str) -> tuple[list[str], dict]:
     return capsys.readouterr().out.splitlines(), json.loads((folder / "gpu.json").read_text())
 
 
-def check(lines: list[str], report: dict, groups: list[str]) -> None:
+def check(lines: list[str], content: dict, groups: list[str]) -> None:
     """All that is asked for was measured and printed."""
-    rows = {(row["group"], row["arm"]): row for row in report["rows"]}
-    assert [*rows] == [(group, arm) for group in groups for arm in gpu.GROUPS[group]]
-    assert {row["status"] for row in rows.values()} == {"ok"}
-    assert len([line for line in lines if line.startswith("| ")]) == 2 + len(rows) - len(CEILINGS)
-    assert lines[0] == report["what"] and "no figure of a GPU" in lines[0]
+    rows = {(row["group"], row["arm"]): row for row in content["rows"]}
+    expected = []
+    for group in arms.GROUPS:
+        if group in groups:
+            expected += [(group, arm) for arm in arms.GROUPS[group]]
+    assert [*rows] == expected
+    for (_, arm), row in rows.items():
+        assert row["status"] == "ok" or row["status"] == SKIPPED.get(arm)
+    trained = [row for row in rows.values() if arms.is_trained(row["group"], row["arm"])]
+    shown = len([line for line in lines if line.startswith("| llama")])
+    assert len(trained) <= shown <= 2 * len(trained)  # once more with a plan
+    assert lines[0] == content["what"] and "no figure of a GPU" in lines[0]
     tried = [
-        config.load(str(gpu.CONFIGS / "llama1b.toml"), [*gpu.COMMON, *row["changes"]])
+        config.load(str(arms.CONFIGS / "llama1b.toml"), [*arms.COMMON, *row["changes"]])
         for row in rows.values()
         if row["group"] == "options"
     ]
@@ -46,9 +62,7 @@ def check(lines: list[str], report: dict, groups: list[str]) -> None:
     assert len({str(cfg) for cfg in tried}) == len(tried) - 1  # two are as shipped
 
     loss = {}  # by model and micro-batch
-    for (_, arm), row in rows.items():
-        if arm in CEILINGS:
-            continue
+    for row in trained:
         assert (
             row["seconds_of_one"]["p5"]
             <= row["seconds_of_one"]["median"]
@@ -59,7 +73,7 @@ def check(lines: list[str], report: dict, groups: list[str]) -> None:
         if "step_seconds" in row:  # else too noisy
             assert row["tokens_per_second"] == pytest.approx(16 * 32 / row["step_seconds"])
     # the same weights, trained on the same batch; torch's AdamW there decays norms too
-    assert all(max(found) - min(found) < gpu.SAME_LOSS for found in loss.values())
+    assert all(max(found) - min(found) < report.SAME_LOSS for found in loss.values())
     assert len({round(loss["llama1b", size][0], 2) for size in (1, 2, 4, 8)}) == 4  # other batches
 
 
@@ -69,11 +83,11 @@ def test_all_of_it_on_a_cpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "executable", warm_python())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     # of the others each starts one more process
-    groups = ["ceilings", "1B", "adapters", "options", "more"]
-    lines, report = run(tmp_path, capsys, "--seconds=400", "--only", *groups)
-    check(lines, report, groups)
-    rows = {row["arm"]: row for row in report["rows"]}
-    assert report["what"] == "tiny sizes on a CPU: no figure of a GPU"
+    groups = ["environment", "ceilings", "1B", "adapters", "options", "more"]
+    lines, content = run(tmp_path, capsys, "--seconds=400", "--only", *groups)
+    check(lines, content, groups)
+    rows = {row["arm"]: row for row in content["rows"]}
+    assert content["what"] == "tiny sizes on a CPU: no figure of a GPU"
     assert "flash_attention_for_cpu" in str(rows["machine"]["attention_operators"])
     # q and o, k and v, gate and up, down, head; the embedding is none
     products = rows["products of 8B"]["tflops"]
@@ -93,25 +107,24 @@ def test_all_of_it_on_a_cpu(tmp_path, capsys, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_all_of_it_on_a_gpu(tmp_path, capsys):
-    check(*run(tmp_path, capsys, "--seconds=550"), [*gpu.GROUPS])
+    groups = [group for group in arms.GROUPS if group != "tests"]  # which would run this one
+    lines, content = run(tmp_path, capsys, "--seconds=550", "--only", *groups)
+    check(lines, content, groups)
+    for row in content["rows"]:
+        if arms.is_trained(row["group"], row["arm"]) and row["arm"] != arms.BARE:
+            assert {"peak_gib", "reserved_gib"} <= row["measured_over_planned"].keys()
 
 
 @pytest.mark.slow
-def test_no_time(tmp_path, capsys):
-    _, report = run(tmp_path, capsys, "--seconds=0")
-    assert {row["status"] for row in report["rows"]} == {"skipped: time"}
-    assert len(report["rows"]) == sum(map(len, gpu.GROUPS.values()))
+def test_no_time(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "executable", warm_python())
+    _, content = run(tmp_path, capsys, "--seconds=0")
+    assert {row["status"] for row in content["rows"]} == {"skipped: time"}
+    assert len(content["rows"]) == sum(map(len, arms.GROUPS.values()))
     # in a process that has begun
+    begun = Work("3B", ["bare loop", "bare loop"], 1.0, 600.0, "runs", True)
     done = subprocess.run(
-        [
-            warm_python(),
-            "-m",
-            "benchmarks.gpu",
-            "--tiny",
-            "--group=3B",
-            "--first=1",
-            "--deadline=1",
-        ],
+        [warm_python(), "-m", "benchmarks.gpu.measure", json.dumps(vars(begun))],
         cwd=REPO,
         capture_output=True,
         text=True,
@@ -126,35 +139,249 @@ def test_no_time(tmp_path, capsys):
     [
         # the first arm crashes, the second frees no memory, the third is well
         (
-            'case $3 in *0) kill -9 $$;; *) echo "{\\"status\\": \\"ok\\"}"; exit 3;; esac',
+            'case $3 in *shipped*) kill -9 $$;; *) echo "{\\"status\\": \\"ok\\"}"; exit 3;; esac',
             ["failed: its process ended with -9", "ok", "ok"],
         ),
         (
             'echo "{\\"status\\": \\"ok\\"}"; exec sleep 60',
             ["ok", "cut off: time", "skipped: time"],
         ),
+        (
+            'case $3 in *shipped*) exec sleep 60;; *) echo "{\\"status\\": \\"ok\\"}"; exit 3;; esac',
+            ["failed: no answer in 1 s, a quarter of --seconds: killed", "ok", "ok"],
+        ),
     ],
-    ids=["crash", "hang"],
+    ids=["crash", "no time", "hang"],
 )
 def test_processes(monkeypatch, tmp_path, script, expected):
-    python = tmp_path / "python"  # called as: python -m benchmarks.gpu --group=1B --first=0 ...
-    python.write_text(f"#!/bin/bash\nset -- $1 $3 $4\n{script}\n")
+    python = tmp_path / "python"  # called as: python -m benchmarks.gpu.measure WORK
+    python.write_text(f"#!/bin/bash\n{script}\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(processes, "LEAST_LIMIT", 1.0)
+    seconds = 4.0 if "failed: no answer" in expected[0] else 60.0
     rows, began = [], time.time()
-    gpu.run_group("1B", began + (1 if "sleep" in script else 60), True, rows.append, [])
+    deadline = began + (1 if "cut off: time" in expected else 60)
+    given = Work("1B", [*arms.GROUPS["1B"]], deadline, seconds, "runs", True)
+    processes.run_group(given, rows.append)
     assert [row["status"] for row in rows] == expected
-    assert [row["arm"] for row in rows] == [*gpu.GROUPS["1B"]] and rows[0]["model"] == "llama1b"
+    assert [row["arm"] for row in rows] == [*arms.GROUPS["1B"]] and rows[0]["model"] == "llama1b"
     assert time.time() - began < 20
+
+
+# A process of benchmarks.gpu that notes each arm, and waits after the first to be killed with its parent.
+STANDS_IN = """#!{python} -IS
+import json, os, sys, time
+work = json.loads(sys.argv[3])
+if work["group"] == "identity":
+    print(json.dumps({identity}))
+    sys.exit()
+for arm in work["arms"]:
+    with open("{folder}/arms-" + os.environ["START"], "a") as file:
+        print(arm, file=file)
+    print(json.dumps({{"status": "ok"}}), flush=True)
+    parent = os.getppid()
+    while os.path.exists("{folder}/wait") and os.getppid() == parent:
+        time.sleep(0.02)
+    if os.getppid() != parent:
+        sys.exit()
+sys.exit(3)
+"""
+
+
+def test_killed_after_any_arm_it_continues(tmp_path):
+    python, path = tmp_path / "python", tmp_path / "gpu.json"
+    python.write_text(STANDS_IN.format(python=sys.executable, identity=ON_A_CPU, folder=tmp_path))
+    python.chmod(0o755)
+    (tmp_path / "wait").touch()
+    command = (
+        f"import sys; sys.executable = {str(python)!r}; from benchmarks.gpu.__main__ import main; "
+        f"sys.exit(main(['--json={path}', '--seconds=3600', '--only', 'environment', '3B']))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    names = [*arms.GROUPS["environment"], *arms.GROUPS["3B"]]
+    for number in range(1, len(names) + 1):
+        environment["START"] = str(number)
+        with subprocess.Popen([warm_python(), "-c", command], env=environment) as process:
+            deadline = time.monotonic() + 60
+            while len(json.loads(path.read_text())["rows"] if path.exists() else []) < number:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.02)
+            process.kill()
+        rows = json.loads(path.read_text())["rows"]
+        assert [row["arm"] for row in rows] == names[:number]
+        # the next may have begun before the kill
+        begun = (tmp_path / f"arms-{number}").read_text().splitlines()
+        assert begun in (names[number - 1 : number], names[number - 1 : number + 1])
+    (tmp_path / "wait").unlink()
+    environment["START"] = "last"
+    assert subprocess.run([warm_python(), "-c", command], env=environment).returncode == 0
+    assert not (tmp_path / "arms-last").exists()  # all had a result
+
+
+@pytest.fixture
+def identified(monkeypatch) -> dict:
+    """What the device is found to be; no arm is measured, but all that were asked for are "ok"."""
+    found = dict(ON_A_CPU)
+    found["asked"] = []
+
+    def run_group(work, add):
+        for arm in work.arms:
+            found["asked"].append((work.group, arm))
+            add({"group": work.group, "model": "", "arm": arm, "status": "ok"})
+
+    conditions = {name: value for name, value in found.items() if name != "asked"}
+    found["conditions"] = conditions
+    monkeypatch.setattr(processes, "identify", lambda work: dict(conditions))
+    monkeypatch.setattr(processes, "run_group", run_group)
+    return found
+
+
+def test_what_failed_or_was_skipped_is_measured_again(identified, tmp_path, capsys):
+    path = tmp_path / "gpu.json"
+    assert gpu.main(["--only=3B", f"--json={path}"]) == 0
+    content = json.loads(path.read_text())
+    statuses = ("refused: x", "failed: y", "skipped: time")
+    for row, status in zip(content["rows"], statuses):
+        row["status"] = status
+    path.write_text(json.dumps(content))
+    identified["asked"].clear()
+    assert gpu.main(["--only=3B", f"--json={path}"]) == 0
+    assert identified["asked"] == [("3B", arm) for arm in [*arms.GROUPS["3B"]][1:]]
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["status"] for row in rows] == ["refused: x", "ok", "ok"]
+    assert f"{path}: continues; 1 arms have a result" in capsys.readouterr().err
+
+
+def test_a_file_of_other_conditions_is_kept(identified, tmp_path, capsys):
+    path = tmp_path / "gpu.json"
+    assert gpu.main(["--only=3B", f"--json={path}"]) == 0
+    written = path.read_text()
+    identified["conditions"]["torch"] = "3"
+    assert gpu.main(["--only=3B", f"--json={path}"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"{path}: measured under other conditions (torch was 2, is 3); name another --json, or pass "
+        "--afresh to replace it"
+    )
+    assert path.read_text() == written
+    assert gpu.main(["--only=environment", "--afresh", f"--json={path}"]) == 0
+    content = json.loads(path.read_text())
+    assert {row["group"] for row in content["rows"]} == {"environment"}
+    assert content["measured_under"]["torch"] == "3"
+    path.write_text("mine")
+    assert gpu.main([f"--json={path}"]) == 2 and path.read_text() == "mine"
+    assert "was not written by benchmarks.gpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "status, path, said",
+    [
+        ("refused: torch can use none", "gpu.json", "torch can use none"),
+        ("ok", "no/gpu.json", "no/gpu.json: cannot be written: No such file or directory"),
+    ],
+)
+def test_it_ends_before_anything_is_measured(
+    identified, tmp_path, monkeypatch, capsys, status, path, said
+):
+    monkeypatch.chdir(tmp_path)
+    identified["conditions"]["status"] = status
+    assert gpu.main([f"--json={path}"]) == 2
+    assert capsys.readouterr().err == f"{said}\n" and not identified["asked"]
+
+
+def test_code_is_known_by_its_content(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "REPO", tmp_path)
+    (tmp_path / "room/inner").mkdir(parents=True)
+    digests = set()
+    for name in ("train.py", "room/__init__.py", "room/inner/a.py", "notes.md"):
+        (tmp_path / name).write_text("1")
+        digests.add(environment.digest_of_code())
+    assert len(digests) == 3
+    (tmp_path / "room/inner/a.py").write_text("2")
+    assert environment.digest_of_code() not in digests
+
+
+@pytest.mark.slow
+def test_training_on_a_cpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "executable", warm_python())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    lines, content = run(tmp_path, capsys, "--seconds=400", "--only", "training", "tests")
+    rows = {row["arm"]: row for row in content["rows"]}
+    skipped = {**SKIPPED, "marked gpu": "skipped: needs a GPU"}
+    for arm, row in rows.items():
+        assert row["status"] == skipped.get(arm, "ok")
+        assert sum(f": {arm}: " in line for line in lines) == 1
+    assert [*rows] == [*training.TRAINING, *training.GPU_TESTS]
+    for arm, steps in ("train, save", range(5, 9)), ("resume", range(9, 13)):
+        assert [*rows[arm]["losses"]] == [str(step) for step in steps]
+        assert rows[arm]["largest_difference"] < 1e-4  # the same computation
+    assert rows["verify"]["output"][-1] == "3 good, 0 bad"
+    assert not (tmp_path / "gpu.json.runs").exists()  # nothing is left to do
+
+
+@pytest.mark.parametrize(
+    "kind, value, said",
+    [
+        ("train", 6.0 + 2 * training.TOLERANCE, "step 8: train loss 6.0400, on the CPU 6.0000"),
+        ("train", math.nan, "step 8: train loss nan"),
+        ("eval", 6.1, "step 8: eval loss 6.1000"),
+        ("eval", None, "step 8: no row of kind eval"),
+    ],
+)
+def test_losses_that_differ_fail(tmp_path, kind, value, said):
+    runs = training.Runs(tmp_path, [], [])
+    for name in ("cpu", "device"):
+        rows = {("train", step): 6.0 for step in range(5, 9)} | {("eval", 8): 6.0}
+        if name == "device":
+            rows[kind, 8] = value
+        (tmp_path / name).mkdir()
+        lines = [
+            json.dumps({"kind": of, "step": step, "loss": loss})
+            for (of, step), loss in rows.items()
+            if loss is not None
+        ]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+    with pytest.raises(training.FailedCheck, match=said):
+        runs.compared("device", [5, 6, 7, 8])
+    assert runs.compared("device", [5, 6, 7])["largest_difference"] == 0
+
+
+def test_a_command_that_fails_is_named(tmp_path):
+    runs = training.Runs(tmp_path, [], ["--run.device=cpu"])
+    with pytest.raises(training.FailedCheck, match=r"exit code 2: .*no_such.*see .*x-3.log"):
+        runs.train("x", 3, ["--train.no_such=1"])
+
+
+def test_a_plan_stands_next_to_what_is_measured(monkeypatch):
+    from extras.planner.devices import device
+    from extras.planner.plan import Asked, plan
+
+    properties = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(sys, "executable", warm_python())
+    monkeypatch.setattr(planned, "TIMEOUT", 300.0)
+    path, overrides = str(REPO / "configs/llama1b.toml"), [*arms.COMMON, *arms.TINY]
+    with planned.plan_in_background(path, overrides) as found:
+        pass
+    of_plan = plan(config.load(path, overrides), 1, Asked(device("H200"), gpus_per_node=1))
+    row = {"peak_gib": 2 * of_plan["peak_gib"], "step_seconds": of_plan["step_seconds"] / 4}
+    row |= found | {"reserved_gib": None}
+    report.compare_with_plan(row)
+    assert row["measured_over_planned"] == pytest.approx({"peak_gib": 2, "step_seconds": 0.25})
+    row |= {"group": "1B", "model": "llama1b", "arm": "as shipped", "status": "ok"}
+    assert report.text([row]).splitlines()[-1].endswith(" 0.250 |  |")
+    with planned.plan_in_background(path, ["--model.n_heads=7"]) as refused:
+        pass
+    assert "n_heads" in refused["planned"]["status"]
 
 
 def test_experiments_of_fsdp2_reach_the_model(monkeypatch, tmp_path):
     """From the command line to each process, from there to each arm, and from there to FSDP2."""
     python = tmp_path / "python"
-    given = []
     called = []
     row = 'echo "{\\"status\\": \\"ok\\"}"\n'
-    rows = row * len(gpu.GROUPS["1B"])
+    rows = row * len(arms.GROUPS["1B"])
     python.write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/words\n{rows}')
     python.chmod(0o755)
     for name in ("set_reduce_scatter_max_input_buffers", "set_separate_reduce_scatter_group"):
@@ -164,27 +391,27 @@ def test_experiments_of_fsdp2_reach_the_model(monkeypatch, tmp_path):
         )
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", str(python))
+        patch.setattr(processes, "identify", lambda work: dict(ON_A_CPU))
         assert not gpu.main(
             ["--tiny", "--only=1B", "--reduce-scatter-buffers=2", "--separate-reduce-scatter-group"]
         )
-    words = (tmp_path / "words").read_text().split()[2:]
-    monkeypatch.setattr(gpu, "run_arms", lambda *of: given.append(of[-1]))
-    assert gpu.main(words) == 0
-    assert given == [
-        {"set_reduce_scatter_max_input_buffers": 2, "set_separate_reduce_scatter_group": True}
-    ]
+    words = json.loads((tmp_path / "words").read_text().split(maxsplit=2)[2])
+    assert words["fsdp"] == {
+        "set_reduce_scatter_max_input_buffers": 2,
+        "set_separate_reduce_scatter_group": True,
+    }
     monkeypatch.setattr(
-        gpu,
+        measure,
         "measure_by_size",
         lambda cfg, world, bare, settings: {"loss": build(make_config(), world, settings) and 0.0},
     )
     with cases.fake_process_group(1) as world:
-        assert gpu.attempt("1B", gpu.SHIPPED, gpu.COMMON, world, 0.01, given[0])["status"] == "ok"
-    assert called == [*given[0].items()]
+        assert measure.attempt(arms.SHIPPED, Work(**words), world)["status"] == "ok"
+    assert called == [*words["fsdp"].items()]
 
 
 @pytest.mark.parametrize(
-    "main, first", [(gpu.main, "--tiny"), (step.main, str(gpu.CONFIGS / "tiny.toml"))]
+    "main, first", [(gpu.main, "--tiny"), (step.main, str(arms.CONFIGS / "tiny.toml"))]
 )
 def test_experiments_that_this_torch_lacks_are_refused_by_name(main, first, monkeypatch, capsys):
     for method in step.EXPERIMENTS.values():
@@ -229,8 +456,8 @@ def row(arm: str, speed: float | None, loss: float = 7.0, size: int = 2) -> dict
         (row("x", 110.0, loss=float("nan")), 1.1, "void"),
         (row("x", 110.0, loss=7.03, size=4), 1.1, None),  # another batch
         (row("x", None), None, None),
-        (row(gpu.AGAIN, 101.0), 1.01, None),
-        (row(gpu.AGAIN, 98.0), 0.98, "not steady"),
+        (row(arms.AGAIN, 101.0), 1.01, None),
+        (row(arms.AGAIN, 98.0), 0.98, "not steady"),
     ],
 )
 def test_compared_with_as_shipped(other, speed, mark):
@@ -243,7 +470,7 @@ def test_compared_with_as_shipped(other, speed, mark):
         row("as shipped", None),
         other,
     ]
-    gpu.compare(other, rows)
+    report.compare(other, rows)
     assert other.get("vs_shipped") == (speed and pytest.approx(speed))
     assert other.get("marked", "None").startswith(str(mark))
 
