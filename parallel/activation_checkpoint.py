@@ -63,15 +63,18 @@ def apply_activation_checkpointing(model: Llama, recompute: str | int) -> None:
             model.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=False)
 
 
-def leave_to_compiler(recompute: str | int) -> str | int:
+def leave_to_compiler(recompute: str | int, has_collectives: bool = False) -> str | int:
     """The mode that is left for checkpoints in a compiled model; "elementwise" is not.
+
+    has_collectives: whether blocks have some. The compiler never repeats collectives, but saves
+    what they gather: then "elementwise" is left for checkpoints, too.
 
     torch.compile can recompute elementwise operations without a checkpoint, in kernels that
     backward runs anyway. Under a checkpoint it runs two kernels more for each block. By default it
     does neither: it saves the outputs of norms and of the activation function, which backward
     then only reads.
     """
-    by_compiler = recompute == "elementwise"
+    by_compiler = recompute == "elementwise" and not has_collectives
     # no option of torch.compile, and private; all versions have it
     torch._functorch.config.ban_recompute_materialized_backward = not by_compiler
     return "none" if by_compiler else recompute

@@ -21,7 +21,8 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     p = cfg.parallel
     recompute = p.recompute
     if p.compile:
-        recompute = leave_to_compiler(recompute)
+        has_collectives = world.tp > 1 or world.cp > 1
+        recompute = leave_to_compiler(recompute, has_collectives)
 
     # Selective checkpointing identifies matmuls by their order in forward. The check of that order
     # needs the plain model.
