@@ -98,11 +98,12 @@ def include_folders() -> list[pathlib.Path]:
 
 
 def stubs_of(objects: list[pathlib.Path]) -> str:
-    """C of functions that return 0, for each that torch's libraries or the driver's header name and
-    the objects do not define."""
+    """C of functions that return 0, for each that torch or Triton may call and the objects do not
+    define."""
     defined = symbols("--defined-only", objects)
     wanted = symbols("--undefined-only", (SITE / "torch/lib").glob("*.so"), "-D")
-    names = {name for name in wanted if FAKED.fullmatch(name)} | driver_functions()
+    names = {name for name in wanted if FAKED.fullmatch(name)}
+    names |= driver_functions() | nvml_functions()
     lines = ['#include "fake.h"']
     for name in sorted(names - defined):
         if re.search("String|Name$", name):
@@ -130,6 +131,12 @@ def driver_functions() -> set[str]:
     return names | {renamed[name] for name in names & renamed.keys()}
 
 
+def nvml_functions() -> set[str]:
+    """Those that torch's allocator asks for by name."""
+    text = (SITE / "torch/lib/libc10_cuda.so").read_bytes()
+    return {name.decode() for name in re.findall(rb"\bnvml[A-Z]\w+", text)}
+
+
 def environment(**settings: object) -> dict[str, str]:
     """A process's environment variables that make it see the fake. settings: those of README.md,
     without FAKE_CUDA_, in lower case."""
@@ -139,6 +146,7 @@ def environment(**settings: object) -> dict[str, str]:
         "LD_PRELOAD": str(LIBRARY),
         "LD_LIBRARY_PATH": f"{LIBRARY.parent}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":"),
         "TRITON_LIBCUDA_PATH": str(LIBRARY.parent),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # two tests run at a time
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "PATH": f"{HERE}/bin:{os.environ['PATH']}",

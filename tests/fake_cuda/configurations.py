@@ -158,6 +158,35 @@ def write_config(case: Case, text: Text, folder: pathlib.Path, **sections: dict)
     return path
 
 
+def write_small(name: str, text: Text, folder: pathlib.Path, **sections: dict) -> pathlib.Path:
+    """Writes a configuration of a small model that has all kernels of a large one."""
+    tables: dict[str, dict] = {
+        "run": {"device": "cuda", "output_dir": str(folder), "name": name},
+        "model": {
+            "dim": 256,
+            "n_layers": 2,
+            "n_heads": 4,
+            "n_kv_heads": 2,
+            "ffn_dim": 512,
+            "vocab_size": 1024,
+        },
+        "data": {
+            "source": str(text.source),
+            "path": str(text.folder),
+            "tokenizer": str(text.tokenizer),
+        },
+        "train": {"steps": STEPS, "seq_len": 256, "global_batch_size": 8, "micro_batch_size": 1},
+        "optim": {"lr": 1e-3, "warmup_steps": 1},
+        "parallel": {"param_dtype": "bfloat16"},
+        "log": {"every_steps": 100, "tensorboard": False},
+    }
+    for section, values in sections.items():
+        tables[section] = tables.get(section, {}) | values
+    path = folder / f"{name}.toml"
+    path.write_text(config.to_toml(config.from_dict(tables, name)))
+    return path
+
+
 def at_most_two_micro_batches(cfg: config.Config, gpus: int) -> config.Config:
     dp_replicate, dp_shard, *_ = config.mesh_shape(cfg, gpus)
     ranks = dp_replicate * dp_shard

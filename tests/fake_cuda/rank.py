@@ -1,11 +1,12 @@
 """Runs train.py on the fake CUDA, without what depends on values, and reports what each step cost.
 
-python -m tests.fake_cuda.rank [--alone N] [--report FILE] [--plant-wait] CONFIG [--section.key=value ...]
-torchrun --nproc-per-node 4 -m tests.fake_cuda.rank CONFIG [--section.key=value ...]
+python -m tests.fake_cuda.rank [--alone N] [--report FILE] [--plant-...] CONFIG [--section.key=value ...]
+torchrun --nproc-per-node 4 -m tests.fake_cuda.rank [...] CONFIG [--section.key=value ...]
 
 --alone N: this one process is rank 0 of N; the others do not exist. Their answers are those of rank
 0, and NCCL moves nothing anyway. --plant-wait: each step asks for the gradient norm, which waits.
-The environment is that of build.environment().
+--plant-collective-on RANK: that rank calls one more collective in each step. The environment is
+that of build.environment().
 """
 
 import argparse
@@ -16,7 +17,7 @@ import os
 import pathlib
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 REPO = pathlib.Path(__file__).parent.parent.parent
@@ -87,17 +88,24 @@ def ignore_values() -> None:
     optim.FiniteGuard._wait_for_flag = never_found
 
 
-def plant_wait() -> None:
+def plant(fault: Callable[[Any], object]) -> None:
+    """Calls fault(gradient norm) in each step."""
     import optim
 
     clip_gradients = optim.clip_gradients
 
-    def clip_and_wait(*arguments: Any) -> Any:
+    def clip_with_fault(*arguments: Any) -> Any:
         norm = clip_gradients(*arguments)
-        norm.item()
+        fault(norm)
         return norm
 
-    optim.clip_gradients = clip_and_wait
+    optim.clip_gradients = clip_with_fault
+
+
+def all_reduce(norm: Any) -> None:
+    import torch.distributed as dist
+
+    dist.all_reduce(norm.to_local() if hasattr(norm, "to_local") else norm)
 
 
 def counters() -> dict[str, int]:
@@ -140,13 +148,16 @@ def main() -> None:
     parser.add_argument("--alone", type=int)
     parser.add_argument("--report")
     parser.add_argument("--plant-wait", action="store_true")
+    parser.add_argument("--plant-collective-on", default="nobody")
     args, train_arguments = parser.parse_known_args()
     sys.path.insert(0, str(REPO))
     if args.alone:
         be_alone(args.alone)
     ignore_values()
     if args.plant_wait:
-        plant_wait()
+        plant(lambda norm: norm.item())
+    if os.environ.get("RANK") == args.plant_collective_on:
+        plant(all_reduce)
     if args.report:
         from lifecycle.run import Run
 

@@ -374,11 +374,10 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, 
 }
 
 const char *cudaGetErrorString(cudaError_t error) {
-    return error == cudaErrorMemoryAllocation ? "out of memory" : "error of the fake CUDA";
-}
-
-const char *cudaGetErrorName(cudaError_t error) {
-    return error == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "error";
+    static __thread char text[64];
+    snprintf(text, sizeof text, error == cudaErrorMemoryAllocation ? "out of memory" : "error %d of the fake CUDA",
+             error);
+    return text;
 }
 
 // --- streams and events: nothing is ever pending ---

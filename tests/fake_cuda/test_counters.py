@@ -20,6 +20,7 @@ def changes(work):
 x = torch.zeros(1024, 1024, device="cuda")
 pinned = torch.empty(1024, 1024, pin_memory=True)
 event = torch.cuda.Event()
+event.record()
 for work in (
     lambda: x.add_(1),
     lambda: x.sum().item(),
