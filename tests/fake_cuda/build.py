@@ -17,6 +17,9 @@ REPO = HERE.parent.parent
 SITE = pathlib.Path(torch.__file__).parents[1]  # of the wheels: torch, triton, nvidia
 FOLDER = REPO / ".fake-cuda" / f"torch-{torch.__version__}"
 LIBRARY = FOLDER / "lib/libcuda.so.1"  # the one library that holds all of it
+CACHE = (
+    FOLDER / "cache"
+)  # of compiled code: the fake's timings must not choose a real GPU's kernels
 SOURCES = ("runtime.c", "driver.c", "nccl.c", "blas_dnn.c", "nvml.c")
 HEADERS = ("cuda_runtime_api.h", "cublasLt.h", "cudnn_graph.h", "nccl.h")
 # guards of headers that others include, that need C++ and that nothing here uses
@@ -137,10 +140,9 @@ def nvml_functions() -> set[str]:
     return {name.decode() for name in re.findall(rb"\bnvml[A-Z]\w+", text)}
 
 
-def environment(**settings: object) -> dict[str, str]:
+def environment(cache: pathlib.Path = CACHE, **settings: object) -> dict[str, str]:
     """A process's environment variables that make it see the fake. settings: those of README.md,
     without FAKE_CUDA_, in lower case."""
-    cache = FOLDER / "cache"  # the fake's timings must not choose kernels of a real GPU
     variables = {
         **os.environ,
         "LD_PRELOAD": str(LIBRARY),

@@ -205,14 +205,21 @@ def plan(path: pathlib.Path, gpus: int) -> dict:
     return json.loads(done.stdout)
 
 
-def run_alone(path: pathlib.Path, gpus: int, *options: str, **settings: object) -> tuple[dict, str]:
-    """Trains it as rank 0 of `gpus`. Returns the report of rank.py, and what was printed."""
+def run_alone(
+    path: pathlib.Path,
+    gpus: int,
+    *options: str,
+    cache: pathlib.Path = build.CACHE,
+    **settings: object,
+) -> tuple[dict, str]:
+    """Trains it as rank 0 of `gpus`. Returns the report of rank.py, and what was printed. cache: of
+    compiled code."""
     report = path.with_suffix(".report.json")
     command = [sys.executable, "-m", "tests.fake_cuda.rank", "--alone", gpus, "--report", report]
     done = subprocess.run(
         [*map(str, command), str(path), *options],
         cwd=build.REPO,
-        env=build.environment(**settings),
+        env=build.environment(cache, devices=min(gpus, 8), **settings),
         capture_output=True,
         text=True,
     )
@@ -228,7 +235,7 @@ def measure(case: Case, text: Text, folder: pathlib.Path) -> Measured:
     path = write_config(case, text, folder)
     planned = plan(path, gpus)
     memory = MEMORY_GIB.get(case.name, 80)
-    report, _ = run_alone(path, gpus, devices=min(gpus, 8), memory_gib=memory)
+    report, _ = run_alone(path, gpus, memory_gib=memory)
     _, *quiet, _ = report["steps"]  # without those that are logged
     step = quiet[-1]
     return Measured(

@@ -479,9 +479,13 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *ke
 }
 
 cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const void *kernel) {
+    int major, minor;
+    fake_capability(&major, &minor);
     memset(attributes, 0, sizeof *attributes);
     attributes->maxThreadsPerBlock = 1024;
     attributes->numRegs = 32;
+    attributes->binaryVersion = 10 * major + minor;
+    attributes->ptxVersion = attributes->binaryVersion;  // CUB, torch's library for sorting, chooses by it
     return cudaSuccess;
 }
 

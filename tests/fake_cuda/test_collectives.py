@@ -55,9 +55,7 @@ def without_rank(log: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in MESHES]
 )
-def test_all_ranks_call_the_same_collectives(
-    name: str, text: Text, tmp_path: pathlib.Path
-) -> None:
+def test_all_ranks_call_the_same_collectives(name: str, text: Text, tmp_path: pathlib.Path) -> None:
     ranks, communicators, sections = MESHES[name]
     path = configurations.write_small(name, text, tmp_path, **sections)
     first, *others = map(without_rank, logs_of_ranks(ranks, path, tmp_path))
@@ -71,7 +69,5 @@ def test_all_ranks_call_the_same_collectives(
 def test_a_rank_that_differs_is_seen(text: Text, tmp_path: pathlib.Path) -> None:
     """The control: one collective more on rank 1."""
     path = configurations.write_small("fsdp", text, tmp_path)
-    first, second = map(
-        without_rank, logs_of_ranks(2, path, tmp_path, "--plant-collective-on=1")
-    )
+    first, second = map(without_rank, logs_of_ranks(2, path, tmp_path, "--plant-collective-on=1"))
     assert first != second

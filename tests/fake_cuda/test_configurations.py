@@ -51,10 +51,9 @@ def test_save_restore_evaluate(name: str, text: Text, tmp_path: pathlib.Path) ->
         checkpoint={"save_every_steps": 2},
         eval={"every_steps": 2, "batches": 1},
     )
-    gpus = GPUS[name]
-    _, printed = configurations.run_alone(path, gpus, "--train.steps=2", devices=min(gpus, 8))
+    _, printed = configurations.run_alone(path, GPUS[name], "--train.steps=2")
     assert "step-00000002" in printed
-    report, printed = configurations.run_alone(path, gpus, devices=min(gpus, 8))
+    report, printed = configurations.run_alone(path, GPUS[name])
     assert "resuming after step 2" in printed
     assert [row["step"] for row in report["steps"]] == [3, 4]
     rows = (tmp_path / f"{name}-compiled/metrics.jsonl").read_text()
