@@ -3,13 +3,17 @@ torch's allocator did, and how far they may differ."""
 
 import dataclasses
 import json
+import math
 import pathlib
 import subprocess
 import sys
 from dataclasses import dataclass
 
 import config
+import files
 import schema
+from extras.huggingface import config as hf_config
+from extras.huggingface import weights as hf_weights
 from tests.conftest import config_for, prepare_one, words
 from tests.fake_cuda import build
 
@@ -17,6 +21,8 @@ GIB = 2**30
 STEPS = 4
 WAITS = ("stream_waits", "event_waits", "device_waits", "copy_waits")
 LAUNCHES = ("kernels", "triton_kernels", "matmuls", "collectives")
+
+MINIMAL = {"train": {"steps": 1}, "data": {}}  # what a configuration has beside [model]
 
 # Ranks, of which one process is the first. Those of the configuration's own comment.
 GPUS = {
@@ -115,16 +121,19 @@ class Text:
     tokenizer: pathlib.Path
 
 
-def make_text(folder: pathlib.Path) -> Text:
-    """Random words, with a small tokenizer: a model may have more rows than it. Two sequences of the
-    longest configuration."""
-    folder.mkdir(parents=True, exist_ok=True)
-    documents = [json.dumps({"text": words(i, 120)}) + "\n" for i in range(2500)]
+def make_text() -> Text:
+    """Random words, with a small tokenizer: a model may have more rows than it. Enough for a step of
+    llama3.1-70b; made once, by whichever process comes first."""
+    folder = build.REPO / ".fake-cuda/text"
+    documents = [json.dumps({"text": words(i, 120)}) + "\n" for i in range(10_000)]
     few = folder / "few.jsonl"
-    few.write_text("".join(documents[:50]))
-    tokenizer = next(prepare_one(config_for(few, folder / "few")).glob("tokenizer.*"))
     source = folder / "text.jsonl"
-    source.write_text("".join(documents))
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, count in ((few, 50), (source, len(documents))):
+        if not path.exists():
+            files.write_atomic(path, "".join(documents[:count]))
+    trained = config_for(few, folder / "few")
+    tokenizer = next(prepare_one(trained).glob("tokenizer.*"))
     prepared = prepare_one(config_for(source, folder / "all", tokenizer=str(tokenizer)))
     return Text(source, prepared, tokenizer)
 
@@ -133,7 +142,6 @@ def write_config(case: Case, text: Text, folder: pathlib.Path, **sections: dict)
     """Writes the configuration at full size, with at most two micro-batches a step, on `text`; and
     with changes of options, by section."""
     tables = schema.read_toml(str(build.REPO / f"configs/{case.name}.toml"))
-    tables["model"].pop("init_from", None)  # its sizes stand in the file, too
     # conversations are packed, and attention stays inside each
     masked = "messages_field" in tables["data"] or tables["data"].get("document_mask", False)
     tables["data"] = {
@@ -152,6 +160,8 @@ def write_config(case: Case, text: Text, folder: pathlib.Path, **sections: dict)
     tables.pop("eval")
     for name, values in sections.items():
         tables[name] = tables.get(name, {}) | values
+    if "init_from" in tables["model"]:
+        name_base(tables, folder / "base")
     cfg = config.from_dict(tables, case.name)
     path = folder / f"{case}.toml"
     path.write_text(config.to_toml(at_most_two_micro_batches(cfg, GPUS[case.name])))
@@ -182,9 +192,34 @@ def write_small(name: str, text: Text, folder: pathlib.Path, **sections: dict) -
     }
     for section, values in sections.items():
         tables[section] = tables.get(section, {}) | values
+    if "lora" in tables:
+        name_base(tables, folder / "base")
     path = folder / f"{name}.toml"
     path.write_text(config.to_toml(config.from_dict(tables, name)))
     return path
+
+
+def name_base(tables: dict[str, dict], folder: pathlib.Path) -> None:
+    """Makes `folder` the model that is fine-tuned: a Hugging Face folder whose weights are a hole of
+    the file system. rank.py reads none."""
+    sizes = {**tables["model"]}
+    sizes.pop("init_from", None)
+    m = config.from_dict({**MINIMAL, "model": sizes}, "base").model
+    folder.mkdir(parents=True, exist_ok=True)
+    rendered = hf_config.render(m, tables["train"]["seq_len"], "bfloat16", {})
+    (folder / "config.json").write_text(json.dumps(rendered))
+    header = {}
+    end = 0
+    for name, shape in hf_weights.shapes(m).items():
+        begin = end
+        end += 2 * math.prod(shape)
+        entry = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+        header[hf_weights.hf_name(name)] = entry
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    tables["model"]["init_from"] = str(folder)
 
 
 def at_most_two_micro_batches(cfg: config.Config, gpus: int) -> config.Config:

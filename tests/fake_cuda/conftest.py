@@ -15,5 +15,5 @@ def fake() -> None:
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> configurations.Text:
-    return configurations.make_text(tmp_path_factory.mktemp("text"))
+def text() -> configurations.Text:
+    return configurations.make_text()

@@ -52,7 +52,7 @@ def main(names: list[str]) -> int:
     cases = [case for case in configurations.all_cases() if not names or case.name in names]
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
         folder = pathlib.Path(name)
-        text = configurations.make_text(folder / "text")
+        text = configurations.make_text()
         print("GiB; waits of the host and launches in one step\n")
         print(HEADER, flush=True)
         for line in pool.map(lambda case: row_of(case, text, folder), cases):
