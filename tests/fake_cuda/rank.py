@@ -19,6 +19,7 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 REPO = pathlib.Path(__file__).parent.parent.parent
 
@@ -49,7 +50,7 @@ def be_alone(size: int) -> None:
     def gather_from_all(values: list, value: Any, group: Any = None) -> None:
         values[:] = [value] * len(values)
 
-    def keep_own(values: list, *unused: Any, **options: Any) -> None:
+    def keep_own(*unused: Any, **options: Any) -> None:
         pass
 
     save.is_covered = lambda item: True  # the other ranks' shards are not saved
@@ -77,12 +78,20 @@ def ignore_values() -> None:
     import optim
     from checkpoint import save
     from extras.huggingface.weights import Weights
+    from extras.lora.nf4 import NF4Linear
     from parallel import materialize
 
     Weights.read_into = lambda weights, name, offsets, out: name in weights.stored
     torch.nn.init.trunc_normal_ = lambda tensor, *unused, **options: tensor
     materialize.is_finite = lambda tensor: True
     save._all_finite = lambda tensors: True
+    quantize = NF4Linear.quantize
+
+    def quantize_unchecked(*arguments: Any) -> None:
+        with mock.patch.object(torch.Tensor, "isfinite", lambda tensor: torch.tensor(True)):
+            quantize(*arguments)
+
+    NF4Linear.quantize = quantize_unchecked
     wait_for_flag = optim.FiniteGuard._wait_for_flag
 
     def never_found(guard: optim.FiniteGuard) -> bool:

@@ -21,10 +21,14 @@ if [[ -z $python ]]; then
         rm -rf $venv
         python3 -m venv $venv
         "$python" -m pip install --quiet "$torch" || fail "$torch could not be installed, see above"
+        "$python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' ||
+            fail "pip took a build of torch for CPUs, from an index or links of its configuration (pip config list)"
         "$python" -m pip install --quiet -r <(echo "$others")
         echo "$torch"$'\n'"$others" >$venv/.made-from
     fi
 fi
 "$python" -m tests.fake_cuda.build >&2
+workers=(-n 2 --dist load)
+"$python" -c 'import xdist' 2>/dev/null || workers=() # somebody's Python may lack it
 # testpaths: a file or a test that is named runs alone
-exec "$python" -m pytest -n 2 --dist load -m "not full" -o testpaths=tests/fake_cuda "$@"
+exec "$python" -m pytest ${workers[@]+"${workers[@]}"} -m "not full" -o testpaths=tests/fake_cuda "$@"
