@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Sets up and runs the tests, on CPU:   ./tests/run.sh [pytest arguments]
 # Only the linter, the formatter, the checks of style and the type checker:   ./tests/run.sh --lint
+# The code for GPUs on a CUDA without one, in an environment of its own:   ./tests/run.sh --fake-cuda [pytest arguments]
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.." # -P: as --setup prints it, where a link leads here
+if [[ ${1:-} == --fake-cuda ]]; then exec tests/fake_cuda/run.sh "${@:2}"; fi
 unset PIP_TARGET PIP_PREFIX PIP_ROOT # as in run_train.sh
 export PIP_USER=0
 

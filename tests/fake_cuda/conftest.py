@@ -1,0 +1,19 @@
+"""Tests on the fake CUDA. `./tests/run.sh --fake-cuda` runs them; the default suite leaves them out, as
+they need torch's CUDA wheel."""
+
+import pytest
+
+from tests.fake_cuda import build, configurations
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fake() -> None:
+    try:
+        build.build()
+    except build.CannotBuild as error:
+        pytest.exit(str(error), returncode=2)
+
+
+@pytest.fixture(scope="session")
+def text() -> configurations.Text:
+    return configurations.make_text()

@@ -1,0 +1,185 @@
+"""Runs train.py on the fake CUDA, without what depends on values, and reports what each step cost.
+
+python -m tests.fake_cuda.rank [--alone N] [--report FILE] [--plant-...] CONFIG [--section.key=value ...]
+torchrun --nproc-per-node 4 -m tests.fake_cuda.rank [...] CONFIG [--section.key=value ...]
+
+--alone N: this one process is rank 0 of N; the others do not exist. Their answers are those of rank
+0, and NCCL moves nothing anyway. --plant-wait: each step asks for the gradient norm, which waits.
+--plant-collective-on RANK: that rank calls one more collective in each step. The environment is
+that of build.environment().
+"""
+
+import argparse
+import atexit
+import ctypes
+import json
+import os
+import pathlib
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+REPO = pathlib.Path(__file__).parent.parent.parent
+
+
+def be_alone(size: int) -> None:
+    """Makes this process rank 0 of `size`: NCCL is the fake anyway, gloo becomes torch's "fake"
+    backend, and objects are gathered as if every rank had this one's."""
+    import torch.distributed as dist
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
+
+    from checkpoint import save
+    from lifecycle import process_group
+
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(min(size, 8)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+    store = dist.HashStore()
+    init_process_group = dist.init_process_group
+
+    def init_alone(backend: str, **options: Any) -> None:
+        init_process_group(backend.replace("gloo", "fake"), **options)
+
+    def gather_from_all(values: list, value: Any, group: Any = None) -> None:
+        values[:] = [value] * len(values)
+
+    def keep_own(*unused: Any, **options: Any) -> None:
+        pass
+
+    save.is_covered = lambda item: True  # the other ranks' shards are not saved
+    dist.rendezvous = lambda *unused, **options: iter([(store, 0, size)])
+    process_group.agree_on_device = lambda cfg, store: process_group.pick_device(cfg, 0)
+    for module in (dist, dist.distributed_c10d):
+        module.init_process_group = init_alone
+        module.all_gather_object = gather_from_all
+        module.broadcast_object_list = keep_own
+        module.new_group = with_fake_gloo(module.new_group)
+
+
+def with_fake_gloo(new_group: Any) -> Any:
+    def new_alone(*arguments: Any, backend: str | None = None, **options: Any) -> Any:
+        return new_group(*arguments, backend="fake" if backend == "gloo" else backend, **options)
+
+    return new_alone
+
+
+def ignore_values() -> None:
+    """No kernel runs, so device memory holds zeros: nothing may wait until a value is in range, or
+    ask whether one is finite."""
+    import torch
+
+    import optim
+    from checkpoint import save
+    from extras.huggingface.weights import Weights
+    from extras.lora.nf4 import NF4Linear
+    from parallel import materialize
+
+    Weights.read_into = lambda weights, name, offsets, out: name in weights.stored
+    torch.nn.init.trunc_normal_ = lambda tensor, *unused, **options: tensor
+    materialize.is_finite = lambda tensor: True
+    save._all_finite = lambda tensors: True
+    quantize = NF4Linear.quantize
+
+    def quantize_unchecked(*arguments: Any) -> None:
+        with mock.patch.object(torch.Tensor, "isfinite", lambda tensor: torch.tensor(True)):
+            quantize(*arguments)
+
+    NF4Linear.quantize = quantize_unchecked
+    wait_for_flag = optim.FiniteGuard._wait_for_flag
+
+    def never_found(guard: optim.FiniteGuard) -> bool:
+        wait_for_flag(guard)  # waits as it does on a GPU
+        return False
+
+    optim.FiniteGuard._wait_for_flag = never_found
+
+
+def plant(fault: Callable[[Any], object]) -> None:
+    """Calls fault(gradient norm) in each step."""
+    import optim
+
+    clip_gradients = optim.clip_gradients
+
+    def clip_with_fault(*arguments: Any) -> Any:
+        norm = clip_gradients(*arguments)
+        fault(norm)
+        return norm
+
+    optim.clip_gradients = clip_with_fault
+
+
+def all_reduce(norm: Any) -> None:
+    import torch.distributed as dist
+
+    dist.all_reduce(norm.to_local() if hasattr(norm, "to_local") else norm)
+
+
+def counters() -> dict[str, int]:
+    """The calls that this process has made so far, by kind: those of fake.h."""
+    fake = ctypes.CDLL(None)
+    fake.fake_cuda_counters.restype = ctypes.c_char_p
+    return json.loads(fake.fake_cuda_counters())
+
+
+class Report:
+    """Each step's calls and memory, and the process's communicators, as JSON."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.steps: list[dict[str, int]] = []
+        atexit.register(self.write)
+
+    def measured(self, steps: Iterator[int]) -> Iterator[int]:
+        from torch import cuda
+
+        for step in steps:
+            cuda.reset_peak_memory_stats()
+            before = counters()
+            yield step
+            after = counters()
+            row = {name: after[name] - before[name] for name in after}
+            row["step"] = step
+            row["peak_allocated"] = cuda.max_memory_allocated()
+            row["peak_reserved"] = cuda.max_memory_reserved()
+            row["allocated"] = cuda.memory_allocated()  # between steps
+            self.steps.append(row)
+
+    def write(self) -> None:
+        result = {"steps": self.steps, "communicators": counters()["communicators"]}
+        pathlib.Path(self.path).write_text(json.dumps(result, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
+    parser.add_argument("--alone", type=int)
+    parser.add_argument("--report")
+    parser.add_argument("--plant-wait", action="store_true")
+    parser.add_argument("--plant-collective-on", default="nobody")
+    args, train_arguments = parser.parse_known_args()
+    sys.path.insert(0, str(REPO))
+    if args.alone:
+        be_alone(args.alone)
+    ignore_values()
+    if args.plant_wait:
+        plant(lambda norm: norm.item())
+    if os.environ.get("RANK") == args.plant_collective_on:
+        plant(all_reduce)
+    if args.report:
+        from lifecycle.run import Run
+
+        report = Report(args.report)
+        steps = Run.steps
+        Run.steps = lambda run, first, last: report.measured(steps(run, first, last))
+    sys.argv = [str(REPO / "train.py"), *train_arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
