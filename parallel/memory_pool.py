@@ -21,6 +21,8 @@ go wrong if another stream uses the memory:
      its own stream still reads it; likewise where it casts the reduced gradient. These stay in
      the pool of FSDP2's stream.
 
+tests/fake_cuda/test_races.py checks both, and finds the races of code that breaks one of them.
+
 The price: an all-gather that is issued ahead starts when the computing stream is done with what
 was launched before it. With prefetch of one unit it still overlaps with a unit's computation.
 """

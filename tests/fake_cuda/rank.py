@@ -5,8 +5,9 @@ torchrun --nproc-per-node 4 -m tests.fake_cuda.rank [...] CONFIG [--section.key=
 
 --alone N: this one process is rank 0 of N; the others do not exist. Their answers are those of rank
 0, and NCCL moves nothing anyway. --plant-wait: each step asks for the gradient norm, which waits.
---plant-collective-on RANK: that rank calls one more collective in each step. The environment is
-that of build.environment().
+--plant-collective-on RANK: that rank calls one more collective in each step. --races: reports what
+races.py finds. --plant-race NAME: a fault of races.FAULTS. The environment is that of
+build.environment().
 """
 
 import argparse
@@ -134,6 +135,7 @@ class Report:
     def __init__(self, path: str):
         self.path = path
         self.steps: list[dict[str, int]] = []
+        self.races: list[str] = []
         atexit.register(self.write)
 
     def measured(self, steps: Iterator[int]) -> Iterator[int]:
@@ -151,8 +153,19 @@ class Report:
             row["allocated"] = cuda.memory_allocated()  # between steps
             self.steps.append(row)
 
+    def searched_for_races(self, steps: Iterator[int]) -> Iterator[int]:
+        from tests.fake_cuda.races import Races
+
+        with Races() as races:
+            self.races = races.found
+            yield from steps
+
     def write(self) -> None:
-        result = {"steps": self.steps, "communicators": counters()["communicators"]}
+        result = {
+            "steps": self.steps,
+            "communicators": counters()["communicators"],
+            "races": self.races,
+        }
         pathlib.Path(self.path).write_text(json.dumps(result, indent=1))
 
 
@@ -162,6 +175,8 @@ def main() -> None:
     parser.add_argument("--report")
     parser.add_argument("--plant-wait", action="store_true")
     parser.add_argument("--plant-collective-on", default="nobody")
+    parser.add_argument("--races", action="store_true")
+    parser.add_argument("--plant-race")
     args, train_arguments = parser.parse_known_args()
     sys.path.insert(0, str(REPO))
     if args.alone:
@@ -171,12 +186,19 @@ def main() -> None:
         plant(lambda norm: norm.item())
     if os.environ.get("RANK") == args.plant_collective_on:
         plant(all_reduce)
+    if args.plant_race:
+        from tests.fake_cuda.races import FAULTS
+
+        FAULTS[args.plant_race]()
     if args.report:
         from lifecycle.run import Run
 
         report = Report(args.report)
         steps = Run.steps
         Run.steps = lambda run, first, last: report.measured(steps(run, first, last))
+        if args.races:
+            measured = Run.steps
+            Run.steps = lambda run, *span: report.searched_for_races(measured(run, *span))
     sys.argv = [str(REPO / "train.py"), *train_arguments]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
