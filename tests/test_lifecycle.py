@@ -496,6 +496,17 @@ def test_a_save_under_way_outlives_a_failure(write_config, tmp_path):
     )
 
 
+@pytest.mark.parametrize("fault", ["hang in teardown:1", "hang at exit:1"])
+def test_a_finished_rank_that_does_not_end_is_ended(write_config, tmp_path, fault):
+    """As by a barrier, or by compile workers, that wait for ever; the run is finished all the same."""
+    path = write_config("ends", train={"steps": 2})
+    began = time.monotonic()
+    done = launch_faulty(fault, path, nproc=2)
+    assert done.returncode == 0 and time.monotonic() - began < 60, done.stderr
+    assert status(tmp_path / "outputs/ends")["state"] == "finished"
+    assert "rank 1: is done, but did not end: " in done.stderr and "time.sleep" in done.stderr
+
+
 def test_a_killed_rank_is_named(write_config):
     done = launch_faulty("killed:1:3", write_config("killed", **FOREVER), nproc=2)
     assert done.returncode == 1, done.stderr
