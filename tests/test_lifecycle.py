@@ -868,7 +868,7 @@ def test_files_beyond_a_size_fail_the_save_alone(write_config, tmp_path):
 # Pieces
 
 
-@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS])
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK])
 def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, capsys, number):
     def without(*_: object) -> None:
         raise OSError(number, os.strerror(number))
