@@ -95,7 +95,11 @@ def readings_of(folder: pathlib.Path, cfg: config.Config) -> list[Reading]:
     if isinstance(source, HubFiles):
         first = source.state.file
         end = end_of_needed(folder, manifest, cfg.data)
-        report(f"{cfg.data.source}: {end - first:,} of {len(source.files):,} files are needed")
+        needed = source.bytes_before[end] - source.bytes_before[first]
+        report(
+            f"{cfg.data.source}: {end - first:,} of {len(source.files):,} files are needed, "
+            f"{needed / hub.GIB:,.2f} GiB"
+        )
         readings.append(Reading(source, first, end))
     return readings
 

@@ -148,5 +148,5 @@ def test_room_is_checked_before_anything_large_is_fetched(server, path, tmp_path
     *_, count, line = done.stderr.splitlines()
     # the first one, for the format of its rows
     assert done.returncode == 2 and fetched(server) == {IN_ORDER[0]}
-    assert count == "me/texts: 8 of 8 files are needed"
+    assert count == "me/texts: 8 of 8 files are needed, 0.00 GiB"
     assert line == f"{tmp_path}/home/hub: 0.00 GiB are needed, 0.00 GiB are free"
