@@ -294,7 +294,7 @@ class Endless:
 
 def test_beyond_max_tokens_nothing_is_read(with_tokenizer, monkeypatch):
     """But for what the processes that tokenize, here one, are handed ahead."""
-    monkeypatch.setattr("data.prepare.open_source", lambda *unused: Endless())
+    monkeypatch.setattr("data.prepare.open_recorded", lambda *unused: Endless())
     monkeypatch.setattr("data.encode.CHUNK", 1000)
     monkeypatch.setattr("os.sched_getaffinity", lambda *unused: {0})
     cfg = dataclasses.replace(
