@@ -8,6 +8,7 @@ Text in, by data.prepare (or data.background, with data.order = "growing"):
     folder, identity         a source's folder: its name, and what it was prepared for
     writer, record           token files, and the manifest that records how far they are synced
     prepare                  all of these together
+    fetch                    what a run reads from the hub, before it
 
 Batches out, in train.py:
 

@@ -21,6 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import config
 import files
 from config import ConfigError
 from data.console import report
@@ -116,6 +117,18 @@ def encode_documents(copy: TokenizerCopy, typecode: str, documents: list[str]) -
         tokens = array.array(typecode, [*tokenizer.bos, *ids, *tokenizer.eos])
         encoded.append((is_validation(text), tokens.tobytes()))
     return encoded
+
+
+def encoder(folder: pathlib.Path, manifest: dict, d: config.Data) -> Callable[[list[str]], Encoded]:
+    """Documents -> their ids, with a folder's tokenizer; runs in any process."""
+    typecode = "H" if manifest["dtype"] == "uint16" else "i"
+    template = manifest["identity"].get("chat_template")
+    copy = TokenizerCopy(manifest["tokenizer"], template, folder)
+    if d.has_conversations:
+        from extras.chat.conversations import encode_conversations
+
+        return functools.partial(encode_conversations, copy, typecode)
+    return functools.partial(encode_documents, copy, typecode)
 
 
 def encode_in_order(chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Encoded]]:

@@ -21,7 +21,15 @@ import config
 import files
 from config import ConfigError
 from data.console import report
-from data.identity import check_identity, identity, open_source, short_hash, validation_source
+from data.hub_sources import HubFiles
+from data.identity import (
+    check_identity,
+    identity,
+    kind_of,
+    open_source,
+    short_hash,
+    validation_source,
+)
 from data.record import MANIFEST, damaged, is_complete, read_manifest, write_manifest
 from data.sources import Files, FilesState, file_stamps, local_files
 from data.tokenizer import Tokenizer, tokenizer_hash, train_tokenizer
@@ -219,6 +227,8 @@ def _begin(folder: pathlib.Path, cfg: config.Config) -> None:
 def _first_record(cfg: config.Config, tokenizer: str, vocab_size: int) -> dict:
     """The manifest of a folder without text. tokenizer: its hash. Raises ConfigError."""
     source = open_source(cfg.data)
+    if isinstance(source, HubFiles):
+        source.report_size()
     # of conversations, the sign of a token says that it has no loss
     is_wide = vocab_size > 1 << 16 or cfg.data.has_conversations
     return {
@@ -232,8 +242,19 @@ def _first_record(cfg: config.Config, tokenizer: str, vocab_size: int) -> dict:
         "documents": {"train": 0, "heldout": 0},
         "segments": [],
         "place": None,
+        **validation_record(cfg.data, source.revision),
         **reader_of(cfg.data),
     }
+
+
+def validation_record(d: config.Data, revision: str | None) -> dict:
+    """What a folder's first record has of its validation source: the files of a Hugging Face
+    dataset's split, which a machine without a network could not list. Raises ConfigError."""
+    validation = validation_source(d)
+    if validation is None or kind_of(validation) is not HubFiles:
+        return {}
+    source = open_source(validation, None, {"revision": revision})
+    return {"validation_files": source.files_to_record()}
 
 
 def reader_of(d: config.Data) -> dict:

@@ -30,6 +30,11 @@ EXCLUDED = ("*/*", "consolidated*")  # other formats of the same weights
 # how a git-lfs pointer begins, and the size that it stays below
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 LFS_SIZE = 1024
+# classes of errors, of Python and of the libraries that the hub's library uses in turn, which say
+# that a host has not answered
+NETWORK_ERRORS = {"ConnectionError", "TimeoutError", "TransportError"}
+# words of a run's command line that are options of its configuration
+OVERRIDE = re.compile(r"--(\w+\.\w+=.*|\w+=off)")
 SMALL = 2**24  # bytes; another process downloads more than that
 
 
@@ -146,9 +151,7 @@ def snapshot(name: str, files: tuple[str, ...]) -> pathlib.Path:
 def fetch(name: str, files: list[str], size: int, cache: str) -> None:
     """Downloads files in a process that ends with this one. Threads would not: a stop of this
     process would wait for them. size: bytes of all files. Raises ConfigError."""
-    folder = pathlib.Path(cache)
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    check_room(existing, size)
+    check_room(pathlib.Path(cache), size)
     print_error(f"fetching {name}: {size / GIB:,.2f} GiB into {cache}")
     command = python_command("from data import hub; hub.main(*sys.argv[1:])")
     with subprocess.Popen(
@@ -222,7 +225,7 @@ def reason_of(error: Exception, name: str, hub: Any) -> str:
     if isinstance(error, hub.errors.OfflineModeIsEnabled):
         return (
             "HF_HUB_OFFLINE is set, and not all of its files are in "
-            f"{hub.constants.HF_HUB_CACHE}: fetch them where there is a network"
+            f"{hub.constants.HF_HUB_CACHE}: {how_to_fetch()}"
         )
     # before RepositoryNotFoundError, of which it is a kind
     if isinstance(error, hub.errors.GatedRepoError):
@@ -232,12 +235,64 @@ def reason_of(error: Exception, name: str, hub: Any) -> str:
     if isinstance(error, hub.errors.RevisionNotFoundError):
         return "has no such revision"
     first_line = str(error).partition("\n")[0]
-    return f"cannot be fetched: {type(error).__name__}: {first_line}; start again to resume"
+    reason = f"cannot be fetched: {type(error).__name__}: {first_line}; start again to resume"
+    if is_unreachable(error):
+        reason += f", or {how_to_fetch()}"
+    return reason
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Whether the hub has not answered: there is no network, or HF_HUB_OFFLINE is set."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    causes = causes_of(error)
+    if any(isinstance(cause, OfflineModeIsEnabled) for cause in causes):
+        return True
+    if any(isinstance(cause, HfHubHTTPError) for cause in causes):  # an answer
+        return False
+    for cause in causes:
+        names = {kind.__name__ for kind in type(cause).__mro__}
+        if names & NETWORK_ERRORS:
+            return True
+    return False
+
+
+def causes_of(error: BaseException) -> list[BaseException]:
+    """An exception, and those that led to it."""
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return causes
+
+
+def how_to_fetch() -> str:
+    """What helps a machine without a network, for messages."""
+    from huggingface_hub.constants import HF_HOME
+
+    return (
+        "run on a machine with a network (a cluster's login node): "
+        f"HF_HOME={shlex.quote(HF_HOME)} {fetch_command()}"
+    )
+
+
+def fetch_command() -> str:
+    """The command that fetches what this one reads from the hub; of a tool that takes no CONFIG,
+    what any run reads."""
+    words = sys.argv[1:]
+    if words and words[0].endswith(".toml"):
+        overrides = [word for word in words[1:] if OVERRIDE.fullmatch(word)]
+        run = shlex.join([words[0], *overrides])
+    else:
+        run = "CONFIG"
+    return f"./run_train.sh -m data.prepare {run} --fetch-only"
 
 
 def check_room(folder: pathlib.Path, needed: int) -> None:
-    """needed: bytes. Raises ConfigError if the folder's disk has fewer."""
-    free = shutil.disk_usage(folder).free
+    """folder: may be missing yet. needed: bytes. Raises ConfigError if its disk has fewer."""
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
     if needed > free:
         raise ConfigError(
             f"{folder}: {needed / GIB:,.2f} GiB are needed, {free / GIB:,.2f} GiB are free"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import config
 from config import ConfigError
 from data.console import report
+from data.hub import GIB, causes_of, how_to_fetch, is_unreachable
 from data.sources import (
     STDLIB,
     TEXT_SUFFIXES,
@@ -98,6 +99,14 @@ class HubFiles(Files):
         self.revision, files = find_files(self.d, self.revision)
         return sorted(files, key=lambda file: name_hash(file.path))
 
+    def report_size(self) -> None:
+        """Says how much there is, and where it goes."""
+        size = self.bytes_before[-1] / GIB
+        report(
+            f"{self.d.source}: {len(self.files):,} files, {size:,.2f} GiB; each is fetched when it "
+            f"is needed, into {cache_folder()}"
+        )
+
     def path_of(self, number: int) -> pathlib.Path:
         path = self._fetch(number).result()
         following = number + 1
@@ -166,6 +175,13 @@ def free_bytes(path: pathlib.Path) -> int:
     return shutil.disk_usage(path.parent).free
 
 
+def cache_folder() -> pathlib.Path:
+    """The hub's cache."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return pathlib.Path(HF_HUB_CACHE)
+
+
 def not_local(source: str) -> str:
     """Names a dataset in messages, also for those who meant a file."""
     return f"{source}: is neither {STDLIB} nor a local file, and as a Hugging Face dataset"
@@ -230,12 +246,12 @@ def _fetch(source: str, revision: str, file: SourceFile) -> tuple[pathlib.Path, 
     huggingface_hub.logging.set_verbosity_error()  # its retries are reported here, once
     huggingface_hub.utils.disable_progress_bars()
     commit = {"revision": revision, "repo_type": "dataset"}
-    cached = huggingface_hub.try_to_load_from_cache(source, file.path, **commit)
+    was_cached = is_cached(source, revision, file)
     try:
         path = pathlib.Path(huggingface_hub.hf_hub_download(source, file.path, **commit))
     except huggingface_hub.errors.LocalEntryNotFoundError as error:
         raise error.__cause__ or error from None  # which says why
-    is_new = str(path) != cached
+    is_new = not was_cached
     is_right = path.stat().st_size == file.size
     if is_right and is_new:
         expected = str(file.version)
@@ -245,6 +261,14 @@ def _fetch(source: str, revision: str, file: SourceFile) -> tuple[pathlib.Path, 
         path.unlink(missing_ok=True)
         raise OSError(f"what was downloaded is not the file of commit {revision[:12]}")
     return path, is_new
+
+
+def is_cached(source: str, revision: str, file: SourceFile) -> bool:
+    """Whether a file of a dataset's commit is in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(source, file.path, revision=revision, repo_type="dataset")
+    return isinstance(path, str)
 
 
 def hash_like(expected: str, path: pathlib.Path) -> str:
@@ -269,14 +293,14 @@ def with_retries(what: str, call: Callable[[], T], seconds: float) -> T:
             try:
                 return call()
             except Exception as error:
+                first_line = str(error).partition("\n")[0]
+                problem = f"{what} cannot be read: {type(error).__name__}: {first_line}"
                 if is_lasting(error) or time.monotonic() + pause > end:
+                    if is_unreachable(error):
+                        raise ConfigError(f"[data] source = {problem}; {how_to_fetch()}") from None
                     raise
                 if not is_reported:
-                    first_line = str(error).partition("\n")[0]
-                    report(
-                        f"{what} cannot be read: {type(error).__name__}: {first_line}; trying "
-                        f"again for {seconds:.0f} s"
-                    )
+                    report(f"{problem}; trying again for {seconds:.0f} s")
                     is_reported = True
             time.sleep(pause)
             pause = min(LONGEST_PAUSE, 2 * pause)
@@ -300,13 +324,3 @@ def is_lasting(error: Exception) -> bool:
         return False
     # an OSError with a number is of this machine: a full disk, perhaps
     return isinstance(error, OSError) and bool(error.errno)
-
-
-def causes_of(error: BaseException) -> list[BaseException]:
-    """An exception, and those that led to it."""
-    causes: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause and cause not in causes:
-        causes.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    return causes

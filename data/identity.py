@@ -35,6 +35,16 @@ def open_source(d: config.Data, state: Any = None, record: dict | None = None) -
     return kind_of(d)(d, state, record)
 
 
+def open_recorded(d: config.Data, manifest: dict, prefix: str = "") -> Source:
+    """Opens a source where a folder's record ends. prefix: of its entries in the manifest. Raises
+    ConfigError."""
+    record = {
+        "files": manifest.get(f"{prefix}files"),
+        "revision": manifest.get("revision"),
+    }
+    return open_source(d, manifest.get(f"{prefix}place"), record)
+
+
 def short_hash(value: object) -> str:
     """Names a folder of prepared data by what determines it, a value of JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]

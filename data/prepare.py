@@ -2,19 +2,22 @@
 nothing.
 
     python -m data.prepare configs/tiny.toml
+    python -m data.prepare CONFIG --fetch-only
 
 Writes train.bin, heldout.bin (validation), where their documents end, the tokenizer and
 manifest.json into prepared/{source}-{hash}/, one folder for each source. The manifest is the record
 of how far the folder is prepared: any process may resume there, and data.order = "growing" trains
 on what is recorded. Once all text is prepared, it has the files' hashes.
+
+--fetch-only only fetches what the run reads from the Hugging Face hub, into HF_HOME: for machines
+without a network. See data/fetch.py.
 """
 
 import contextlib
-import functools
 import pathlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import filelock
@@ -27,14 +30,14 @@ from data.console import on_terminal, progress, report
 from data.encode import (
     Chunk,
     Encoded,
-    TokenizerCopy,
     chunks,
-    encode_documents,
     encode_in_order,
+    encoder,
     worker_count,
 )
+from data.fetch import fetch_all
 from data.folder import as_config_error, begin_all, lock_of, sha256_of, sweep
-from data.identity import check_identity, open_source, validation_source
+from data.identity import check_identity, open_recorded, validation_source
 from data.record import (
     MANIFEST,
     damaged,
@@ -272,7 +275,7 @@ class Preparation:
         self.manifest = self.writer.manifest
         check_identity(folder, self.manifest, cfg)
         self.validation = validation_source(self.d)  # the options of a validation source, or None
-        self.encode = self._encoder()
+        self.encode = encoder(folder, self.manifest, self.d)
         self.wrong_rows = WrongRows()
         self.source = self._open(self.d, "")
         documents = sum(self.manifest["documents"].values())
@@ -284,24 +287,9 @@ class Preparation:
         self.last_record = self.began
         self.last_line = self.began
 
-    def _encoder(self) -> Callable[[list[str]], Encoded]:
-        """Documents -> their ids, in a process of its own."""
-        typecode = "H" if self.manifest["dtype"] == "uint16" else "i"
-        template = self.manifest["identity"].get("chat_template")
-        copy = TokenizerCopy(self.manifest["tokenizer"], template, self.folder)
-        if self.d.has_conversations:
-            from extras.chat.conversations import encode_conversations
-
-            return functools.partial(encode_conversations, copy, typecode)
-        return functools.partial(encode_documents, copy, typecode)
-
     def _open(self, d: config.Data, prefix: str) -> Source:
         """A source where the record ends. prefix: of its entries in the manifest."""
-        record = {
-            "files": self.manifest.get(f"{prefix}files"),
-            "revision": self.manifest.get("revision"),
-        }
-        source = open_source(d, self.manifest.get(f"{prefix}place"), record)
+        source = open_recorded(d, self.manifest, prefix)
         source.compare_with_text(self.folder)
         return source
 
@@ -456,10 +444,14 @@ class Preparation:
 
 
 def main(argv: list[str]) -> int:
-    args, cfg = config.from_command_line(argv, __doc__, tool=True)
+    words = [word for word in argv if word != "--fetch-only"]
+    args, cfg = config.from_command_line(words, __doc__, tool=True)
     cfg, _ = formats.complete(args, cfg)
     try:
-        prepare(cfg, whole=True)
+        if "--fetch-only" in argv:
+            fetch_all(cfg)
+        else:
+            prepare(cfg, whole=True)
     except KeyboardInterrupt:
         report("stopped; the same command resumes here")
         return 130

@@ -24,6 +24,7 @@ if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
 
 import contextlib
+import errno
 import os
 import pathlib
 import subprocess
@@ -53,6 +54,20 @@ from lifecycle.folder import (
     write_status,
 )
 from schema import repeated, together
+
+# of an OSError: the path that it names is not what an option or the configuration takes it for, or
+# not this user's. All others are the machine's: a full disk, too many open files.
+ERRORS_OF_PATHS = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+)
 
 
 def launch(argv: list[str], interruption: Interruption) -> int:
@@ -90,8 +105,9 @@ def launch(argv: list[str], interruption: Interruption) -> int:
                 return 128 + signal.SIGINT
             print_error("stopped before the run began")
             return requeue_or_mark(cfg, ranks.job, launch_id, status_before, interruption.asked)
-        if isinstance(error, OSError):  # an unreadable folder
-            error = ConfigError(f"{error.filename or folder}: {error.strerror or error}")
+        if isinstance(error, OSError) and error.errno:
+            print_error(f"{error.filename or folder}: {error.strerror}")
+            return INPUT_IS_WRONG if error.errno in ERRORS_OF_PATHS else 1
         if not isinstance(error, ConfigError):
             raise
         print_error(str(error))

@@ -24,9 +24,9 @@ def on_nodes(torchrun: list[str], nodes: int, job: str, attempt: list[str]) -> l
     # scancel sends TERM to every process of the job. The ranks save and exit on their own, and
     # torchrun after them. If torchrun handled TERM too, it would exit as failed, with a traceback
     # on each node.
-    torchrun = ["bash", "-c", 'trap "" TERM; exec "$@"', "bash", *torchrun]
+    script = 'trap "" TERM; exec "$@"'
     if nodes == 1:
-        return [*torchrun, *ONE_NODE]
+        return ["bash", "-c", script, "bash", *torchrun, *ONE_NODE]
     if not shutil.which("srun"):
         raise ConfigError(
             f"SLURM_NNODES={nodes}: needs srun, which is not installed here (in a container?), to "
@@ -53,7 +53,10 @@ def on_nodes(torchrun: list[str], nodes: int, job: str, attempt: list[str]) -> l
         "--mpi=none",
         "--kill-on-bad-exit=1",
     ]
-    return [*srun, *torchrun, *rendezvous]
+    # The name by which the other nodes know this one, as they know the head. Without it torchrun
+    # would announce what this machine's own name resolves to on itself: perhaps localhost.
+    script = f'export PET_LOCAL_ADDR="${{SLURMD_NODENAME-}}"; {script}'
+    return [*srun, "bash", "-c", script, "bash", *torchrun, *rendezvous]
 
 
 def first_host(nodes: str) -> str:

@@ -18,10 +18,11 @@ import torch.distributed as dist
 import config
 from config import ConfigError
 from files import print_error
+from lifecycle import SIGNALS
 from lifecycle.gpus import driver_version, listed_gpus, visible_gpus
 from parallel.mesh import World, build_mesh
 from parallel.ranks import NOTICE_SECONDS, check_same_on_all_ranks, printed_if_long, rank_and_size
-from parallel.torch_patches import set_default_timeout
+from parallel.torch_patches import set_default_timeout, shield_compilers
 
 # where a process finds the others
 FROM_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -245,6 +246,10 @@ def connect(cfg: config.Config) -> World:
     device = agree_on_device(cfg, store)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # FlexAttention is compiled on a GPU even if blocks are not
+    uses_flex = device.type == "cuda" and (cfg.data.document_mask or cfg.parallel.cp > 1)
+    if cfg.parallel.compile or uses_flex:
+        shield_compilers(SIGNALS)
     set_determinism(cfg.run)
     # gloo next to NCCL: flags, metadata and offloaded tensors are reduced on the host, without
     # waiting for the GPU

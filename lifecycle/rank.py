@@ -128,4 +128,5 @@ class RankProcess:
                 on_each_rank(lambda: begin_on_this_machine(cfg))
             with Run(cfg, world, launch_id, self.stop) as run:
                 work(cfg, world, run)
+            run.watch_exit()
         return run.exit_code

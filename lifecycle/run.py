@@ -39,6 +39,8 @@ LOG_WAIT_SECONDS = 2.0  # a longer wait is logged
 # Python's garbage collection; automatic, it would stall each rank at a different time
 COLLECT_EVERY_STEPS = 100
 RESTART_SECONDS = 30  # for the ranks before a restart to exit
+# for a process to end once all is saved: rank 0, for which the others wait, still writes the report
+EXIT_SECONDS = 300.0
 NOTHING_SAVED = (
     "nothing will be saved: this configuration has no [checkpoint]; --checkpoint.save_every_steps=100 "
     "adds one"
@@ -308,6 +310,16 @@ class Run:
             report_end(self.cfg, state == "finished")
         self.lock.release()
         logging.shutdown()
+
+    def watch_exit(self) -> None:
+        """Ends this process, with its exit code, if what is left does not: the process group's end,
+        or that of compile workers, which may wait for each other."""
+
+        def leave(text: str) -> None:
+            files.print_error(f"rank {self.world.rank}: is done, but did not end: {text}")
+            exit_immediately(self.exit_code)
+
+        Watchdog(leave).phase("exit", EXIT_SECONDS)
 
     def _how_to_resume(self) -> str:
         """What continues a run that was stopped."""

@@ -5,9 +5,11 @@ Each names the versions that need it, and the test that fails without it.
 
 import contextlib
 import datetime
+import functools
 import logging
 import platform
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from unittest import mock
 
@@ -98,3 +100,31 @@ def drop_advice_on_policies() -> None:
 
 def _is_not_advice_on_policies(record: logging.LogRecord) -> bool:
     return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
+
+
+def shield_compilers(signals: Iterable[signal.Signals]) -> None:
+    """Has Inductor start its compiling processes with these signals blocked, those that ask a run to
+    stop.
+
+    scancel, for one, sends them to all processes of a job, of which the rank alone is to act on
+    them. In all versions, a compiler or worker that dies of one fails the rank, which would have
+    saved and stopped, or leaves it waiting for a kernel.
+    Test: test_torch_patches.py, test_a_stop_does_not_reach_what_compiles.
+    """
+    from torch._inductor import cpp_builder
+    from torch._inductor.compile_worker.subproc_pool import SubprocPool
+
+    def with_blocked(start: Callable) -> Callable:
+        @functools.wraps(start)
+        def shielded(*arguments: object, **keywords: object) -> object:
+            # of this thread; a child process inherits it
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+            try:
+                return start(*arguments, **keywords)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+        return shielded
+
+    cpp_builder.run_compile_cmd = with_blocked(cpp_builder.run_compile_cmd)
+    SubprocPool.__init__ = with_blocked(SubprocPool.__init__)

@@ -1,5 +1,6 @@
 """train.py with a fault, as a rank's script: FAULT is "what" or "what:rank:step"; see the table at the end."""
 
+import atexit
 import ctypes
 import functools
 import gc
@@ -20,6 +21,7 @@ import torch  # noqa: E402
 
 import checkpoint.save  # noqa: E402
 import config  # noqa: E402
+import lifecycle.run  # noqa: E402
 from data.loader import Loader  # noqa: E402
 from lifecycle import watchdog  # noqa: E402
 from lifecycle.stop import StopRequest  # noqa: E402
@@ -102,6 +104,14 @@ FAULTS = {
     "frozen in data": lambda: (
         setattr(watchdog, "FROZEN_SECONDS", 3.0),
         before(Loader, "__next__", freeze),
+    ),
+    "hang in teardown": lambda: (
+        setattr(lifecycle.run, "EXIT_SECONDS", 3.0),
+        HERE and setattr(torch.distributed, "destroy_process_group", lambda: time.sleep(1000)),
+    ),
+    "hang at exit": lambda: (
+        setattr(lifecycle.run, "EXIT_SECONDS", 3.0),
+        HERE and atexit.register(time.sleep, 1000),
     ),
     "slow save and hang": lambda: (
         setattr(checkpoint.save.Writer, "finish", slowly(checkpoint.save.Writer.finish)),

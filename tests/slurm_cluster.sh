@@ -9,7 +9,8 @@
 #
 # Everything lives in namespaces of its own: a network with a login node and two more hosts, their names, their /run and
 # their processes. So "localhost" of one node is not the other's, as on a cluster; nothing on this machine is changed;
-# and when the first process ends, the kernel removes all of it. The file system is shared, again as on a cluster.
+# and when the first process ends, the kernel removes all of it. The file system is shared, again as on a cluster. A
+# node's own name is localhost to itself, as on some: gloo must be given an interface (GLOO_SOCKET_IFNAME=eth0).
 set -euo pipefail
 
 PATH=$PATH:/usr/sbin:/sbin  # where Debian puts the daemons, and not everybody looks
@@ -87,9 +88,16 @@ login_node() {  # the first process in the namespaces; the others are its childr
     for node in "${nodes[@]}"; do
         mkdir -p "$dir/spool.$node"
         # not `ip netns exec`: it mounts a /sys without the cgroups that slurmd looks for
-        nsenter --net="/run/netns/$node" unshare --uts "$0" node "$dir" "$node" &
+        nsenter --net="/run/netns/$node" unshare --uts --mount "$0" node "$dir" "$node" &
     done
     wait  # for ever: it also ends what its children leave behind
+}
+
+start_node() {
+    hostname "$1"
+    sed "s/ localhost$/ localhost $1/; /^10.* $1$/d" "$dir/hosts" >"$dir/hosts.$1"
+    mount --bind "$dir/hosts.$1" /etc/hosts
+    exec slurmd -D -N "$1"
 }
 
 login() { nsenter --target "$(cat "$dir/pid")" --net --mount --uts --wdns="$PWD" "$@"; }
@@ -127,7 +135,7 @@ case $action in
 up) up ;;
 in) shift 2; login "$@" ;;
 login) login_node ;;
-node) hostname "$3"; exec slurmd -D -N "$3" ;;
+node) start_node "$3" ;;
 down) down ;;
 *) echo "up, in or down, and not $action" >&2; exit 2 ;;
 esac

@@ -40,6 +40,7 @@ from data.record import is_complete, read_manifest
 from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import Windows
 from data.writer import Overtaken, TokenWriter, segment_hashes
+from schema import read_toml
 from tests import order_model
 from tests.conftest import REPO, data_rank, launch, make_config, rows, run_tool, words
 from tests.small_borders import VALUES
@@ -669,6 +670,37 @@ def test_a_record_is_trusted_once_its_bytes_are_there(corpora, configured, whole
     assert (tmp_path / "p/manifest.json").read_bytes() == manifest
     source.refresh()
     assert source.is_recorded and digests(cfg, 9) == expected[:9]
+
+
+def test_a_file_server_s_clock_does_not_matter(corpora, configured, whole, tmp_path):
+    """Each record's time is decades from this machine's, and goes back and forth."""
+    _, expected = whole
+    cfg = configured(corpora["jsonl"], tmp_path / "new")
+    prepare(cfg)
+    source = GrowingSource(tmp_path / "new", cfg, 0, Mixture([1.0]))
+    record = TokenWriter.record
+    seen = []
+
+    def recorded(writer):
+        record(writer)
+        year = random.Random(len(seen)).choice([1, 60])
+        os.utime(tmp_path / "new/manifest.json", (year * 31_557_600,) * 2)
+        source.refresh()
+        seen.append(source.manifest["tokens"] == writer.manifest["tokens"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data.encode.CHUNK", 20_000)
+        patch.setattr(TokenWriter, "record", recorded)
+        prepare(cfg, whole=True)
+    assert len(seen) > 5 and all(seen)
+    assert digests(cfg, 9) == expected[:9]
+
+
+def test_configurations_of_billions_of_tokens_train_while_they_are_prepared():
+    """Otherwise the GPUs of a first command would wait for hours."""
+    for path in sorted((REPO / "configs").glob("*.toml")):
+        d = read_toml(str(path))["data"]
+        assert d.get("order") == "growing" or d.get("max_tokens", 0) < 1e9, path
 
 
 @pytest.mark.parametrize("batch, told", [(4, None), (100_000, "takes 1e\\+05 of them")])

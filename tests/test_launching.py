@@ -23,8 +23,9 @@ import config
 from config import ConfigError
 from data.cores import usable_cores
 from data.encode import encode_in_order
+from launch import launch as launcher
 from launch.command import Ranks, variables_of_a_launcher
-from launch.slurm import first_host
+from launch.slurm import first_host, on_nodes
 from lifecycle import process_group
 from lifecycle.folder import read_status
 from lifecycle.process_group import all_gather_reports, check_launcher, raise_file_limit
@@ -225,6 +226,48 @@ def test_a_job_of_several_nodes_without_srun_is_refused(monkeypatch):
     monkeypatch.setattr("launch.slurm.shutil.which", lambda name: None)
     with pytest.raises(ConfigError, match="needs srun, which is not installed here"):
         Ranks(nodes=2, local=1, restarts=0, job="7").command()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (errno.EACCES, 2),
+        (errno.ENOTDIR, 2),
+        (errno.EROFS, 2),
+        (errno.ENOSPC, 1),
+        (errno.EDQUOT, 1),
+        (errno.EIO, 1),
+        (errno.ESTALE, 1),
+        (errno.EMFILE, 1),
+        (errno.ENOMEM, 1),
+    ],
+)
+def test_trouble_of_the_machine_before_the_ranks_is_no_invalid_input(
+    write_config, tmp_path, monkeypatch, capsys, number, code
+):
+    def fail(*_: object) -> bool:
+        raise OSError(number, os.strerror(number), "/data/x")
+
+    monkeypatch.setattr("launch.launch.check_launch", fail)
+    assert launcher.launch([str(write_config("trouble"))], launcher.Interruption()) == code
+    assert capsys.readouterr().err == f"/data/x: {os.strerror(number)}\n"
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize(("node", "address"), [("gpu007", "gpu007"), (None, "")])
+def test_torchrun_announces_a_node_by_its_name_in_slurm(monkeypatch, node, address):
+    """Not by its own name as it resolves there, perhaps to localhost. Without SLURM's name torchrun looks it up."""
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[007-008]")
+    monkeypatch.setattr("launch.slurm.shutil.which", lambda name: name)
+    torchrun = (
+        "from torch.distributed.run import get_args_parser as p; print(p().parse_args().local_addr)"
+    )
+    command = on_nodes([sys.executable, "-c", torchrun], 2, "7", ["7", "0"])
+    environment = {name: value for name, value in os.environ.items() if name != "SLURMD_NODENAME"}
+    if node:
+        environment["SLURMD_NODENAME"] = node
+    on_a_node = [*command[command.index("bash") :], "train.py"]
+    assert subprocess.check_output(on_a_node, env=environment, text=True) == f"{address}\n"
 
 
 def test_a_long_wait_says_for_whom_and_a_short_one_nothing(monkeypatch, capfd):

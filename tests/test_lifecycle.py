@@ -496,6 +496,18 @@ def test_a_save_under_way_outlives_a_failure(write_config, tmp_path):
     )
 
 
+@pytest.mark.parametrize("fault", ["hang in teardown:1", "hang at exit:1"])
+def test_a_finished_rank_that_does_not_end_is_ended(write_config, tmp_path, fault):
+    """As by a barrier, or by compile workers, that wait for ever; the run is finished all the same."""
+    path = write_config("ends", train={"steps": 2})
+    began = time.monotonic()
+    done = launch_faulty(fault, path, nproc=2)
+    assert done.returncode == 0 and time.monotonic() - began < 60, done.stderr
+    assert status(tmp_path / "outputs/ends")["state"] == "finished"
+    log = (tmp_path / "outputs/ends/logs/rank-1.log").read_text()
+    assert "rank 1: is done, but did not end: " in log
+
+
 def test_a_killed_rank_is_named(write_config):
     done = launch_faulty("killed:1:3", write_config("killed", **FOREVER), nproc=2)
     assert done.returncode == 1, done.stderr
@@ -856,7 +868,7 @@ def test_files_beyond_a_size_fail_the_save_alone(write_config, tmp_path):
 # Pieces
 
 
-@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS])
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK])
 def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, capsys, number):
     def without(*_: object) -> None:
         raise OSError(number, os.strerror(number))

@@ -294,7 +294,7 @@ class Endless:
 
 def test_beyond_max_tokens_nothing_is_read(with_tokenizer, monkeypatch):
     """But for what the processes that tokenize, here one, are handed ahead."""
-    monkeypatch.setattr("data.prepare.open_source", lambda *unused: Endless())
+    monkeypatch.setattr("data.prepare.open_recorded", lambda *unused: Endless())
     monkeypatch.setattr("data.encode.CHUNK", 1000)
     monkeypatch.setattr("os.sched_getaffinity", lambda *unused: {0})
     cfg = dataclasses.replace(
@@ -1173,6 +1173,9 @@ def test_cores_are_those_that_a_container_may_use(content, cores, tmp_path, monk
     monkeypatch.setattr("os.sched_getaffinity", lambda *unused: set(range(64)))
     assert usable_cores() == cores
     assert worker_count(ranks=8) == max(1, cores - 8)
+    monkeypatch.setattr("os.sched_getaffinity", lambda *unused: set(range(192)))
+    monkeypatch.setattr("data.cores._control_groups", list)
+    assert worker_count(ranks=8) == 64  # more could not be fed
 
 
 def test_what_killed_processes_left_is_removed_and_nothing_else(with_tokenizer, tmp_path):

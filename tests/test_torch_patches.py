@@ -5,6 +5,9 @@ That of set_default_timeout() needs several ranks: test_parallel.py, test_all_pr
 """
 
 import logging
+import os
+import subprocess
+import sys
 from functools import partial
 from unittest import mock
 
@@ -22,6 +25,7 @@ from torch.utils.checkpoint import (
 
 from parallel.mesh import fsdp_mesh
 from tests import cases
+from tests.conftest import REPO
 
 WRAP = "torch._higher_order_ops.wrap"  # what logs the advice
 
@@ -102,3 +106,67 @@ def test_the_advice_on_policies_is_dropped():
         assert "context_fn is passed" in "".join(heard_while_compiling())
         drop_advice_on_policies()
         assert not heard_while_compiling()
+
+
+COMPILING = """
+import os, signal, sys, time
+
+os.setsid()
+from lifecycle import SIGNALS
+
+received = []
+signal.signal(signal.SIGTERM, lambda *_: received.append(1))
+if sys.argv[1] == "shielded":
+    from parallel.torch_patches import shield_compilers
+
+    shield_compilers(SIGNALS)
+if sys.argv[2] == "worker":
+    from torch._inductor.compile_worker.subproc_pool import SubprocPool
+
+    pool = SubprocPool(1)
+    assert pool.submit(max, 1, 2).result(60) == 2  # it has started
+    future = pool.submit(time.sleep, 1)
+    time.sleep(0.2)
+    os.killpg(0, signal.SIGTERM)
+    future.result(20)
+    pool.shutdown()
+else:
+    import threading
+    from torch._inductor import cpp_builder
+
+    threading.Timer(0.5, os.killpg, (0, signal.SIGTERM)).start()
+    cpp_builder.run_compile_cmd("sleep 1", "/")
+assert received
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", ["worker", "compiler"])
+def test_a_stop_does_not_reach_what_compiles(process):
+    """SIGTERM to the whole process group. What compiles finishes, and the rank has the signal."""
+    for shield, fails in (("shielded", False), ("bare", True)):
+        done = subprocess.run(
+            [sys.executable, "-c", COMPILING, shield, process],
+            env=os.environ | {"PYTHONPATH": str(REPO)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert (done.returncode != 0) == fails, done.stderr
+
+
+def test_a_run_that_compiles_shields_its_compilers():
+    from torch._inductor import cpp_builder
+    from torch._inductor.compile_worker.subproc_pool import SubprocPool
+
+    from lifecycle.process_group import distributed
+
+    with (
+        mock.patch.object(cpp_builder, "run_compile_cmd", cpp_builder._run_compile_cmd),
+        mock.patch.object(SubprocPool, "__init__", SubprocPool.__init__),
+    ):
+        for compiles in (False, True):
+            cfg = cases.make_config(run={"device": "cpu"}, parallel={"compile": compiles})
+            with distributed(cfg):
+                for start in (cpp_builder.run_compile_cmd, SubprocPool.__init__):
+                    assert ("shielded" in start.__code__.co_name) == compiles
