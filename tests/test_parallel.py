@@ -340,7 +340,8 @@ def test_all_layers_share_one_compiled_graph(on_ranks, strategy):
         for layers in (2, 5)
     ]
     few, many = on_ranks(1, cases.graphs_of, sections)[0]
-    assert few == many <= 3  # with gradients, without, and over a frozen embedding
+    # of a block, and of the head's norm: with gradients, without, over frozen parameters
+    assert few == many <= 2 * 4
 
 
 @pytest.mark.parametrize("tied", [False, True])
