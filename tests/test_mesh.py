@@ -49,6 +49,7 @@ def test_ranks_with_other_devices_are_refused_on_all(on_ranks, types, told):
         ("auto", "GPU 0", "", "13.0", None),  # hidden deliberately
         ("auto", "GPU 0", "-1", "13.0", None),
         ("auto", "", "0", "13.0", None),
+        ("auto", "GPU 0", "NoDevFiles", "13.0", None),  # as SLURM hides them
         ("cpu", "GPU 0", None, "13.0", None),
         (
             "auto",
@@ -57,7 +58,7 @@ def test_ranks_with_other_devices_are_refused_on_all(on_ranks, types, told):
             "13.0",
             r'"auto": nvidia-smi lists 1 GPUs \(driver 535\.1\), but torch .*, built for CUDA '
             r"13\.0, can use none; install a torch build for a CUDA version that this driver "
-            r"supports, or a newer driver; --run\.device=cpu trains without one$",
+            r"supports, a newer driver, or .* \(cuda-compat\); --run\.device=cpu trains without one$",
         ),
         (
             "auto",
