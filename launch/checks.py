@@ -162,8 +162,8 @@ def check_surroundings(cfg: config.Config, ranks: Ranks) -> None:
 
 
 def check_device(cfg: config.Config, local_ranks: int) -> None:
-    """Raises ConfigError if this machine lacks a GPU for one of its ranks, or has more than it has
-    ranks without anybody having asked for it, or does not support an option."""
+    """Raises ConfigError if this machine lacks a GPU for one of its ranks, or a rank for one of its
+    GPUs, or does not support an option."""
     if not trains_on_gpus(cfg):
         return
     try:
@@ -172,17 +172,23 @@ def check_device(cfg: config.Config, local_ranks: int) -> None:
         raise ConfigError(f"torch cannot be loaded: {error}{other_libraries()}") from None
     from lifecycle.device import pick_device
 
-    device = pick_device(cfg, local_ranks - 1)
+    together(
+        lambda: pick_device(cfg, local_ranks - 1), lambda: check_all_gpus_are_used(local_ranks)
+    )
+
+
+def check_all_gpus_are_used(local_ranks: int) -> None:
+    """Raises ConfigError if torch sees more GPUs than were counted, unless the number of ranks was
+    given."""
+    import torch
+
     gpus = torch.cuda.device_count()
-    if device.type == "cuda" and gpus > local_ranks and not is_number_of_ranks_given():
+    is_given = os.environ.get("NPROC") or os.environ.get("SLURM_GPUS_ON_NODE")
+    if gpus > local_ranks and not is_given:
         raise ConfigError(
             f"torch finds {gpus} GPUs here, and nvidia-smi lists {listed_gpus()}: NPROC={gpus} trains "
             f"on all, NPROC={local_ranks} on that many"
         )
-
-
-def is_number_of_ranks_given() -> bool:
-    return bool(os.environ.get("NPROC") or os.environ.get("SLURM_GPUS_ON_NODE"))
 
 
 def other_libraries() -> str:

@@ -20,7 +20,7 @@ FILES_OF_RANK = 4
 FILES = 30
 # what NVIDIA recommends for containers (docker run --shm-size)
 SHARED_MEMORY = 1 * GIB
-PROCESS = GIB // 2  # of a rank without a model, measured
+PROCESS = GIB // 4  # of a rank without a model, at least: 0.5 GiB were measured
 MIB = 2**20
 UNLIMITED = 2**60  # control groups of version 1 write a number of about 2^63
 ADAPTERS = pathlib.Path("/sys/class/infiniband")
@@ -73,13 +73,13 @@ def host_memory(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
     share = ranks.local / ranks.total  # of the states, if they are sharded over all ranks
     whole = sizes(cfg, limit / 2)
     needed = ranks.local * PROCESS
-    reason = f"{ranks.local} ranks"
+    reason = "the ranks of a node"
     if not trains_on_gpus(cfg) or cfg.parallel.cpu_offload:
         needed += whole.states * share
-        reason += " with parameters, gradients and optimizer state"
+        reason += ", with parameters, gradients and optimizer state,"
     elif cfg.checkpoint and cfg.checkpoint.async_save:
         needed += whole.checkpoint * share
-        reason += " with a copy of what is saved ([checkpoint] async_save)"
+        reason += ", with a copy of what is saved ([checkpoint] async_save),"
     if needed > limit:
         yield error(
             f"{source}: {gib(limit)} of memory, and {reason} need {gib(needed)} or more; ask for "
