@@ -167,7 +167,7 @@ def check_device(cfg: config.Config, local_ranks: int) -> None:
     if not trains_on_gpus(cfg):
         return
     try:
-        import torch
+        import torch  # noqa: F401  # here first, to report why it cannot be loaded
     except (ImportError, OSError) as error:
         raise ConfigError(f"torch cannot be loaded: {error}{other_libraries()}") from None
     from lifecycle.device import pick_device

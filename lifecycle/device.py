@@ -92,7 +92,9 @@ def check_shared_memory(cfg: config.Config, device: torch.device) -> None:
     """Raises ConfigError if a GPU has too little shared memory for FlexAttention in float32: for a
     tile of queries, one of keys, and their scores."""
     capability = torch.cuda.get_device_capability(device)
-    if not config.masks_attention(cfg) or capability >= NEW_TILES or torch.version.hip:
+    if cfg.parallel.param_dtype == "bfloat16" or not config.masks_attention(cfg):
+        return  # "auto" is float32 there
+    if capability >= NEW_TILES or torch.version.hip:
         return
     head_dim = cfg.model.width_per_head
     width = 1 << (head_dim - 1).bit_length()  # Triton's blocks are powers of two wide

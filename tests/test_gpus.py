@@ -15,6 +15,7 @@ from lifecycle import gpus
 from lifecycle.device import pick_device, runs_on
 from tests.conftest import make_config
 
+BFLOAT16 = {"parallel": {"param_dtype": "bfloat16"}}
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # torch 2.13.0+cu130
 
 
@@ -37,13 +38,13 @@ def gpus_of(capability: tuple[int, int], count: int = 1, shared_memory: int = 65
 @pytest.mark.parametrize(
     "capability, sections, refused",
     [
-        ((9, 0), {}, None),
-        ((8, 9), {}, None),
-        ((10, 3), {}, None),
-        ((12, 1), {}, None),
+        ((9, 0), BFLOAT16, None),
+        ((8, 9), BFLOAT16, None),
+        ((10, 3), BFLOAT16, None),
+        ((12, 1), BFLOAT16, None),
         (
             (7, 5),
-            {},
+            BFLOAT16,
             r"param_dtype = .*needs .* 8\.0 .*NVIDIA GPU .* 7\.5; --parallel\.param_dtype=f",
         ),
         ((7, 5), {"parallel": {"param_dtype": "float32"}}, None),
@@ -67,9 +68,8 @@ def test_a_gpu_without_kernels_or_bfloat16_is_refused(capability, sections, refu
 
 
 def test_all_that_a_gpu_lacks_is_said_at_once():
-    cfg = make_config(
-        run={"device": "cuda"}, parallel={"float8": "rowwise", "compile": True, "cp": 2}
-    )
+    parallel = {"float8": "rowwise", "compile": True, "cp": 2, "param_dtype": "bfloat16"}
+    cfg = make_config(run={"device": "cuda"}, model={"head_dim": 8}, parallel=parallel)
     with gpus_of((6, 1)), pytest.raises(ConfigError) as refused:
         pick_device(cfg, 0)
     named = [problem.split(":")[0] for problem in refused.value.problems]
