@@ -131,7 +131,7 @@ def test_a_driver_that_fails_is_quoted(monkeypatch, tmp_path):
         r'has 1 GPUs \(nvidia-smi says "Failed to initialize NVML: version mismatch"\), but torch'
     )
     with pytest.raises(ConfigError, match=told):
-        pick_device(make_config(), 0)
+        pick_device(make_config(run={"device": "auto"}), 0)
 
 
 def test_amd_gpus_are_counted_for_a_build_for_rocm(monkeypatch, tmp_path):
