@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import getpass
 import math
 import os
 import pathlib
@@ -20,6 +19,8 @@ from extras.preflight.sizes import gib, sizes
 from launch.checks import option_that_compiles
 from launch.command import Ranks
 
+NO_EXECUTION = getattr(os, "ST_NOEXEC", 0)  # not on macOS
+FULL = (errno.EDQUOT, errno.ENOSPC)
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
@@ -31,7 +32,7 @@ def kernel_cache(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
     for variable, folder in cache_folders().items():
         parent = existing(folder)
         cure = f"{variable}=FOLDER names another, on a disk of this node"
-        if os.statvfs(parent).f_flag & os.ST_NOEXEC:
+        if os.statvfs(parent).f_flag & NO_EXECUTION:
             yield error(f"{option}: {folder} is on a disk that is mounted noexec; {cure}")
         elif not os.access(parent, os.W_OK | os.X_OK):
             yield error(f"{option}: {folder} cannot be written to; {cure}")
@@ -40,9 +41,8 @@ def kernel_cache(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
 def cache_folders() -> dict[str, pathlib.Path]:
     """The caches of Inductor and, if it has one of its own, Triton, by the variable that names
     each."""
-    default = pathlib.Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    folders = {"TORCHINDUCTOR_CACHE_DIR": pathlib.Path(named) if named else default}
+    of_inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
+    folders = {"TORCHINDUCTOR_CACHE_DIR": pathlib.Path(of_inductor)}
     if os.environ.get("TRITON_CACHE_DIR"):
         folders["TRITON_CACHE_DIR"] = pathlib.Path(os.environ["TRITON_CACHE_DIR"])
     return folders
