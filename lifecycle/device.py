@@ -99,7 +99,8 @@ def check_shared_memory(cfg: config.Config, device: torch.device) -> None:
     head_dim = cfg.model.width_per_head
     width = 1 << (head_dim - 1).bit_length()  # Triton's blocks are powers of two wide
     needed = 4 * (2 * TILE * width + TILE * TILE)
-    available = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(device)
+    available = properties.shared_memory_per_block_optin  # pyrefly: ignore[missing-attribute]
     if needed > available:
         raise ConfigError(
             f"[model] head_dim: heads are {head_dim} wide; context parallelism and document masks "

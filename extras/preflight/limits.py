@@ -95,7 +95,7 @@ def memory_limit(environ: os._Environ[str]) -> tuple[float, str]:
         kib = {row[0]: int(row[1]) for row in rows}
         memory = kib["MemTotal:"] * 1024
         swap = kib["SwapTotal:"] * 1024
-    limits = [(memory + swap, "this machine")]
+    limits: list[tuple[float, str]] = [(memory + swap, "this machine")]
     for group in control_groups("memory"):
         size = group_limit(group, swap)
         if size:

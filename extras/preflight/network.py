@@ -70,7 +70,8 @@ def first_node(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen()
-            socket.create_connection(address[:2], hub.CONNECT_SECONDS).close()
+            reachable = (str(address[0]), listener.getsockname()[1])
+            socket.create_connection(reachable, hub.CONNECT_SECONDS).close()
     except OSError as problem:
         if problem.errno == errno.EADDRNOTAVAIL:
             yield warning(
