@@ -29,6 +29,7 @@ MEMORY_OF_MACHINE = pathlib.Path("/proc/meminfo")
 
 
 def open_files(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
+    """The hard limit, to which each rank raises its own, against what gloo opens."""
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = FILES_OF_RANK * ranks.total + FILES
     if limit != resource.RLIM_INFINITY and needed > limit:
@@ -41,6 +42,7 @@ def open_files(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
 
 
 def locked_memory(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
+    """Of which InfiniBand needs as much as NCCL's buffers take."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     has_adapters = ADAPTERS.is_dir() and any(ADAPTERS.iterdir())
     if ranks.nodes == 1 or not has_adapters or not trains_on_gpus(cfg):
@@ -54,6 +56,7 @@ def locked_memory(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
 
 
 def shared_memory(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
+    """Which Docker limits to 64 MiB."""
     if ranks.local == 1 or not trains_on_gpus(cfg):
         return
     size = 0
