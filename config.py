@@ -432,6 +432,11 @@ def run_folder(cfg: Config) -> pathlib.Path:
     return pathlib.Path(cfg.run.output_dir) / cfg.run.name
 
 
+def masks_attention(cfg: Config) -> bool:
+    """Whether attention needs more than a causal mask: on a GPU it is FlexAttention then."""
+    return cfg.parallel.cp > 1 or cfg.data.document_mask
+
+
 def unit_names(model: Model) -> list[str]:
     """The FSDP units in forward order, as parallel/fsdp.py makes them."""
     blocks = [f"blocks.{i}" for i in range(model.n_layers)]
@@ -490,9 +495,8 @@ def check_for_gpus(cfg: Config) -> None:
             f'[parallel] float8 = "{p.float8}": requires compile = true on a GPU: '
             "rounding to 8 bits, uncompiled, takes longer than the matmuls save"
         )
-    needs_flex_attention = p.cp > 1 or cfg.data.document_mask
     head_dim = cfg.model.width_per_head
-    if needs_flex_attention and head_dim < 16:
+    if masks_attention(cfg) and head_dim < 16:
         raise ConfigError(
             f"[model] head_dim: heads are {head_dim} wide; on a GPU, context parallelism and "
             "document masks need 16 or more (FlexAttention)"

@@ -16,6 +16,7 @@ from dataclasses import replace
 import config
 import schema
 from config import ConfigError, RowFormat
+from data import hub
 from data.console import report
 from data.folder import common_tokenizer, source_folders, sources_of
 from data.identity import open_source
@@ -74,7 +75,7 @@ def found_format(cfg: config.Config, ask_hub: bool) -> RowFormat | None:
     with contextlib.suppress(ConfigError):
         if not local_files(d.source, d.split):
             begun = list(begun_formats(cfg))
-            if begun or not ask_hub:
+            if begun or not ask_hub or hub.connection_problem():
                 return begun[0] if begun else None
     row = first_row(d)
     if row is None:

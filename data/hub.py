@@ -35,6 +35,7 @@ LFS_SIZE = 1024
 NETWORK_ERRORS = {"ConnectionError", "TimeoutError", "TransportError"}
 # words of a run's command line that are options of its configuration
 OVERRIDE = re.compile(r"--(\w+\.\w+=.*|\w+=off)")
+CONNECT_SECONDS = 3.0
 SMALL = 2**24  # bytes; another process downloads more than that
 
 
@@ -130,8 +131,11 @@ def snapshot(name: str, files: tuple[str, ...]) -> pathlib.Path:
     )
     with one_line(name, hub):
         try:
+            problem = connection_problem()
+            if problem:
+                raise ConnectionError(problem)
             listed = download(revision=revision, dry_run=True)
-        except hub.errors.DryRunError as error:  # the hub cannot be reached, or refuses
+        except (hub.errors.DryRunError, ConnectionError) as error:  # no answer, or a refusal
             with suppress(hub.errors.LocalEntryNotFoundError):
                 return pathlib.Path(download(revision=revision, local_files_only=True))
             raise error.__cause__ or error from None
@@ -287,6 +291,35 @@ def fetch_command() -> str:
     else:
         run = "CONFIG"
     return f"./run_train.sh -m data.prepare {run} --fetch-only"
+
+
+@functools.cache
+def connection_problem() -> str | None:
+    """Why the hub cannot be reached, for a message; None if something answers at its address, or at
+    the proxy's. Asks once in a process: its library tries for minutes where a firewall keeps
+    silent."""
+    # here: importing them would take a tenth of the time in which a configuration is checked
+    import socket
+    import urllib.parse
+    import urllib.request
+
+    try:
+        from huggingface_hub import constants
+    except ImportError:  # whoever needs it reports that
+        return None
+    url = urllib.parse.urlsplit(constants.ENDPOINT)
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all")
+    if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
+        url = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    if constants.HF_HUB_OFFLINE or not url.hostname:
+        return None  # it says so itself
+    port = url.port or (443 if url.scheme == "https" else 80)
+    try:
+        socket.create_connection((url.hostname, port), CONNECT_SECONDS).close()
+    except OSError as error:
+        return f"{url.hostname}:{port} cannot be reached: {error.strerror or error}"
+    return None
 
 
 def check_room(folder: pathlib.Path, needed: int) -> None:

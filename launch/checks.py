@@ -7,7 +7,11 @@ import pathlib
 import shlex
 import shutil
 import sys
+import sysconfig
 from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import config
 from checkpoint import catalog, compare
@@ -18,7 +22,7 @@ from data.prepare import prepare
 from files import print_line
 from launch.command import Ranks
 from lifecycle.folder import check_folder, read_status
-from lifecycle.gpus import visible_gpus
+from lifecycle.gpus import listed_gpus, trains_on_gpus
 from schema import together
 
 
@@ -28,22 +32,22 @@ def check_launch(cfg: config.Config, ranks: Ranks, args: Namespace) -> bool:
     folder = config.run_folder(cfg)
     if not args.eval_only and is_finished(cfg, folder):
         return False
-    if args.eval_only:
-        config.mesh_shape(cfg, ranks.total)
-    else:
-        together(lambda: config.mesh_shape(cfg, ranks.total), lambda: check_folder(folder))
-    if ranks.job:
-        check_prepared(cfg, args)
-    results = together(
-        lambda: check_device(cfg, ranks.local),
+    checks: list[Callable[[], Any]] = [
+        lambda: config.mesh_shape(cfg, ranks.total),
+        # an evaluation saves nothing
+        lambda: check_machine(replace(cfg, checkpoint=None) if args.eval_only else cfg, ranks),
         lambda: check_patterns(cfg),
-        lambda: check_compiler(cfg),
-        lambda: check_tracker(cfg),
+    ]
+    if not args.eval_only:
+        checks.append(lambda: check_folder(folder))
+    if ranks.job:
+        checks.append(lambda: check_prepared(cfg, args))
+    checks.append(
         lambda: catalog.choose(
             cfg, catalog.steps(cfg), catalog.problems_without_hashing, args.eval_only
-        ),
+        )
     )
-    start, _ = results[-1]
+    *_, (start, _) = together(*checks)
     if args.eval_only:
         check_evaluation(cfg, start)
     else:
@@ -138,35 +142,120 @@ def check_tracker(cfg: config.Config) -> None:
         )
 
 
-def trains_on_gpus(cfg: config.Config) -> bool:
-    return cfg.run.device == "cuda" or (cfg.run.device == "auto" and visible_gpus() > 0)
+def check_machine(cfg: config.Config, ranks: Ranks) -> None:
+    """Raises ConfigError with all that this machine lacks for the run."""
+    together(
+        lambda: check_device(cfg, ranks.local),
+        lambda: check_compiler(cfg),
+        lambda: check_tracker(cfg),
+        lambda: check_surroundings(cfg, ranks),
+    )
+
+
+def check_surroundings(cfg: config.Config, ranks: Ranks) -> None:
+    """Raises ConfigError for limits, disks and networks that the run needs more of. Prints what it
+    may need more of."""
+    if config.has_extra("preflight"):
+        from extras.preflight.survey import survey
+
+        survey(cfg, ranks)
 
 
 def check_device(cfg: config.Config, local_ranks: int) -> None:
-    """Raises ConfigError if this machine lacks a GPU for one of its ranks, or it does not support
-    an option."""
-    if trains_on_gpus(cfg):
-        from lifecycle.process_group import pick_device
+    """Raises ConfigError if this machine lacks a GPU for one of its ranks, or a rank for one of its
+    GPUs, or does not support an option."""
+    if not trains_on_gpus(cfg):
+        return
+    try:
+        import torch  # noqa: F401  # here first, to report why it cannot be loaded
+    except (ImportError, OSError) as error:
+        raise ConfigError(f"torch cannot be loaded: {error}{other_libraries()}") from None
+    from lifecycle.device import pick_device
 
-        pick_device(cfg, local_ranks - 1)
+    together(
+        lambda: pick_device(cfg, local_ranks - 1), lambda: check_all_gpus_are_used(local_ranks)
+    )
+
+
+def check_all_gpus_are_used(local_ranks: int) -> None:
+    """Raises ConfigError if torch sees more GPUs than were counted, unless the number of ranks was
+    given."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    is_given = os.environ.get("NPROC") or os.environ.get("SLURM_GPUS_ON_NODE")
+    if gpus > local_ranks and not is_given:
+        raise ConfigError(
+            f"torch finds {gpus} GPUs here, and nvidia-smi lists {listed_gpus()}: NPROC={gpus} trains "
+            f"on all, NPROC={local_ranks} on that many"
+        )
+
+
+def other_libraries() -> str:
+    """What may put other libraries before those that torch was built with."""
+    given = []
+    for name in ("LD_PRELOAD", "LD_LIBRARY_PATH"):
+        if os.environ.get(name):
+            given.append(f"{name}={os.environ[name]}")
+    if not given:
+        return ""
+    return f"; are other libraries in its way? {', '.join(given)}; unset it, or unload its module"
 
 
 def check_compiler(cfg: config.Config) -> None:
-    """Raises ConfigError if an option needs a compiler and this machine has none."""
-    flex = trains_on_gpus(cfg)  # where FlexAttention is compiled even if blocks are not
+    """Raises ConfigError if an option compiles and this machine lacks what that needs."""
+    option = option_that_compiles(cfg)
+    if option:
+        together(lambda: require_compilers(cfg, option), lambda: require_headers(option))
+
+
+def option_that_compiles(cfg: config.Config) -> str | None:
+    """The option for which kernels are compiled on this machine, if there is one."""
     if cfg.parallel.compile:
-        option = "[parallel] compile = true"
-    elif flex and cfg.data.document_mask:
-        option = "[data] document_mask = true"
-    elif flex and cfg.parallel.cp > 1:
-        option = f"[parallel] cp = {cfg.parallel.cp}"
-    else:
-        return
-    compilers = [os.environ.get("CC"), os.environ.get("CXX"), "gcc", "g++", "clang", "cc"]
-    if not any(name and shutil.which(name) for name in compilers):
+        return "[parallel] compile = true"
+    if not trains_on_gpus(cfg):  # where FlexAttention is compiled even if blocks are not
+        return None
+    if cfg.data.document_mask:
+        return "[data] document_mask = true"
+    if cfg.parallel.cp > 1:
+        return f"[parallel] cp = {cfg.parallel.cp}"
+    return None
+
+
+def require_compilers(cfg: config.Config, option: str) -> None:
+    """Raises ConfigError without the compilers that Triton, for GPUs, and Inductor, for CPUs, look
+    for."""
+    on_gpus = trains_on_gpus(cfg)
+    compilers = []
+    if on_gpus:
+        compilers.append(("C", "CC", ["gcc", "clang"]))
+    if cfg.parallel.compile and (not on_gpus or cfg.parallel.cpu_offload):
+        compilers.append(("C++", "CXX", ["clang++" if sys.platform == "darwin" else "g++"]))
+    problems = []
+    for language, variable, programs in compilers:
+        chosen = os.environ.get(variable)
+        if any(shutil.which(name) for name in ([chosen] if chosen else programs)):
+            continue
+        missing = f"{variable}={chosen} is not there" if chosen else "this machine has none"
+        problems.append(
+            f"{option}: needs a compiler for {language}, and {missing} ({' or '.join(programs)}, or "
+            f"what {variable} names)"
+        )
+    if problems:
+        raise ConfigError(*problems)
+
+
+def require_headers(option: str) -> None:
+    """Raises ConfigError without the headers of Python, which what starts a kernel includes."""
+    include = sysconfig.get_path("include", "posix_prefix")
+    folders = [include]
+    for variable in ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH"):
+        folders += os.environ.get(variable, "").split(os.pathsep)
+    if not any(os.path.exists(os.path.join(folder, "Python.h")) for folder in folders if folder):
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         raise ConfigError(
-            f"{option}: needs a compiler for C and C++, and this machine has none (gcc, clang, or "
-            "what CC and CXX name)"
+            f"{option}: needs Python's headers, and {include}/Python.h is missing: apt install "
+            f"{version}-dev (or python3-dev; on Fedora and RHEL dnf install python3-devel)"
         )
 
 

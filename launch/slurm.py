@@ -38,7 +38,7 @@ def on_nodes(torchrun: list[str], nodes: int, job: str, attempt: list[str]) -> l
     rendezvous = [
         f"--nnodes={nodes}",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={head}:{29500 + int(job) % 1000}",
+        f"--rdzv-endpoint={head}:{rendezvous_port(job)}",
         f"--rdzv-id={'-'.join(attempt)}",
     ]
     # One task per node, with all of the job's cores there, which torchrun and its ranks share. No
@@ -57,6 +57,11 @@ def on_nodes(torchrun: list[str], nodes: int, job: str, attempt: list[str]) -> l
     # would announce what this machine's own name resolves to on itself: perhaps localhost.
     script = f'export PET_LOCAL_ADDR="${{SLURMD_NODENAME-}}"; {script}'
     return [*srun, "bash", "-c", script, "bash", *torchrun, *rendezvous]
+
+
+def rendezvous_port(job: str) -> int:
+    """The port of the first node to which the job's other nodes connect."""
+    return 29500 + int(job) % 1000
 
 
 def first_host(nodes: str) -> str:

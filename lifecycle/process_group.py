@@ -19,7 +19,7 @@ import config
 from config import ConfigError
 from files import print_error
 from lifecycle import SIGNALS
-from lifecycle.gpus import driver_version, listed_gpus, visible_gpus
+from lifecycle.device import pick_device
 from parallel.mesh import World, build_mesh
 from parallel.ranks import NOTICE_SECONDS, check_same_on_all_ranks, printed_if_long, rank_and_size
 from parallel.torch_patches import set_default_timeout, shield_compilers
@@ -29,60 +29,6 @@ FROM_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # paths may differ: each node may have a local copy
 ON_THIS_NODE = ("data.path", "data.tokenizer", "model.init_from", "lora.init_from")
 MACOS_FILES = 10_240  # its OPEN_MAX, as many as a process may open there
-
-
-def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
-    """The device of this rank. Raises ConfigError if cuda is requested but unavailable, if torch
-    cannot use the GPUs of this machine, if there are too few, or if they do not support what is
-    configured."""
-    if cfg.run.device == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        # CUDA_VISIBLE_DEVICES may hide them: that is deliberate
-        listed = listed_gpus() if visible_gpus() else 0
-        if cfg.run.device == "auto" and not listed:
-            return torch.device("cpu")
-        raise ConfigError(
-            f'[run] device = "{cfg.run.device}": {why_no_gpu(listed)}; --run.device=cpu trains '
-            "without one"
-        )
-    if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"local rank {local_rank} has no GPU of its own: this machine has "
-            f"{torch.cuda.device_count()}; start fewer processes (NPROC)"
-        )
-    config.check_for_gpus(cfg)
-    if cfg.parallel.float8 != "none":
-        check_float8(cfg.parallel.float8, local_rank)
-    return torch.device("cuda", local_rank)
-
-
-def check_float8(recipe: str, local_rank: int) -> None:
-    """Raises ConfigError if a GPU has no float8 units."""
-    major, minor = torch.cuda.get_device_capability(local_rank)
-    if (major, minor) < (8, 9):
-        raise ConfigError(
-            f'[parallel] float8 = "{recipe}": needs a GPU of compute capability 8.9 (Ada, Hopper) '
-            f"or more; this one, {torch.cuda.get_device_name(local_rank)}, has {major}.{minor}"
-        )
-
-
-def why_no_gpu(listed: int) -> str:
-    """Why torch cannot use a GPU, and what to change. listed: how many nvidia-smi lists, unless
-    they are hidden."""
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
-    torch_build = f"torch {torch.__version__}, built for {build}"
-    chosen = os.getenv("CUDA_VISIBLE_DEVICES")
-    where = "" if chosen is None else f", with CUDA_VISIBLE_DEVICES={chosen}"
-    if not listed:
-        return (
-            f"this machine has no usable GPU: {torch_build}, finds none{where}, and nvidia-smi lists "
-            "none"
-        )
-    return (
-        f"nvidia-smi lists {listed} GPUs (driver {driver_version()}), but {torch_build}, can use "
-        f"none{where}; install a torch build for a CUDA version that this driver supports, or a newer driver"
-    )
 
 
 def shared_options(cfg: config.Config) -> dict[str, Any]:

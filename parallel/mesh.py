@@ -90,6 +90,6 @@ def storage_device(cfg: config.Config, world: World) -> torch.device:
 def has_native_bfloat16(device: torch.device) -> bool:
     """Whether the device computes in bfloat16 itself, without emulation."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
     capabilities = torch.cpu.get_capabilities()
     return capabilities.get("avx512_bf16", False) or capabilities.get("amx_bf16", False)

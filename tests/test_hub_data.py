@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +16,8 @@ import pytest
 
 import config
 import data.arrow  # noqa: F401  for the client
+from config import ConfigError
+from data import hub as hub_module
 from data import hub_sources as data_hub
 from data.record import read_manifest
 from data.sources import SourceFile
@@ -391,3 +394,25 @@ def test_a_run_waits_stops_fails_and_resumes(tmp_path, prepared, write_config):
             assert [row["batch_digest"] for row in rows(run)] == digests(cfg, 60)
         manifest = read_manifest(tmp_path / "text")
         assert [entry[0] for entry in manifest["files"]] == held and manifest["revision"]
+
+
+def test_a_hub_behind_a_silent_firewall_is_given_up_within_seconds(monkeypatch):
+    """Its library would try for minutes. Here a listener whose queue is full drops what comes."""
+    for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(hub_module, "CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    hub_module.connection_problem.cache_clear()
+    with contextlib.ExitStack() as sockets:
+        server = sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):
+            client = sockets.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(server.getsockname())
+        port = server.getsockname()[1]
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+        begin = time.monotonic()
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be reached: timed out"):
+            hub_module.snapshot("nobody/nothing", hub_module.CONFIG)
+        assert time.monotonic() - begin < 30  # with imports on a busy machine
+    hub_module.connection_problem.cache_clear()

@@ -1198,19 +1198,44 @@ def test_the_timer_for_a_frozen_process_is_rarely_set_and_never_fires_first(tmp_
 
 
 def test_a_compiler_is_looked_for_before_the_launch(monkeypatch):
-    monkeypatch.setattr("launch.checks.shutil.which", lambda name: name if name == "mycc" else None)
+    """Triton's is for C, Inductor's for C++: each looks for names of its own."""
+    there = {"gcc"}
+    monkeypatch.setattr("launch.checks.shutil.which", lambda name: name if name in there else None)
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
     check_compiler(make_config())
-    with pytest.raises(ConfigError, match="needs a compiler"):
-        check_compiler(make_config(parallel={"compile": True}))
+    compiled = {"parallel": {"compile": True}}
+    with pytest.raises(ConfigError, match=r"compiler for C\+\+, and this machine has none"):
+        check_compiler(make_config(**compiled, run={"device": "cpu"}))
+    check_compiler(make_config(**compiled, run={"device": "cuda"}))
+    there.clear()
     flex = [{"data": {"document_mask": True}}, {"parallel": {"cp": 2}}]
     for sections in flex:  # on a CPU masks are booleans
-        check_compiler(make_config(**sections))
-        with pytest.raises(ConfigError, match=r"(document_mask = true|cp = 2): needs a compiler"):
+        check_compiler(make_config(**sections, run={"device": "cpu"}))
+        with pytest.raises(ConfigError, match=r"(mask = true|cp = 2): needs a compiler for C,"):
             check_compiler(make_config(**sections, run={"device": "cuda"}))
-    monkeypatch.setenv("CC", "mycc")
-    check_compiler(make_config(parallel={"compile": True}))
+    there |= {"mycc", "gcc"}
+    monkeypatch.setenv("CXX", "mycc")
+    check_compiler(make_config(**compiled, run={"device": "cpu"}))
+    monkeypatch.setenv("CC", "gone")
+    with pytest.raises(ConfigError, match="CC=gone is not there"):
+        check_compiler(make_config(**compiled, run={"device": "cuda"}))
+
+
+def test_the_headers_of_python_are_looked_for_before_the_launch(monkeypatch, tmp_path):
+    """Debian's python3-venv does not bring them."""
+    monkeypatch.setattr("launch.checks.shutil.which", lambda name: name)
+    monkeypatch.setattr("launch.checks.sysconfig.get_path", lambda *_: str(tmp_path / "usual"))
+    monkeypatch.delenv("CPATH", raising=False)
+    check_compiler(make_config())
+    cfg = make_config(parallel={"compile": True})
+    with pytest.raises(
+        ConfigError, match=r"usual/Python.h is missing: apt install python3\.\d+-dev"
+    ):
+        check_compiler(cfg)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CPATH", f"/nowhere:{tmp_path}")
+    check_compiler(cfg)
 
 
 def test_the_allocator_is_set_unless_the_user_has(monkeypatch):
@@ -1360,7 +1385,17 @@ def test_what_is_wrong_with_the_ranks_and_with_the_options_is_told_at_once(
 
 
 @pytest.mark.parametrize(
-    "chosen, count", [(None, 3), ("", 0), ("1", 1), ("0,2", 2), ("-1", 0), ("0,-1,2", 1)]
+    "chosen, count",
+    [
+        (None, 3),
+        ("", 0),
+        ("1", 1),
+        ("0,2", 2),
+        ("-1", 0),
+        ("0,-1,2", 1),
+        ("GPU-3,MIG-4", 2),
+        ("NoDevFiles", 0),
+    ],
 )
 def test_gpus_are_those_that_a_run_would_see(tmp_path, monkeypatch, chosen, count):
     tool = tmp_path / "nvidia-smi"

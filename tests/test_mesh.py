@@ -49,6 +49,7 @@ def test_ranks_with_other_devices_are_refused_on_all(on_ranks, types, told):
         ("auto", "GPU 0", "", "13.0", None),  # hidden deliberately
         ("auto", "GPU 0", "-1", "13.0", None),
         ("auto", "", "0", "13.0", None),
+        ("auto", "GPU 0", "NoDevFiles", "13.0", None),  # as SLURM hides them
         ("cpu", "GPU 0", None, "13.0", None),
         (
             "auto",
@@ -57,7 +58,7 @@ def test_ranks_with_other_devices_are_refused_on_all(on_ranks, types, told):
             "13.0",
             r'"auto": nvidia-smi lists 1 GPUs \(driver 535\.1\), but torch .*, built for CUDA '
             r"13\.0, can use none; install a torch build for a CUDA version that this driver "
-            r"supports, or a newer driver; --run\.device=cpu trains without one$",
+            r"supports, a newer driver, or .* \(cuda-compat\); --run\.device=cpu trains without one$",
         ),
         (
             "auto",
@@ -140,10 +141,12 @@ def test_heads_that_flex_attention_does_not_support_are_refused_on_a_gpu(width, 
     """Where FlexAttention runs: causal attention without cp needs none. A given head_dim counts, not dim / n_heads."""
     other = 8 if width > 15 else 32
     model = {"dim": 4 * other, "head_dim": width} if given else {"dim": 4 * width}
-    found = {"is_available": True, "device_count": 1}
+    found = {"is_available": True, "device_count": 1, "get_device_capability": (9, 0)}
     for device in ("cpu", "cuda", "auto"):
         cfg: config.Config = make_config(model=model, run={"device": device}, **sections)
-        with mock.patch.multiple(torch.cuda, **{name: lambda a=a: a for name, a in found.items()}):
+        with mock.patch.multiple(
+            torch.cuda, **{name: lambda *_, a=a: a for name, a in found.items()}
+        ):
             if device == "cpu" or not sections or flex_attention_supports(width):
                 assert pick_device(cfg, 0).type == device.replace("auto", "cuda")
             else:

@@ -1169,7 +1169,7 @@ def test_cores_are_those_that_a_container_may_use(content, cores, tmp_path, monk
     """Of versions 1 and 2 of control groups; the ranks' are not for processes that tokenize."""
     for name, text in content.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr("data.cores._control_groups", lambda: [tmp_path / "inner", tmp_path])
+    monkeypatch.setattr("data.cores.control_groups", lambda *_: [tmp_path / "inner", tmp_path])
     monkeypatch.setattr("os.sched_getaffinity", lambda *unused: set(range(64)))
     assert usable_cores() == cores
     assert worker_count(ranks=8) == max(1, cores - 8)

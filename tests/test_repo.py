@@ -53,7 +53,15 @@ def blocks() -> list[tuple[str, str, str]]:
 
 # of pages that speak of them
 needs_every_extra = needs_extra(
-    "chat", "float8", "huggingface", "lora", "migrate", "optimizers", "planner", "reports"
+    "chat",
+    "float8",
+    "huggingface",
+    "lora",
+    "migrate",
+    "optimizers",
+    "planner",
+    "preflight",
+    "reports",
 )
 
 

@@ -24,7 +24,7 @@ from extras.planner.advice import advise
 from extras.planner.devices import Moment, device
 from extras.planner.plan import Asked, planned
 from extras.planner.show import compared, draw, table, verdict
-from files import print_line
+from files import print_error, print_line
 from lifecycle.gpus import visible_gpus
 
 
@@ -56,14 +56,37 @@ def dry_run(cfg: config.Config, args: Namespace) -> bool:
         print_tables(rows, cfg, asked, args.show_config)
     if asked.memory_gib:
         print_advice(rows, cfg, args, asked)
+    if is_for_this_machine(cfg, args):
+        print_lacks(cfg)
     return all(row["fits"] is not False for row in rows)
 
 
 def is_for_this_cpu(cfg: config.Config, args: Namespace) -> bool:
     """Whether the plan is of a run on this machine, which has no GPU for it."""
-    if args.gpu or args.gpu_memory_gib or args.world_size:
+    if args.world_size or not is_for_this_machine(cfg, args):
         return False
-    return cfg.run.device == "cpu" or (cfg.run.device == "auto" and not visible_gpus())
+    return cfg.run.device == "cpu" or not visible_gpus()
+
+
+def is_for_this_machine(cfg: config.Config, args: Namespace) -> bool:
+    """Whether the run could be on this machine: no other GPU is named, and it has those that are
+    asked for."""
+    if args.gpu or args.gpu_memory_gib:
+        return False
+    return cfg.run.device != "cuda" or visible_gpus() > 0
+
+
+def print_lacks(cfg: config.Config) -> None:
+    """Prints what this machine lacks for the run, which a launch would refuse: on stderr, so that
+    --json stays JSON."""
+    from launch.checks import check_machine
+    from launch.command import Ranks
+
+    try:
+        check_machine(cfg, Ranks.from_environment())
+    except ConfigError as error:
+        for problem in error.problems:
+            print_error(f"a run here would be refused: {problem}")
 
 
 def fewest_ranks(p: config.Parallel) -> int:

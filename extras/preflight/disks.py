@@ -1,0 +1,138 @@
+"""Room for checkpoints and text, the cache of compiled kernels, locks."""
+
+import errno
+import fcntl
+import math
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import config
+import files
+from checkpoint import catalog
+from data.folder import are_folders_known, data_folders, is_prepared
+from data.tokens import WIDTH
+from extras.preflight.finding import Finding, error, warning
+from extras.preflight.sizes import gib, sizes
+from launch.checks import option_that_compiles
+from launch.command import Ranks
+
+NO_EXECUTION = getattr(os, "ST_NOEXEC", 0)  # not on macOS
+FULL = (errno.EDQUOT, errno.ENOSPC)
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+def kernel_cache(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
+    """Compiled kernels are loaded from there, as libraries."""
+    option = option_that_compiles(cfg)
+    if not option:
+        return
+    for variable, folder in cache_folders().items():
+        parent = existing(folder)
+        cure = f"{variable}=FOLDER names another, on a disk of this node"
+        if os.statvfs(parent).f_flag & NO_EXECUTION:
+            yield error(f"{option}: {folder} is on a disk that is mounted noexec; {cure}")
+        elif not os.access(parent, os.W_OK | os.X_OK):
+            yield error(f"{option}: {folder} cannot be written to; {cure}")
+
+
+def cache_folders() -> dict[str, pathlib.Path]:
+    """The caches of Inductor and, if it has one of its own, Triton, by the variable that names
+    each."""
+    of_inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
+    folders = {"TORCHINDUCTOR_CACHE_DIR": pathlib.Path(of_inductor)}
+    if os.environ.get("TRITON_CACHE_DIR"):
+        folders["TRITON_CACHE_DIR"] = pathlib.Path(os.environ["TRITON_CACHE_DIR"])
+    return folders
+
+
+def folders(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
+    """Whether a file can be written and locked where the run and its text will be: a quota may be
+    used up where the disk is not."""
+    roots = {}
+    if not is_prepared(cfg):
+        roots[f"[data] path = {data_root(cfg)}"] = data_root(cfg)
+    if cfg.checkpoint:
+        roots[f"[run] output_dir = {cfg.run.output_dir}"] = pathlib.Path(cfg.run.output_dir)
+    for name, folder in roots.items():
+        try:
+            with tempfile.TemporaryFile(dir=existing(folder)) as file:
+                file.write(b"x")
+                file.flush()
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as problem:
+            if problem.errno in NO_LOCKS:
+                files.warn_without_locks(folder, problem)
+            else:
+                yield error(
+                    f"{name}: cannot be written to: {problem.strerror}; name another folder"
+                )
+
+
+def checkpoints(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
+    """Those that keep_last keeps, and one more: the oldest is removed once the newest is there."""
+    if not cfg.checkpoint:
+        return
+    folder = existing(config.run_folder(cfg))
+    free = shutil.disk_usage(folder).free
+    there = len(catalog.step_folders(catalog.root(cfg)))
+    count = most_checkpoints(cfg)
+    size = sizes(cfg, free / count).checkpoint
+    missing = max(1, count - there)
+    if missing * size <= free:
+        return
+    text = (
+        f"[checkpoint] keep_last = {cfg.checkpoint.keep_last or 'all'}: {count} checkpoints of "
+        f"{gib(size)}, of which {there} are there, and {gib(free)} are free in {folder}; lower "
+        "keep_last, or name another run.output_dir"
+    )
+    yield error(text) if size > free and not there else warning(text)
+
+
+def most_checkpoints(cfg: config.Config) -> int:
+    """How many a run has at the same time, at most."""
+    c = cfg.checkpoint
+    assert c
+    steps = cfg.train.steps
+    saves = math.ceil(steps / c.save_every_steps) if c.save_every_steps else 1
+    if not c.keep_last:
+        return saves
+    milestones = steps // c.keep_every_steps if c.keep_every_steps else 0
+    return min(saves, c.keep_last + milestones + 1)
+
+
+def prepared_text(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
+    """Token files of as many tokens as data.max_tokens allows, if it does not allow all."""
+    d = cfg.data
+    sources = d.sources or (d,)
+    limits = [source.max_tokens or d.max_tokens for source in sources]
+    if is_prepared(cfg) or None in limits:
+        return
+    there = 0
+    if are_folders_known(cfg):
+        for folder in data_folders(cfg):
+            there += sum(file.stat().st_size for file in folder.glob("*.bin"))
+    width = WIDTH["uint16" if cfg.model.vocab_size <= 2**16 else "int32"]
+    needed = sum(limit for limit in limits if limit) * width - there
+    parent = existing(data_root(cfg))
+    free = shutil.disk_usage(parent).free
+    if needed > free:
+        yield warning(
+            f"[data] max_tokens: up to {gib(needed)} of token files, and {gib(free)} are free in "
+            f"{parent}; data.path=FOLDER names another disk"
+        )
+
+
+def data_root(cfg: config.Config) -> pathlib.Path:
+    """Where token files are, or will be."""
+    if cfg.data.path and not cfg.data.sources:
+        return pathlib.Path(cfg.data.path).absolute().parent
+    return pathlib.Path(cfg.data.path or "prepared")
+
+
+def existing(folder: pathlib.Path) -> pathlib.Path:
+    """The folder, or the nearest above it that is there."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())

@@ -1,0 +1,37 @@
+"""All checks of the machine, in one process, before data and ranks. Together they take less than a
+second, but for what waits for the network, at most CONNECT_SECONDS of data/hub.py."""
+
+import config
+from config import ConfigError
+from extras.preflight import disks, libraries, limits, network
+from files import print_error
+from launch.command import Ranks
+
+# each (cfg, ranks) -> Iterator[Finding]
+CHECKS = (
+    limits.open_files,
+    limits.locked_memory,
+    limits.shared_memory,
+    limits.host_memory,
+    libraries.replaced_libraries,
+    libraries.parts_of_cudnn,
+    disks.kernel_cache,
+    disks.folders,
+    disks.checkpoints,
+    disks.prepared_text,
+    network.hub_answers,
+    network.first_node,
+)
+
+
+def survey(cfg: config.Config, ranks: Ranks) -> None:
+    """Prints warnings. Raises one ConfigError with every problem that would end the run."""
+    problems = []
+    for check in CHECKS:
+        for finding in check(cfg, ranks):
+            if finding.is_error:
+                problems.append(finding.text)
+            else:
+                print_error(f"warning: {finding.text}")
+    if problems:
+        raise ConfigError(*problems)

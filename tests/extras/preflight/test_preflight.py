@@ -1,0 +1,442 @@
+"""Each fault planted, and the line that it gets. Faults that would need root, or a GPU, are injected where the machine
+is asked."""
+
+import collections
+import errno
+import fcntl
+import os
+import pathlib
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import types
+
+import pytest
+
+import config
+import files
+from config import ConfigError
+from data import cores, hub
+from extras.preflight import disks, libraries, limits, network
+from extras.preflight.finding import Finding
+from extras.preflight.sizes import GIB, gib, sizes
+from extras.preflight.survey import survey
+from launch.command import Ranks
+from tests.conftest import REPO, launch, make_config
+
+ONE = Ranks(1, 1, 0, None)
+NODE = Ranks(1, 8, 0, None)
+JOB = Ranks(2, 8, 3, "4242")
+LARGE = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 14336}
+
+
+def on_gpus(**sections):
+    return make_config(run={"device": "cuda"}, **sections)
+
+
+def one(findings, is_error: bool) -> str:
+    (finding,) = findings
+    assert isinstance(finding, Finding) and finding.is_error is is_error
+    return finding.text
+
+
+def test_nothing_is_printed_where_nothing_is_lacking(capsys):
+    survey(make_config(), ONE)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_all_errors_are_raised_at_once_after_the_warnings(monkeypatch, capsys):
+    told = [Finding("first", True), Finding("mind this", False), Finding("second", True)]
+    monkeypatch.setattr("extras.preflight.survey.CHECKS", [lambda *_: iter(told)] * 2)
+    with pytest.raises(ConfigError) as refused:
+        survey(make_config(), ONE)
+    assert refused.value.problems == ("first", "second") * 2
+    assert capsys.readouterr().err == "warning: mind this\n" * 2
+
+
+# limits
+
+
+def test_open_files_are_counted_against_the_hard_limit(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 1024))
+    assert not list(limits.open_files(make_config(), Ranks(31, 8, 0, "1")))
+    text = one(limits.open_files(make_config(), Ranks(32, 8, 0, "1")), True)
+    assert "RLIMIT_NOFILE = 1024: rank 0 of 256 opens 1054 files" in text
+    assert "ulimit -Hn 4096" in text
+
+
+def test_locked_memory_matters_for_infiniband_between_nodes(monkeypatch, tmp_path):
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (65536, 65536))
+    monkeypatch.setattr(limits, "ADAPTERS", tmp_path)
+    assert not list(limits.locked_memory(on_gpus(), JOB))
+    (tmp_path / "mlx5_0").mkdir()
+    assert "RLIMIT_MEMLOCK = 64 KiB" in one(limits.locked_memory(on_gpus(), JOB), False)
+    assert not list(limits.locked_memory(on_gpus(), NODE))
+    assert not list(limits.locked_memory(make_config(run={"device": "cpu"}), JOB))
+
+
+def disk(size: int) -> types.SimpleNamespace:
+    return types.SimpleNamespace(f_blocks=size, f_frsize=1, f_flag=0)
+
+
+def test_shared_memory_of_a_container_is_small(monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda path: disk(64 * 2**20))
+    text = one(limits.shared_memory(on_gpus(), NODE), False)
+    assert text.startswith("/dev/shm holds 64 MiB") and "--ipc=host" in text
+    assert not list(limits.shared_memory(on_gpus(), ONE))
+    monkeypatch.setattr(os, "statvfs", lambda path: disk(2**30))
+    assert not list(limits.shared_memory(on_gpus(), NODE))
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine of 64 GiB without swap, and its control groups, a file by its path and text."""
+    for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    memory = tmp_path / "meminfo"
+    memory.write_text(f"MemTotal: {64 * 2**20} kB\nSwapTotal: 0 kB\n")
+    monkeypatch.setattr(limits, "MEMORY_OF_MACHINE", memory)
+    monkeypatch.setattr(cores, "MEMBERSHIP", tmp_path / "cgroup")
+    monkeypatch.setattr(cores, "GROUPS", tmp_path / "groups")
+
+    def write(membership: str, **texts: str) -> None:
+        (tmp_path / "cgroup").write_text(membership)
+        for name, text in texts.items():
+            file = tmp_path / "groups" / name.replace("__", "/").replace("_max", ".max")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+
+    return write
+
+
+def memory_limit() -> tuple[float, str]:
+    size, source = limits.memory_limit(os.environ)
+    return size / GIB, source
+
+
+def test_the_least_of_nested_control_groups_counts(machine):
+    assert memory_limit() == (64, "this machine")
+    machine("0::/job/step\n", job__memory_max=f"{8 * GIB}", job__step__memory_max="max")
+    size, source = memory_limit()
+    assert size == 8 and source.endswith("/groups/job")
+    machine("0::/job/step\n", job__step__memory_max=f"{2 * GIB}", memory_max=f"{1 * GIB}")
+    size, source = memory_limit()
+    assert size == 1 and source.endswith("/groups")  # as a container sees its own
+
+
+def test_control_groups_of_version_1(machine, tmp_path):
+    machine("4:cpu,cpuacct:/a\n3:memory:/docker/a\n")
+    folder = tmp_path / "groups/memory/docker/a"
+    folder.mkdir(parents=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{3 * GIB}")
+    (folder.parent / "memory.limit_in_bytes").write_text("9223372036854771712")
+    assert memory_limit()[0] == 3
+    (folder / "memory.memsw.limit_in_bytes").write_text(f"{5 * GIB}")
+    assert memory_limit()[0] == 5
+
+
+def test_a_job_s_memory_is_slurm_s(machine, monkeypatch):
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "2048")
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "16")
+    assert memory_limit() == (32, "SLURM_MEM_PER_CPU = 2048, SLURM_CPUS_ON_NODE = 16")
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "0")  # all
+    assert memory_limit()[0] == 32
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "16384")
+    assert memory_limit() == (16, "SLURM_MEM_PER_NODE = 16384")
+
+
+def test_memory_that_states_and_copies_need(machine):
+    """8.03e9 parameters: 16 bytes each in training, 12 in a checkpoint."""
+    sections = {"model": {**LARGE, "vocab_size": 128256}}
+    text = one(limits.host_memory(on_gpus(**sections, parallel={"cpu_offload": True}), NODE), True)
+    assert text.startswith("this machine: 64 GiB of memory") and "need 122 GiB or more" in text
+    saving = {"checkpoint": {"async_save": True}}
+    assert "need 92 GiB" in one(limits.host_memory(on_gpus(**sections, **saving), NODE), True)
+    half = Ranks(2, 8, 0, "1")
+    assert not list(limits.host_memory(on_gpus(**sections, **saving), half))  # 45 + 2 a node
+    assert not list(limits.host_memory(on_gpus(**sections), NODE))
+    machine("0::/job\n", job__memory_max=f"{GIB}")
+    assert "the ranks of a node need 2.0 GiB" in one(limits.host_memory(on_gpus(), NODE), True)
+
+
+# disks
+
+
+def test_a_cache_on_a_disk_without_execution_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    cfg = make_config(parallel={"compile": True})
+    assert not list(disks.kernel_cache(cfg, ONE))
+    real = os.statvfs
+
+    def noexec(path: pathlib.Path) -> types.SimpleNamespace:
+        flags = real(path).f_flag
+        return types.SimpleNamespace(f_flag=flags | os.ST_NOEXEC * (path == tmp_path))
+
+    monkeypatch.setattr(os, "statvfs", noexec)
+    text = one(disks.kernel_cache(cfg, ONE), True)
+    assert f"{tmp_path}/cache is on a disk that is mounted noexec; TORCHINDUCTOR_CACHE_DIR=" in text
+    assert not list(disks.kernel_cache(make_config(), ONE))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/cache")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != pathlib.Path("/proc"))
+    not_writable, without_execution = disks.kernel_cache(cfg, ONE)
+    assert "/proc/cache cannot be written to; TORCHINDUCTOR_CACHE_DIR" in not_writable.text
+    assert "TRITON_CACHE_DIR=FOLDER" in without_execution.text
+
+
+@pytest.mark.parametrize(
+    "free, there, keep_last, told",
+    [
+        (1.5, 0, 3, False),
+        (4.2, 0, 3, None),
+        (2.2, 2, 3, None),  # of four
+        (0.5, 0, None, True),
+        (9.0, 0, None, False),  # of ten
+        (0.5, 1, 3, False),  # a resumed run removes older ones
+        (1.2, 3, 3, None),
+    ],
+)
+def test_room_for_the_checkpoints_that_are_kept(
+    monkeypatch, tmp_path, free, there, keep_last, told
+):
+    cfg = make_config(
+        model={**LARGE, "vocab_size": 128256},
+        run={"output_dir": str(tmp_path), "name": "run"},
+        train={"steps": 1000},
+        checkpoint={"save_every_steps": 100, "keep_last": keep_last},
+    )
+    for step in range(there):
+        (tmp_path / f"run/checkpoints/step-{step:08d}").mkdir(parents=True)
+    usage = collections.namedtuple("usage", "free")
+    one_checkpoint = 8.03e9 * 12
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(int(free * one_checkpoint)))
+    findings = list(disks.checkpoints(cfg, ONE))
+    if told is None:
+        assert not findings
+    else:
+        text = one(findings, told)
+        assert f"keep_last = {keep_last or 'all'}: {10 if keep_last is None else 4} check" in text
+        assert "of 89 GiB" in text or "of 90 GiB" in text
+
+
+def test_a_checkpoint_is_as_large_as_is_said(prepared, write_config, tmp_path):
+    """A little smaller than that of a run."""
+    path = write_config(checkpoint={})
+    assert launch(path).returncode == 0
+    cfg = config.load(str(path))
+    (folder,) = (tmp_path / "outputs").glob("*/checkpoints/step-*")
+    shards = sum(file.stat().st_size for file in folder.glob("*.distcp"))
+    size = sizes(cfg, 0).checkpoint
+    assert size < shards < 1.2 * size  # headers
+
+
+def test_a_small_model_needs_no_torch():
+    code = f"""
+import sys; sys.path.insert(0, {str(REPO)!r})
+import config
+from extras.preflight.sizes import sizes
+cfg = config.load({str(REPO / "configs/tiny.toml")!r})
+assert sizes(cfg, 2**33) == (0, 0) and "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_room_for_prepared_text(monkeypatch, tmp_path):
+    usage = collections.namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(3 * GIB))
+    monkeypatch.chdir(tmp_path)
+    data = {"source": "python-stdlib", "path": None, "max_tokens": 2 * GIB}
+    text = one(disks.prepared_text(make_config(data=data), ONE), False)
+    assert "[data] max_tokens: up to 4.0 GiB of token files, and 3.0 GiB are free" in text
+    assert not list(disks.prepared_text(make_config(data=data | {"max_tokens": GIB}), ONE))
+    assert not list(disks.prepared_text(make_config(data=data | {"max_tokens": None}), ONE))
+
+
+@pytest.fixture
+def unprepared(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    files.warn_once.cache_clear()
+    return make_config(
+        data={"source": "python-stdlib", "path": None}, checkpoint={}, run={"output_dir": "out"}
+    )
+
+
+def test_a_quota_that_is_used_up(monkeypatch, unprepared):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(disks.tempfile, "TemporaryFile", full)
+    for finding in disks.folders(unprepared, ONE):
+        assert finding.is_error and "cannot be written to: Disk quota exceeded" in finding.text
+    assert len(list(disks.folders(unprepared, ONE))) == 2
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_disk_without_locks_is_told_once(monkeypatch, capsys, unprepared, number):
+    """The line is the one that preparing would print."""
+
+    def flock(file: object, how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert not list(disks.folders(unprepared, ONE))
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "prepared",
+        "out",
+    ]
+    pathlib.Path("prepared").mkdir()
+    files.lock(pathlib.Path("prepared/.name.lock"))
+    assert capsys.readouterr().err == ""
+
+
+# libraries
+
+
+@pytest.fixture
+def wheel(monkeypatch, tmp_path):
+    """torch next to NVIDIA's packages, as pip installs it."""
+    module = types.ModuleType("torch")
+    module.__file__ = str(tmp_path / "site/torch/__init__.py")
+    monkeypatch.setitem(sys.modules, "torch", module)
+    for folder, name in (("nccl", "nccl.so.2"), ("cudnn", "cudnn.so.9"), ("cu13", "cublas.so.13")):
+        path = tmp_path / f"site/nvidia/{folder}/lib/lib{name}"
+        path.parent.mkdir(parents=True)
+        path.touch()
+    monkeypatch.setattr(libraries, "LOADED", tmp_path / "maps")
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    return tmp_path
+
+
+def library_of_version(path: pathlib.Path, version: int) -> None:
+    """A libnccl that says so."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    source = f"int ncclGetVersion(int *version) {{ *version = {version}; return 0; }}"
+    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
+    subprocess.run(command, input=source, text=True, check=True)
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
+def test_another_nccl_than_torch_s_own_is_named(wheel, monkeypatch):
+    own = wheel / "site/nvidia/nccl/lib/libnccl.so.2"
+    module = wheel / "opt/nccl/libnccl.so.2"
+    library_of_version(own, 22907)
+    library_of_version(module, 21803)
+    monkeypatch.setenv("LD_PRELOAD", str(module))
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    maps = wheel / "maps"
+    maps.write_text(f"7f00-7f01 r-xp 0 08:01 12   {own}\n7f01-7f02 r-xp 0 00:00 0 [stack]\n")
+    assert not list(libraries.replaced_libraries(on_gpus(), NODE))
+    maps.write_text(f"7f00-7f01 r-xp 0 08:01 12   {module}\n" * 2)
+    text = one(libraries.replaced_libraries(on_gpus(), NODE), False)
+    assert f"{module} (2.18.3) is loaded in place of torch's own {own} (2.29.7)" in text
+    assert f"LD_PRELOAD={module}" in text
+
+
+def test_parts_of_another_cudnn_are_named(wheel, monkeypatch):
+    module = wheel / "opt/cudnn/lib"
+    module.mkdir(parents=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{wheel / 'site/nvidia/cudnn/lib'}::{module}")
+    assert not list(libraries.parts_of_cudnn(on_gpus(), NODE))
+    (module / "libcudnn_graph.so.9").touch()
+    text = one(libraries.parts_of_cudnn(on_gpus(), NODE), False)
+    assert text.startswith(f"LD_LIBRARY_PATH: {module}/libcudnn_graph.so.9 comes before")
+
+
+# network
+
+
+@pytest.fixture
+def hub_of(monkeypatch, tmp_path):
+    """Sets the hub's address, and an empty cache."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    hub.connection_problem.cache_clear()
+    yield lambda url: monkeypatch.setattr(constants, "ENDPOINT", url)
+    hub.connection_problem.cache_clear()
+
+
+REMOTE = {"data": {"source": "me/texts", "path": None}}
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_a_hub_that_does_not_answer(hub_of, tmp_path, monkeypatch):
+    """An error where nothing of a dataset is there, else a warning."""
+    monkeypatch.chdir(tmp_path)
+    hub_of(f"http://127.0.0.1:{free_port()}")
+    cfg = make_config(**REMOTE)
+    text = one(network.hub_answers(cfg, ONE), True)
+    assert "me/texts: 127.0.0.1:" in text and "cannot be reached: Connection refused" in text
+    (tmp_path / "cache/datasets--me--texts").mkdir(parents=True)
+    assert "./run_train.sh -m data.prepare" in one(network.hub_answers(cfg, ONE), False)
+    local = make_config(data={"source": "python-stdlib", "path": None})
+    assert not list(network.hub_answers(local, ONE))
+
+
+def test_a_hub_that_answers_directly_or_through_a_proxy(hub_of, listener, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    hub_of(f"http://127.0.0.1:{listener}")
+    assert not list(network.hub_answers(make_config(**REMOTE), ONE))
+    hub.connection_problem.cache_clear()
+    hub_of("https://hub.invalid")
+    monkeypatch.setenv("https_proxy", f"127.0.0.1:{listener}")
+    assert not list(network.hub_answers(make_config(**REMOTE), ONE))
+
+
+def test_the_hub_switched_off(hub_of, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in one(network.hub_answers(make_config(**REMOTE), ONE), True)
+
+
+@pytest.mark.parametrize(
+    "name, is_error, told",
+    [
+        ("localhost", True, "is each node's name for itself"),
+        ("node-of.invalid", True, "has no address"),
+        ("192.0.2.1", False, "has the address 192.0.2.1, which is not one of this machine"),
+    ],
+)
+def test_a_first_node_that_the_others_would_not_reach(monkeypatch, name, is_error, told):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", f"{name},other")
+    assert told in one(network.first_node(on_gpus(), JOB), is_error)
+    assert not list(network.first_node(on_gpus(), NODE))
+
+
+def test_a_port_that_is_taken(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node7,node8")
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", there)]
+    )
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        there = other.getsockname()
+        text = one(network.first_node(on_gpus(), JOB), True)
+    assert "the first node, node7, has no port 29742 for the others" in text
+    assert "submit again" in text
+    assert not list(network.first_node(on_gpus(), JOB))
+
+
+def test_sizes_in_words():
+    assert [gib(n * GIB) for n in (0, 0.05, 3, 96.4, 1234)] == [
+        "0 GiB",
+        "0.050 GiB",
+        "3.0 GiB",
+        "96 GiB",
+        "1,234 GiB",
+    ]
