@@ -26,6 +26,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -41,9 +42,9 @@ from model.attention import mask_mod
 from model.llama import Llama, rope_tables
 from model.loss import logits_gradient, softmax_parts
 from parallel.activation_checkpoint import (
-    ATTENTION,
     LINEAR_MATMULS,
     apply_activation_checkpointing,
+    is_attention,
 )
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
@@ -95,8 +96,13 @@ def graphs_of(function: Callable, *inputs: object) -> list[GraphModule]:
         partition_fn=partition,
     )
     torch._dynamo.reset()
-    # Attention could draw random numbers. But there is no dropout, and so no random state to save.
-    with mock.patch("torch._functorch.partitioners.has_recomputable_rng_ops", return_value=False):
+    with (
+        # as parallelize() sets it
+        torch._functorch.config.patch(ban_recompute_materialized_backward=False),
+        # Attention could draw random numbers. But there is no dropout, and so no random state to
+        # save.
+        mock.patch("torch._functorch.partitioners.has_recomputable_rng_ops", return_value=False),
+    ):
         out = torch.compile(function, fullgraph=True, backend=backend)(*inputs)
         if isinstance(out, Tensor) and out.requires_grad:
             out.sum().backward()
@@ -165,7 +171,8 @@ def count_block(m: config.Model, tokens: int, setting: str, documents: bool) -> 
     # backward itself takes two matmuls for each of forward
     recomputed = (product_flops(backward) - 2 * product_flops(forward)) // tokens
     # half of all pairs, as attention is causal
-    recomputed += len(nodes(backward, ATTENTION)) * 2 * tokens * m.n_heads * m.width_per_head
+    attentions = sum(is_attention(node.target) for node in backward.graph.nodes)
+    recomputed += attentions * 2 * tokens * m.n_heads * m.width_per_head
     return {
         "recompute": setting,
         "document_mask": documents,

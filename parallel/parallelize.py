@@ -1,6 +1,7 @@
 """Parallelizes a plain model: each step in order, with the reason for its place in that order."""
 
 import torch
+import torch._functorch.config
 
 import config
 from model.llama import Llama
@@ -51,6 +52,9 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
         # Blocks with different dtypes or frozen parameters recompile the shared graph, each with
         # and without gradients. torch allows 8 recompilations by default.
         torch._dynamo.config.recompile_limit = 64
+        # Backward recomputes norms and activation functions, in kernels that run anyway, instead of
+        # reading outputs that forward would save: a third of a block's activations.
+        torch._functorch.config.ban_recompute_materialized_backward = False
         for block in model.blocks:
             block.compile(fullgraph=True)
         model.head.compile_loss = True
