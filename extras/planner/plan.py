@@ -73,7 +73,7 @@ def planned(
         check_options(cfg, asked.gpu)
     step = simulate(cfg, ranks, on_gpu)
     cluster = Cluster(asked.gpu or device("H100"), asked.gpus_per_node, shape)
-    if on_gpu:
+    if on_gpu and not asked.without_cuda:
         step = with_workspaces(step, cluster.device)
     moments = timeline(step.phases, cfg, cluster)
     model = meta_model(cfg.model, cfg.lora)

@@ -541,7 +541,12 @@ def test_the_resolved_configuration_is_shown_where_it_is_asked_for(prepared, wri
 
 def test_a_plan_for_this_cpu_is_without_what_cuda_needs(capsys, monkeypatch):
     monkeypatch.setattr(dry_run_module, "visible_gpus", lambda: 0)
-    peak = plan(config.load(str(CONFIGS / "tiny.toml")), 1)["peak_gib"]
+    tiny = config.load(str(CONFIGS / "tiny.toml"))
+    peak = plan(tiny, 1, Asked(without_cuda=True))["peak_gib"]
+    workspaces = plan(tiny, 1)["parts_gib"]["cuBLAS workspaces"]
+    assert workspaces == 2 * 32 / 1024
+    assert plan(tiny, 1)["peak_gib"] == pytest.approx(peak + workspaces)
+    assert plan(tiny, 1, Asked(device("A100-80")))["parts_gib"]["cuBLAS workspaces"] < workspaces
     _, out, _ = dry_run(capsys, CONFIGS / "tiny.toml")
     assert out.startswith(f"1 rank: {peak:.4g} GiB of tensors on this CPU at the peak (")
     assert "CUDA" not in out
