@@ -119,6 +119,7 @@ IN_FULL = {
     "keep_fp32 last",
     "freeze first",
     "replicas, tied, fp32",
+    "backward 2, recompute 3",  # three blocks could be left out: no even number
 }
 
 
