@@ -567,7 +567,7 @@ def test_what_does_not_fit_is_exit_3(capsys):
     )
     assert fits and "70,553,706,496" in out and out.startswith("64 ranks: fits, ") and not err
     done = launch(
-        "configs/tiny.toml", "--dry-run", "--gpu-memory-gib", "1.55", "--model.n_layers=1", "--json"
+        "configs/tiny.toml", "--dry-run", "--gpu-memory-gib", "1.66", "--model.n_layers=1", "--json"
     )
     assert done.returncode == 3 and json.loads(done.stdout)["fits"] is False
     assert "does not fit" in done.stderr and "the fastest that fits: --" in done.stderr, done.stderr
