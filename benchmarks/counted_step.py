@@ -41,9 +41,9 @@ from model.attention import mask_mod
 from model.llama import Llama, rope_tables
 from model.loss import logits_gradient, softmax_parts
 from parallel.activation_checkpoint import (
-    ATTENTION,
     LINEAR_MATMULS,
     apply_activation_checkpointing,
+    is_attention,
     leave_to_compiler,
 )
 
@@ -166,7 +166,8 @@ def count_block(m: config.Model, tokens: int, setting: str, documents: bool) -> 
     # backward itself takes two matmuls for each of forward
     recomputed = (product_flops(backward) - 2 * product_flops(forward)) // tokens
     # half of all pairs, as attention is causal
-    recomputed += len(nodes(backward, ATTENTION)) * 2 * tokens * m.n_heads * m.width_per_head
+    attentions = sum(is_attention(node.target) for node in backward.graph.nodes)
+    recomputed += attentions * 2 * tokens * m.n_heads * m.width_per_head
     return {
         "recompute": setting,
         "document_mask": documents,

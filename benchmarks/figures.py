@@ -173,12 +173,12 @@ def context() -> str:
             page.box(x, y, 100, height, color, f"{name}: {kind} {gib:.1f} GiB")
         height = (row["device_gib"] - row["peak_gib"]) / most * tall
         y -= height
-        page.box(x, y, 100, height, GRAY, f"{name}: CUDA's own")
+        page.box(x, y, 100, height, GRAY, f"{name}: pools, CUDA's own")
         page.text(x + 50, y - 6, f"{row['device_gib']:.0f}", "middle")
         page.text(x + 50, floor + 20, name, "middle")
-    for i, (kind, color) in enumerate((*COLORS.items(), ("CUDA's own", GRAY))):
-        page.box(left + 118 * i, 384, 12, 12, color)
-        page.text(left + 118 * i + 16, 395, kind, size=12)
+    for i, (kind, color) in enumerate((*COLORS.items(), ("pools, CUDA's own", GRAY))):
+        page.box(left + 200 * (i % 5), 378 + 20 * (i // 5), 12, 12, color)
+        page.text(left + 200 * (i % 5) + 16, 389 + 20 * (i // 5), kind, size=12)
     return page.svg()
 
 

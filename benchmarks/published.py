@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import config
 from extras.planner.counted import Phase
 from extras.planner.devices import ATTENTION_OF_WIDE_HEADS, OF_BANDWIDTH, Moment, device
-from extras.planner.plan import GIB, RESERVED, Asked, planned
+from extras.planner.plan import GIB, Asked, planned
 from model.loss import CHUNK
 
 # FlashAttention 2, forward and backward, to products on an H100 of 700 W; both fall with its power
@@ -238,9 +238,10 @@ def main() -> None:
         row, moments = planned(cfg, run.ranks, Asked(device(run.gpu)), None)
         peak, seconds, terms = after_terms(run, cfg, row, moments)
         speed = row["tokens_per_second_per_device"]
+        reserved = row["reserved_gib"]
         line = [
             run.who,
-            *cells(run.gib, row["peak_gib"] * RESERVED, peak * RESERVED, digits=1),
+            *cells(run.gib, reserved, reserved + peak - row["peak_gib"], digits=1),
             *cells(run.speed, speed, speed * row["step_seconds"] / seconds, digits=0),
             terms,
         ]

@@ -21,7 +21,7 @@ import config
 from config import ConfigError
 from extras.planner import advice
 from extras.planner.devices import device
-from extras.planner.plan import GIB, Asked, device_gib, plan
+from extras.planner.plan import GIB, Asked, device_gib, plan, with_workspaces
 from extras.planner.simulate import Step, simulate
 from model.build import meta_model
 from tests import theory
@@ -42,7 +42,7 @@ def compare(cfg: config.Config, ranks: int) -> tuple[str, bool]:
     """(a line of the table, whether the plan is right)."""
     model = meta_model(cfg.model, cfg.lora)
     began = time.perf_counter()
-    planned = plan(cfg, ranks)
+    planned = plan(cfg, ranks, Asked(without_cuda=True))
     plan_seconds = time.perf_counter() - began
     began = time.perf_counter()
     step = simulate(cfg, ranks, all_blocks=True)
@@ -96,7 +96,8 @@ def suggestion(words: list[str], ranks: int, share: float) -> tuple[str, float, 
             faster.append(advice.words(other, row))
     changed = config.load(args.config, [*args.overrides, *change.overrides])
     step = simulate(changed, ranks * change.times, all_blocks=True)
-    return advice.words(change, best), memory, device_gib(step), faster
+    needed = device_gib(with_workspaces(step, device("H100")))
+    return advice.words(change, best), memory, needed, faster
 
 
 def main(argv: list[str]) -> int:

@@ -20,12 +20,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) 
     """
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
-        flex = flex_attention
-        # Eager flex_attention materializes the score matrix. In a compiled block it is compiled
-        # with the block. Its backward cannot be compiled on a CPU, where only tests come here.
-        if q.is_cuda and not torch.compiler.is_compiling():
-            flex = _compiled(flex_attention)
-        return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
+        if torch.compiler.is_compiling():  # with the block
+            return flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
+        return eager_flex_attention(q, k, v, mask, grouped)
 
     if grouped and q.is_cuda and q.dtype == torch.float32:
         # No fused kernel of torch 2.11 to 2.13 supports GQA in float32, and the unfused one saves
@@ -37,6 +34,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) 
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
     )
+
+
+@torch.overrides.wrap_torch_function(lambda q, k, v, mask, grouped: (q, k, v))
+def eager_flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, grouped: bool) -> Tensor:
+    """flex_attention() of a block that is not compiled.
+
+    It is compiled alone, as it would materialize the score matrix, and so runs no operator that
+    activation checkpointing could see. A TorchFunctionMode sees this function instead.
+    """
+    # Its backward cannot be compiled on a CPU, where only tests come here.
+    flex = _compiled(flex_attention) if q.is_cuda else flex_attention
+    return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
 
 
 def mask_mod(documents: Tensor | None) -> Callable[..., Tensor]:

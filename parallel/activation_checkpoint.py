@@ -12,11 +12,14 @@ The option `recompute` names a mode:
 The last two are selective: a policy decides for each operator whether to save its output. It tells
 the matmuls of linear layers apart by their number, in the order in which forward calls them. This
 must be the order of named_modules(), which check_matmul_order() verifies. In a compiled model no
-policy is needed for "elementwise" (leave_to_compiler).
+policy is needed for "elementwise" (leave_to_compiler). FlexAttention that is not compiled with its
+block is no operator: eager_attention.py saves it.
 """
 
 import contextlib
+import functools
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from functools import partial
@@ -35,19 +38,16 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import config
 from config import ConfigError
 from model.llama import Block, Linear, Llama
+from parallel.eager_attention import with_saved_attention
 from parallel.torch_patches import drop_advice_on_policies
 
 aten = torch.ops.aten
 LINEAR_MATMULS = {aten.mm.default, aten.addmm.default}
 GROUPED_MM = aten._grouped_mm.default  # F.grouped_mm(), of a mixture of experts
-ATTENTION = {
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._efficient_attention_forward.default,
-    torch.ops.higher_order.flex_attention,  # with a document mask
-}
+# Every library's attention: torch's (aten._scaled_dot_product_flash_attention and others, the
+# higher-order flex_attention), FlashAttention's own (flash_attn_3.fwd), a fork's.
+ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
+BACKWARD = re.compile(r"backward|bwd", re.IGNORECASE)
 KEEP_EVERY = {"elementwise": 1, "selective": 2}  # mode -> n: every n-th matmul's output is saved
 
 
@@ -117,6 +117,17 @@ def checkpoint_selectively(block: Block, recompute: str, always_save: Collection
     return checkpoint_wrapper(block, preserve_rng_state=False, context_fn=contexts)
 
 
+@functools.cache
+def is_attention(operator: Any) -> bool:
+    """Whether the operator is the forward of attention, by its namespace and name.
+
+    A list of operators would recompute, without a word, the kernels that it lacks.
+    """
+    # "aten._scaled_dot_product_flash_attention.default", "flex_attention"
+    name = str(operator)
+    return bool(ATTENTION.search(name)) and not BACKWARD.search(name)
+
+
 def matmuls_of(module: nn.Module) -> set:
     """LINEAR_MATMULS, and the `matmuls` that linear layers in the module declare."""
     matmuls = set(LINEAR_MATMULS)
@@ -143,7 +154,7 @@ def save_expensive_ops(
         return next(counters[call, context.is_recompute])
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
-        if operator in ATTENTION or operator in always_save:
+        if is_attention(operator) or operator in always_save:
             return CheckpointPolicy.MUST_SAVE
         if operator in matmuls and number_of("matmul", context) in saved:
             return CheckpointPolicy.MUST_SAVE
@@ -153,7 +164,10 @@ def save_expensive_ops(
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    contexts = create_selective_checkpoint_contexts(policy)
+    if torch.compiler.is_compiling():
+        return contexts
+    return with_saved_attention(*contexts)
 
 
 # Selective checkpointing: the order of the matmuls

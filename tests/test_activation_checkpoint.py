@@ -8,14 +8,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
 from config import ConfigError
+from model import attention
 from model.build import meta_model
 from model.llama import Block, FeedForward, Linear, Llama, named_parameters, rope_tables
 from parallel import parallelize
-from parallel.activation_checkpoint import apply_activation_checkpointing, leave_to_compiler
+from parallel.activation_checkpoint import (
+    apply_activation_checkpointing,
+    is_attention,
+    leave_to_compiler,
+)
 from parallel.materialize import materialize
 from tests.cases import storages
 from tests.conftest import make_config, needs_extra
@@ -350,3 +356,69 @@ def test_the_plan_refuses_it_too(monkeypatch):
     cfg = make_config(parallel={"recompute": "selective"})
     with pytest.raises(ConfigError, match="number 5 of blocks.0"):
         simulate(cfg, 2)
+
+
+@pytest.mark.parametrize("setting", ["none", "elementwise", "selective", "full"])
+def test_flex_attention_that_is_compiled_alone_runs_once_where_it_is_saved(monkeypatch, setting):
+    """In an eager block, torch's policies see no operator of it. Its gradients stay bit for bit, and
+    it keeps no more than attention's own output."""
+    calls = []
+
+    def counted(*args, **options):
+        calls.append(torch.is_grad_enabled())
+        return flex_attention(*args, **options)
+
+    monkeypatch.setattr(attention, "flex_attention", counted)
+    # FlexAttention has no kernel for gradients on a CPU; eager it needs none
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    documents = torch.arange(LENGTH).expand(BATCH, LENGTH) // 24
+    mask = create_block_mask(
+        attention.mask_mod(documents), BATCH, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=32
+    )
+    sizes = {"dim": 64, "head_dim": 16}
+
+    def gradients(setting: str) -> dict[str, Tensor]:
+        model = built(setting, **sizes)
+        model.build_mask = lambda documents: mask
+        ids = torch.randint(0, 320, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+        model(ids, ids, documents=documents)[0]["loss"].backward()
+        return {name: p.grad for name, p in named_parameters(model)}
+
+    expected = gradients("none")
+    calls.clear()
+    found = gradients(setting)
+    assert len(calls) == LAYERS * (2 if setting == "full" else 1)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    "name, forward",
+    [
+        ("aten._scaled_dot_product_flash_attention.default", True),
+        ("aten._scaled_dot_product_cudnn_attention.default", True),
+        ("aten._scaled_dot_product_fused_attention_overrideable.default", True),
+        ("aten._efficient_attention_forward.default", True),
+        ("aten._flash_attention_forward.quantized", True),
+        ("flex_attention", True),
+        ("flash_attn_3.fwd.default", True),
+        ("aten._scaled_dot_product_flash_attention_backward.default", False),
+        ("flash_attn_3.bwd.default", False),
+        ("aten.mm.default", False),
+        ("aten._softmax.default", False),
+    ],
+)
+def test_every_librarys_attention_is_known_by_its_name(name, forward):
+    assert is_attention(name) is forward
+
+
+def test_torchs_attention_operators_are_known():
+    """Of what this torch has, those of one kernel: also one that came after the list was thought of."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if "attention_forward" in name]
+    names += [
+        name for name in torch._C._dispatch_get_all_op_names() if "scaled_dot_product" in name
+    ]
+    assert len(names) > 8
+    for name in names:
+        assert is_attention(name) is ("backward" not in name), name
+    assert is_attention(torch.ops.higher_order.flex_attention)
+    assert is_attention(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)

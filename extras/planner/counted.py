@@ -12,7 +12,7 @@ import functools
 import re
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FrameType
@@ -29,7 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from parallel.activation_checkpoint import ATTENTION, GROUPED_MM, LINEAR_MATMULS
+from extras.planner.pools import COMPUTATION, Pool, rounded_up
+from parallel.activation_checkpoint import GROUPED_MM, LINEAR_MATMULS
 
 aten = torch.ops.aten
 c10d = torch.ops.c10d
@@ -47,6 +48,14 @@ MATMULS = LINEAR_MATMULS | {
 # Other matmuls, with a formula of torch's. Compiled blocks save their results too: they are
 # expensive to recompute.
 FORMULAS = {aten.bmm.default, aten.baddbmm.default, aten.convolution.default}
+# with the arguments query, key and value
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._efficient_attention_forward.default,
+}
 BACKWARD_OF_ATTENTION = {
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
@@ -87,6 +96,10 @@ class Phase:
     peak: Counter = field(default_factory=Counter)
     # bytes by kind, when the phase ends
     end: Counter = field(default_factory=Counter)
+    # bytes of each pool, when it holds most
+    peak_of_pools: Counter = field(default_factory=Counter)
+    # bytes of each pool, when the phase ends
+    end_of_pools: Counter = field(default_factory=Counter)
     # FLOP of "matmuls", "float8" and "attention"; of these the "model", without recomputation; and
     # bytes "moved"
     work: Counter = field(default_factory=Counter)
@@ -103,6 +116,16 @@ class ModuleState(NamedTuple):
 
     size: Counter  # bytes of the tensors by kind, and of float8 "scales"
     on_device: Counter  # by how much live memory grew when they were counted, as allocated
+    in_pools: Counter  # bytes that they take of each pool
+
+
+class Storage(NamedTuple):
+    """Memory that is allocated on the device."""
+
+    kind: str
+    size: int  # bytes, rounded up as the allocator does
+    pool: str
+    address: int  # in the pool; 0 if it has no bytes
 
 
 @functools.cache
@@ -146,9 +169,7 @@ def moves_bytes(operator: OpOverload) -> bool:
 
 
 def is_attention(operator: Any) -> bool:
-    if operator in BACKWARD_OF_ATTENTION:
-        return True
-    return operator in ATTENTION and isinstance(operator, OpOverload)
+    return operator in ATTENTION or operator in BACKWARD_OF_ATTENTION
 
 
 def flop_by_formula(operator: Any, args: tuple, kwargs: dict, result: Any) -> int:
@@ -186,8 +207,13 @@ class Counted(TorchDispatchMode):
         self.times = 1
         # bytes on the device by kind
         self.live: Counter = Counter()
-        # kind and bytes of each live storage, by its address
-        self.storages: dict[int, tuple[str, int]] = {}
+        # each live storage, by its address
+        self.storages: dict[int, Storage] = {}
+        # bytes of each pool
+        self.live_in_pools: Counter = Counter()
+        self.pools: defaultdict[str, Pool] = defaultdict(Pool)
+        # the pool of what is allocated now
+        self.pool_now: Callable[[], str] = lambda: COMPUTATION
         # inside run_uncounted()
         self.paused = False
 
@@ -216,30 +242,64 @@ class Counted(TorchDispatchMode):
 
     def begin(self, name: str) -> None:
         """Begins a phase. Working memory that the previous one leaves becomes activations."""
-        for key, (kind, size) in list(self.storages.items()):
-            if kind == "working memory":
-                self.set_storage(key, "activations", size)
+        for key, storage in list(self.storages.items()):
+            if storage.kind == "working memory":
+                self.set_storage(key, "activations", storage.size)
         self.saved_inputs.pop(self.phases[-1].name, None)
         self.phases[-1].end = Counter(self.live)
-        self.phases.append(Phase(name, Counter(self.live), times=self.times))
+        self.phases[-1].end_of_pools = Counter(self.live_in_pools)
+        self.phases.append(
+            Phase(
+                name,
+                Counter(self.live),
+                peak_of_pools=Counter(self.live_in_pools),
+                times=self.times,
+            )
+        )
 
     def set_storage(self, key: int, kind: str, size: int) -> None:
         """Sets kind and bytes of a storage, and the phase's peak if memory has grown beyond it."""
-        # rounded up
-        allocated = -(-size // self.granularity) * self.granularity
-        if kind in self.on_host:
-            allocated = 0
-        former_kind, former = self.storages.get(key, (kind, 0))
-        self.storages[key] = kind, allocated
-        self.live[former_kind] -= former
-        self.live[kind] += allocated
-        if allocated > former and self.live.total() > self.phases[-1].peak.total():
+        size = 0 if kind in self.on_host else rounded_up(size, self.granularity)
+        former = self.storages.get(key, Storage(kind, 0, "", 0))
+        if size == former.size:
+            self.storages[key] = former._replace(kind=kind)
+        else:
+            self.release(former)
+            self.storages[key] = self.reserve(kind, size)
+        self.live[former.kind] -= former.size
+        self.live[kind] += size
+        if size > former.size and self.live.total() > self.phases[-1].peak.total():
             self.phases[-1].peak = Counter(self.live)
 
+    def reserve(self, kind: str, size: int) -> Storage:
+        """Takes memory from the pool that is current."""
+        name = self.pool_now()
+        if not size:
+            return Storage(kind, 0, name, 0)
+        self.live_in_pools[name] += size
+        peak = self.phases[-1].peak_of_pools
+        peak[name] = max(peak[name], self.live_in_pools[name])
+        return Storage(kind, size, name, self.pools[name].allocate(size))
+
+    def release(self, storage: Storage) -> None:
+        """Gives memory back to its pool."""
+        if storage.size:
+            self.live_in_pools[storage.pool] -= storage.size
+            self.pools[storage.pool].free(storage.address, storage.size)
+
     def drop_storage(self, key: int) -> None:
-        kind, size = self.storages.pop(key)
-        self.live[kind] -= size
+        storage = self.storages.pop(key)
+        self.live[storage.kind] -= storage.size
+        self.release(storage)
         self.shares.pop(key, None)
+
+    def empty_pools(self) -> None:
+        """Begins with pools that hold nothing but what is live, as a step does."""
+        self.pools.clear()
+        for key, storage in self.storages.items():
+            if storage.size:
+                address = self.pools[storage.pool].allocate(storage.size)
+                self.storages[key] = storage._replace(address=address)
 
     def mark(self, tensors: Iterable[Any], kind: str) -> None:
         """Sets the kind of the tensors' storages, and counts those that were not counted yet."""
@@ -273,8 +333,14 @@ class Counted(TorchDispatchMode):
         size["gradients"] = sum(local_shard(t).nbytes for t in trained)
         # a scale in float32 for each float8 weight
         size["scales"] = 4 * sum(hasattr(local_shard(t), "fsdp_pre_all_gather") for t in params)
+        in_pools: Counter = Counter()
+        gradients = [param.grad for param in params]
+        for t in map(local_shard, [*params, *optimizer_state, *gradients]):
+            if isinstance(t, FakeTensor):
+                storage = self.storages[t.untyped_storage()._cdata]
+                in_pools[storage.pool] += storage.size
         # the difference of Counters drops what was working memory before
-        return ModuleState(size, self.live - before)
+        return ModuleState(size, self.live - before, in_pools)
 
     def resized(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         """Counts storage.resize_(), which bypasses the dispatcher. FSDP2 frees parameters by it."""
@@ -342,8 +408,9 @@ class Counted(TorchDispatchMode):
         if str(operator) == NF4:
             _, codes, scales = args[:3]
             self.count_dequantization(x, codes, scales)
-        elif self.saving is not None:
-            # the input in float32, too: it is saved, so it leaves the registers
+        elif self.saving is not None and x.dtype.itemsize > 1:
+            # The input in float32, too: it is saved, so it leaves the registers. Of one in float8
+            # the compiler saves what was rounded to it, and rounds again.
             self.mark([x], "working memory")
             self.saving.append(x)
 
@@ -399,8 +466,8 @@ class Counted(TorchDispatchMode):
             return
         # parameters and gathered units stay in any case
         for t in inputs:
-            memory, _ = self.storages.get(t.untyped_storage()._cdata, ("", 0))
-            if memory in ("working memory", "activations"):
+            storage = self.storages.get(t.untyped_storage()._cdata)
+            if storage and storage.kind in ("working memory", "activations"):
                 self.mark([t], "working memory")
                 self.saving.append(t)
 

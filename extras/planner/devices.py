@@ -43,6 +43,7 @@ class Device:
     network: float  # GB sent to other nodes, each GPU's share
     watts: float
     float8: float = 2  # rate of 8-bit matmuls, relative to 16-bit ones; 0: it has none
+    workspace: float = 32  # MiB that torch allocates for each handle of cuBLAS
 
 
 # Memory, peak, bandwidth, link and watts: NVIDIA's data sheets. Products: 720 for H100 and H200,
@@ -50,18 +51,18 @@ class Device:
 # about 0.8 of the peak. H100-96 is the one in torchtitan's tables: HBM2e, 500 W.
 # fmt: off
 DEVICES = {
-    #                memory  peak                     products bandwidth link network watts  float8
-    #                   GiB  TFLOP/s                   TFLOP/s      TB/s GB/s    GB/s             x
-    "A100-40": Device( 39.4, PEAK_TFLOPS["A100"],        250,     1.56, 300,     25,  400,     0),
-    "A100-80": Device( 79.2, PEAK_TFLOPS["A100"],        250,     2.04, 300,     25,  400,     0),
-    "H100":    Device( 79.1, PEAK_TFLOPS["H100"],        720,     3.35, 450,     50,  700,     2),
-    "H100-96": Device( 94.5, PEAK_TFLOPS["H100"],        640,      2.4, 450,     50,  500,     2),
-    "H200":    Device(139.8, PEAK_TFLOPS["H200"],        720,      4.8, 450,     50,  700,     2),
-    "B200":    Device(178.4, PEAK_TFLOPS["B200"],       1750,      8.0, 900,     50, 1000,     2),
-    "L40S":    Device( 44.4, PEAK_TFLOPS["L40S"],        230,     0.86,  32,     12,  350,     2),
-    "RTX3090": Device( 23.6, PEAK_TFLOPS["RTX 3090"],     60,     0.94,  16,      3,  350,     0),
-    "RTX4090": Device( 23.5, PEAK_TFLOPS["RTX 4090"],    140,     1.01,  32,      3,  450,     2),
-    "RTX5090": Device( 31.4, PEAK_TFLOPS["RTX 5090"],    175,     1.79,  64,      3,  575,     2),
+    #                memory  peak                     products bandwidth link network watts float8 workspace
+    #                   GiB  TFLOP/s                   TFLOP/s      TB/s GB/s    GB/s             x       MiB
+    "A100-40": Device( 39.4, PEAK_TFLOPS["A100"],        250,     1.56, 300,     25,  400,     0,    8.125),
+    "A100-80": Device( 79.2, PEAK_TFLOPS["A100"],        250,     2.04, 300,     25,  400,     0,    8.125),
+    "H100":    Device( 79.1, PEAK_TFLOPS["H100"],        720,     3.35, 450,     50,  700,     2,       32),
+    "H100-96": Device( 94.5, PEAK_TFLOPS["H100"],        640,      2.4, 450,     50,  500,     2,       32),
+    "H200":    Device(139.8, PEAK_TFLOPS["H200"],        720,      4.8, 450,     50,  700,     2,       32),
+    "B200":    Device(178.4, PEAK_TFLOPS["B200"],       1750,      8.0, 900,     50, 1000,     2,       32),
+    "L40S":    Device( 44.4, PEAK_TFLOPS["L40S"],        230,     0.86,  32,     12,  350,     2,    8.125),
+    "RTX3090": Device( 23.6, PEAK_TFLOPS["RTX 3090"],     60,     0.94,  16,      3,  350,     0,    8.125),
+    "RTX4090": Device( 23.5, PEAK_TFLOPS["RTX 4090"],    140,     1.01,  32,      3,  450,     2,    8.125),
+    "RTX5090": Device( 31.4, PEAK_TFLOPS["RTX 5090"],    175,     1.79,  64,      3,  575,     2,       32),
 }
 # fmt: on
 # Rate of attention, forward and backward, relative to that of matmuls (less power slows both):

@@ -13,16 +13,15 @@ import config
 from config import ConfigError, check_for_gpus
 from extras.planner.counted import COLLECTIVES
 from extras.planner.devices import Cluster, Device, Moment, device, step_seconds, timeline
+from extras.planner.pools import COMPUTATION
 from extras.planner.simulate import Step, plus, simulate
 from model.build import meta_model
 from model.llama import Llama, flops_per_token, parameter_count
 from parallel.fsdp import units
 
 GIB = 2**30
-# CUDA's context and the buffers of cuBLAS, cuDNN and NCCL: an estimate
+# what torch's allocator does not allocate: CUDA's context, NCCL's buffers, cuDNN. An estimate
 CONTEXT_GIB = 1.5
-# the allocator's reserved / allocated memory, with expandable segments: an estimate
-RESERVED = 1.03
 # memory between steps: its names in the row, and those of Step.held
 STATES = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer state"}
 DIMENSIONS = ("dp_shard", "dp_replicate", "cp", "tp", "replica")
@@ -74,6 +73,8 @@ def planned(
         check_options(cfg, asked.gpu)
     step = simulate(cfg, ranks, on_gpu)
     cluster = Cluster(asked.gpu or device("H100"), asked.gpus_per_node, shape)
+    if on_gpu and not asked.without_cuda:
+        step = with_workspaces(step, cluster.device)
     moments = timeline(step.phases, cfg, cluster)
     model = meta_model(cfg.model, cfg.lora)
     row = size_of_run(model, ranks, shape)
@@ -97,6 +98,26 @@ def check_options(cfg: config.Config, gpu: Device | None) -> None:
         raise ConfigError(
             f'[parallel] float8 = "{cfg.parallel.float8}": the GPU given has no float8 products'
         )
+
+
+def with_workspaces(step: Step, gpu: Device) -> Step:
+    """The step with cuBLAS's workspaces, which torch allocates in the first matmul of a thread: one
+    for forward, one for backward."""
+    size = int(2 * gpu.workspace * 2**20)
+    kinds = {"cuBLAS workspaces": size}
+    pools = {COMPUTATION: size}
+    phases = []
+    for phase in step.phases:
+        phases.append(
+            replace(
+                phase,
+                peak=plus(phase.peak, kinds),
+                end=plus(phase.end, kinds),
+                peak_of_pools=plus(phase.peak_of_pools, pools),
+                end_of_pools=plus(phase.end_of_pools, pools),
+            )
+        )
+    return replace(step, phases=phases)
 
 
 def size_of_run(model: Llama, ranks: int, shape: tuple[int, int, int, int]) -> dict[str, Any]:
@@ -170,20 +191,23 @@ def traffic(step: Step, cluster: Cluster) -> dict[str, Any]:
 def memory(cfg: config.Config, step: Step, asked: Asked) -> dict[str, Any]:
     """The phase with the highest peak, in GiB by kind, and whether the GPU has as much."""
     peak = step.peak()
-    needed = step.peak().peak.total() / GIB if asked.without_cuda else device_gib(step)
+    pools = step.reserved()
+    needed = peak.peak.total() / GIB if asked.without_cuda else device_gib(step)
     return {
         "peak_gib": peak.peak.total() / GIB,
         "peak_at": peak.name,
         "parts_gib": {kind: size / GIB for kind, size in peak.peak.most_common() if size},
         "host_gib": step.held.total() / GIB if cfg.parallel.cpu_offload else 0.0,
+        "reserved_gib": pools.total() / GIB,
+        "pools_gib": {name: size / GIB for name, size in pools.most_common() if size},
         "device_gib": needed,
         "fits": needed <= asked.memory_gib if asked.memory_gib else None,
     }
 
 
 def device_gib(step: Step) -> float:
-    """GPU memory that a step needs, with the allocator's overhead and CUDA's context."""
-    return step.peak().peak.total() / GIB * RESERVED + CONTEXT_GIB
+    """GPU memory that a step needs: what torch's allocator reserves, and CUDA's own."""
+    return step.reserved().total() / GIB + CONTEXT_GIB
 
 
 def not_counted(cfg: config.Config, step: Step) -> dict[str, Any]:

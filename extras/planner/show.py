@@ -23,6 +23,7 @@ COLORS = {
     "reductions": "#f58518",
     "activations": "#e45756",
     "working memory": "#b279a2",
+    "cuBLAS workspaces": "#9d755d",
 }
 SHADES = {"forward": "#999", "backward": "#666", "update": "#bbb"}
 
@@ -79,11 +80,14 @@ def lines_of_memory(row: dict, asked: Asked) -> list[Line]:
     for kind, gib in row["parts_gib"].items():
         bar = "#" * round(BAR * gib / row["peak_gib"])
         lines.append((f"  {kind}", f"{gib:10.3f} GiB  {bar}"))
+    if asked.without_cuda:
+        return lines
+    pools = ", ".join(f"{name} {gib:.2f}" for name, gib in row["pools_gib"].items())
+    lines.append(("reserved", f"{row['reserved_gib']:.3f} GiB by torch's allocator: {pools}"))
     needed = f"{row['device_gib']:10.3f} GiB"
     if asked.memory_gib:
         needed += f" of {asked.memory_gib:g}"
-    if not asked.without_cuda:
-        lines.append(("  with CUDA's own", needed))
+    lines.append(("  with CUDA's own", needed))
     return lines
 
 
@@ -293,7 +297,7 @@ class Chart:
 
     def draw_legend(self) -> None:
         for i, (kind, color) in enumerate(COLORS.items()):
-            x = self.LEFT + 155 * i
+            x = self.LEFT + 140 * i
             self.page.box(x, self.FLOOR + 122, 12, 12, color, kind)
             self.page.text(x + 18, self.FLOOR + 133, kind)
 

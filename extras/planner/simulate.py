@@ -43,6 +43,7 @@ from config import ConfigError
 from extras.planner.blocks import Shorter, kinds_of_blocks, shortened
 from extras.planner.counted import Counted, ModuleState, Phase
 from extras.planner.gpu_paths import gpu_code_paths, one_kernel
+from extras.planner.pools import REDUCE_SCATTER, ROUNDED_TO, pool_of, stream_now
 from model.build import meta_model
 from model.llama import Llama, after_weight_update
 from optim import build_optimizer, clip_gradients
@@ -50,9 +51,6 @@ from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.materialize import allocate
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
-
-# the allocator of a GPU rounds each block up to so many bytes
-CUDA_GRANULARITY = 512
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,24 @@ class Step:
     first_calls: dict[str, str]
     # whether what a mask of FlexAttention keeps depends on data
     masks_depend_on_data: bool
+    # bytes of each pool that are reserved beyond its peak
+    holes: Counter
 
     def peak(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.peak.total())
+
+    def reserved(self) -> Counter:
+        """Bytes that the allocator reserves for each pool: what it holds at its own peak, and
+        holes."""
+        return plus(peak_of_pools(self.phases), self.holes)
+
+
+def peak_of_pools(phases: list[Phase]) -> Counter:
+    peak = Counter()
+    for phase in phases:
+        # |: the larger of each
+        peak |= phase.peak_of_pools
+    return peak
 
 
 def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, all_blocks: bool = False) -> Step:
@@ -158,25 +171,39 @@ def extrapolated(step: Step, states: list[ModuleState], shorter: Shorter, blocks
     copies = (blocks - shorter.blocks) // len(middle)
     size = sum((states[i].size for i in middle), Counter())
     on_device = sum((states[i].on_device for i in middle), Counter())
+    of_pools = sum((states[i].in_pools for i in middle), Counter())
     numbers = {
         "forward": itertools.cycle(range(blocks)),
         "backward": itertools.cycle(reversed(range(blocks))),
     }
     phases = []
-    # bytes on the device by kind, before each phase
+    # bytes on the device by kind and by pool, before each phase
     live = plus(Counter(), on_device, copies)
+    in_pools = plus(Counter(), of_pools, copies)
     for before, phase in with_copies(step.phases, middle, copies):
         # a phase changes memory as it does in the shorter step
         offset = plus(live, before.end, -1)
+        offset_of_pools = plus(in_pools, before.end_of_pools, -1)
         live = plus(phase.end, offset)
+        in_pools = plus(phase.end_of_pools, offset_of_pools)
         if not phase.end["reductions"]:
             # FSDP2 drops those of all replicated units at once, after backward
+            in_pools[REDUCE_SCATTER] -= live["reductions"]
             live["reductions"] = 0
         name = phase.name
         direction, _, block = name.partition(" block ")
         if block:
             name = f"{direction} block {next(numbers[direction])}"
-        phases.append(replace(phase, name=name, peak=plus(phase.peak, offset), end=live))
+        phases.append(
+            replace(
+                phase,
+                name=name,
+                peak=plus(phase.peak, offset),
+                end=live,
+                peak_of_pools=plus(phase.peak_of_pools, offset_of_pools),
+                end_of_pools=in_pools,
+            )
+        )
     held = plus(step.held, size, copies)
     growth = held["gradients"] / step.held["gradients"]
     phases[-1] = extrapolated_update(phases[-1], growth, copies * size["scales"])
@@ -243,23 +270,30 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[Modu
         trained = [param for param in model.parameters() if param.requires_grad]
         state_is_made = all(optimizer.state.get(param) for param in trained)
         after_weight_update(model)
+        adds = p.sync_every_micro_batch and config.accumulation_steps(cfg, world.dp_size) > 1
+        counted.pool_now = lambda: pool_of(stream_now(model), p, adds)
         hooks = PhaseHooks(model, counted, compiled=p.compile and on_gpu)
 
-        if p.sync_every_micro_batch and config.accumulation_steps(cfg, world.dp_size) > 1:
+        if adds:
             # the micro-batch that runs stands for those that add to gradients of earlier ones
-            for param in trained:
-                param.grad = torch.zeros_like(param)
+            with mock.patch.object(counted, "pool_now", lambda: pool_of(REDUCE_SCATTER, p, False)):
+                for param in trained:
+                    param.grad = torch.zeros_like(param)
         states = [counted.mark_state(block, optimizer) for block in model.blocks]
         held = counted.mark_state(model, optimizer).size
+        counted.empty_pools()
         run_step(model, optimizer, cfg, world, hooks)
+    # without "start" and "end"
+    phases = counted.phases[1:-1]
+    reserved = Counter({name: pool.reserved for name, pool in counted.pools.items()})
     step = Step(
-        # without "start" and "end"
-        phases=counted.phases[1:-1],
+        phases=phases,
         held=held,
         optimizer=type(optimizer).__name__,
         state_is_made=state_is_made,
         first_calls=counted.first_calls,
         masks_depend_on_data=counted.mask_depends_on_data,
+        holes=plus(reserved, peak_of_pools(phases), -1),
     )
     return step, states
 
@@ -304,7 +338,7 @@ def counter_for(world: World, p: config.Parallel, on_gpu: bool) -> Counted:
     on_host = set()
     if p.cpu_offload:
         on_host = {"parameters", "optimizer state", "gradients"}
-    return Counted(fake, dimensions, on_host, granularity=CUDA_GRANULARITY if on_gpu else 1)
+    return Counted(fake, dimensions, on_host, granularity=ROUNDED_TO if on_gpu else 1)
 
 
 def sharded_meta_model(cfg: config.Config, world: World, counted: Counted, on_gpu: bool) -> Llama:
@@ -455,6 +489,17 @@ class PhaseHooks:
             before = functools.partial(self.before_forward, name)
             module.register_forward_pre_hook(before, prepend=True)
             module.register_forward_hook(functools.partial(self.after_forward, name))
+        if compiled:
+            model.head.norm.register_forward_pre_hook(self.before_norm)
+            model.head.norm.register_forward_hook(self.after_norm)
+
+    def before_norm(self, norm: nn.Module, args: tuple) -> None:
+        self.counted.fused = True
+
+    def after_norm(self, norm: nn.Module, args: tuple, output: Tensor) -> None:
+        # also in float32: it leaves the kernel
+        self.counted.mark([output], "working memory")
+        self.counted.fused = False
 
     def begin(self, name: str) -> None:
         """Marks gradients and FSDP2's buffers that the previous phase has left; begins a phase."""
