@@ -22,6 +22,14 @@ STEPS = 4
 WAITS = ("stream_waits", "event_waits", "device_waits", "copy_waits")
 LAUNCHES = ("kernels", "triton_kernels", "matmuls", "collectives")
 
+# sizes from which a matmul is faster in 8 bits, with either recipe
+LARGE_ENOUGH_FOR_FLOAT8 = {
+    "dim": 1280,
+    "n_heads": 10,
+    "n_kv_heads": 5,
+    "head_dim": 128,
+    "ffn_dim": 4608,
+}
 MINIMAL = {"train": {"steps": 1}, "data": {}}  # what a configuration has beside [model]
 
 # Ranks, of which one process is the first. Those of the configuration's own comment.
