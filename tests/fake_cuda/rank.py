@@ -12,6 +12,7 @@ that of build.environment().
 import argparse
 import atexit
 import ctypes
+import dataclasses
 import json
 import os
 import pathlib
@@ -67,8 +68,8 @@ def be_alone(size: int) -> None:
 
     for module in (load, save):
         module.is_covered = lambda item: True  # a checkpoint lacks the other ranks' shards
-    # all ranks' plans are rank 0's: none of its tensors is left to another rank
-    save.CachedPlans._dedup_save_plans = lambda planner, plans: plans
+    # the gathered plans all are rank 0's, which must write all of it
+    save.CachedPlans._dedup_save_plans = lambda planner, plans: keep_first(plans)
     dist.rendezvous = lambda *unused, **options: iter([(store, 0, size)])
     process_group.agree_on_device = lambda cfg, store: process_group.pick_device(cfg, 0)
     for module in (dist, dist.distributed_c10d):
@@ -78,6 +79,10 @@ def be_alone(size: int) -> None:
         module.scatter_object_list = scatter
         module.broadcast_object_list = broadcast
         module.new_group = with_fake_gloo(module.new_group)
+
+
+def keep_first(plans: list) -> list:
+    return [plans[0], *(dataclasses.replace(plan, items=[]) for plan in plans[1:])]
 
 
 def with_fake_gloo(new_group: Any) -> Any:

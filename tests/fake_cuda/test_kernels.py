@@ -29,12 +29,12 @@ FAMILIES = {
     "adamw_bfloat16": (1, [], {"optim": {"state_dtype": "bfloat16"}}),
     "float8 tensorwise": (
         2,
-        ["fp8"],
+        ["amax"],
         {"parallel": {"float8": "tensorwise"}, "model": LARGE_ENOUGH_FOR_FLOAT8},
     ),
     "float8 rowwise": (
         2,
-        ["fp8"],
+        ["amax"],
         {"parallel": {"float8": "rowwise"}, "model": LARGE_ENOUGH_FOR_FLOAT8},
     ),
 }
