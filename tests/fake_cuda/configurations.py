@@ -169,7 +169,7 @@ def write_config(case: Case, text: Text, folder: pathlib.Path, **sections: dict)
     for name, values in sections.items():
         tables[name] = tables.get(name, {}) | values
     if "init_from" in tables["model"]:
-        name_base(tables, folder / "base")
+        name_base(tables, folder / f"base of {case}")
     cfg = config.from_dict(tables, case.name)
     path = folder / f"{case}.toml"
     path.write_text(config.to_toml(at_most_two_micro_batches(cfg, GPUS[case.name])))
@@ -216,18 +216,24 @@ def name_base(tables: dict[str, dict], folder: pathlib.Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rendered = hf_config.render(m, tables["train"]["seq_len"], "bfloat16", {})
     (folder / "config.json").write_text(json.dumps(rendered))
-    header = {}
-    end = 0
+    weight_map = {}  # a file for each tensor: one of 140 GB can't be mapped here
     for name, shape in hf_weights.shapes(m).items():
-        begin = end
-        end += 2 * math.prod(shape)
-        entry = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
-        header[hf_weights.hf_name(name)] = entry
-    text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+        name = hf_weights.hf_name(name)
+        weight_map[name] = f"{name}.safetensors"
+        write_hole(folder / weight_map[name], name, shape)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     tables["model"]["init_from"] = str(folder)
+
+
+def write_hole(path: pathlib.Path, name: str, shape: list[int]) -> None:
+    """A safetensors file of one bfloat16 tensor that takes no space on the disk."""
+    size = 2 * math.prod(shape)
+    header = {name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, size]}}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + size)
 
 
 def at_most_two_micro_batches(cfg: config.Config, gpus: int) -> config.Config:
