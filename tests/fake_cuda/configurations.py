@@ -56,6 +56,14 @@ GPUS = {
 }
 MEMORY_GIB = {"llama8b-h200": 141}  # 80 where absent
 
+
+def communicators(name: str) -> int:
+    """How many a rank needs: one for all ranks, another where tp splits them."""
+    if GPUS[name] == 1:
+        return 0
+    return 2 if name == "llama70b" else 1
+
+
 MODES = ("compiled", "eager")
 # float8 requires compilation.
 ONLY_COMPILED = ("llama8b-float8",)
@@ -63,7 +71,13 @@ ONLY_COMPILED = ("llama8b-float8",)
 # How far a measured figure may be from the plan's, as a ratio.
 TOLERANCE = 0.03
 # Where it is further away: (configuration, mode, figure) -> (least ratio, most, why).
-EXCEPTIONS: dict[tuple[str, str, str], tuple[float, float, str]] = {}
+EXCEPTIONS: dict[tuple[str, str, str], tuple[float, float, str]] = {
+    ("llama8b-qlora", "compiled", "reserved"): (0.94, 1.03, "planned 0.5 GiB too high"),
+    ("tiny", "compiled", "reserved"): (0.97, 1.2, "segments of 20 MiB are large beside 0.2 GiB"),
+    ("tiny", "eager", "reserved"): (0.97, 1.2, "segments of 20 MiB are large beside 0.2 GiB"),
+    ("tiny-chat", "compiled", "reserved"): (0.97, 1.2, "as tiny"),
+    ("tiny-chat", "eager", "reserved"): (0.97, 1.2, "as tiny"),
+}
 
 
 def limits(case: "Case", figure: str) -> tuple[float, float]:
