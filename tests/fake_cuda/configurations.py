@@ -72,6 +72,7 @@ ONLY_COMPILED = ("llama8b-float8",)
 TOLERANCE = 0.03
 # Where it is further away: (configuration, mode, figure) -> (least ratio, most, why).
 EXCEPTIONS: dict[tuple[str, str, str], tuple[float, float, str]] = {
+    ("qwen3-0.6b-chat", "compiled", "reserved"): (0.97, 1.14, "a hole as large as the logits"),
     ("llama8b-qlora", "compiled", "reserved"): (0.94, 1.03, "planned 0.5 GiB too high"),
     ("tiny", "compiled", "reserved"): (0.97, 1.2, "segments of 20 MiB are large beside 0.2 GiB"),
     ("tiny", "eager", "reserved"): (0.97, 1.2, "segments of 20 MiB are large beside 0.2 GiB"),

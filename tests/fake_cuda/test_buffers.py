@@ -32,9 +32,10 @@ SIZES = {
     D * K: "D.K",
     D * F: "D.F",
 }
-HALVES = {size // 2: f"{name} / 2" for size, name in SIZES.items()}  # of a rank with tp = 2
+HALVES = {size // 2: f"{name} / 2" for size, name in SIZES.items()}  # with tp or cp = 2
 # a plain block's: outputs of matmuls, of norms, of RoPE and of the gate, and their gradients
 ALLOWED = {(size, "bfloat16") for size in SIZES.values()}
+HALF = {(size, "bfloat16") for size in HALVES.values()}
 # smaller are statistics of norms, sums of the loss, products with an adapter
 LARGE = 32 * N
 # inputs and weights of matmuls, and gradients of their outputs, for tensorwise scales
@@ -53,11 +54,9 @@ REGIONS: dict[str, tuple[int, set[tuple[str, str]], dict]] = {
     "document mask": (1, set(), {"data": {"document_mask": True}}),
     "lora": (1, set(), {"lora": {"rank": 8}}),
     "nf4": (1, set(), {"lora": {"rank": 8, "base_dtype": "nf4"}}),
-    "tp": (
-        2,
-        {(f"{size} / 2", "bfloat16") for size in SIZES.values()},
-        {"parallel": {"tp": 2}},
-    ),
+    "tp": (2, HALF, {"parallel": {"tp": 2}}),
+    "cp": (2, HALF, {"parallel": {"cp": 2}}),
+    "muon": (2, set(), {"optim": {"name": "muon"}}),
     "float8": (1, FLOAT8, {"parallel": {"float8": "tensorwise"}}),
 }
 QUICK = {"plain"}

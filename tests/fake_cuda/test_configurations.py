@@ -48,7 +48,7 @@ def test_save_restore_evaluate(name: str, text: Text, tmp_path: pathlib.Path) ->
         text,
         tmp_path,
         model={"n_layers": 2, "vocab_size": 1024},
-        train={"steps": 4, "seq_len": 512},
+        train={"steps": 4, "seq_len": 2048},
         checkpoint={"save_every_steps": 2},
         eval={"every_steps": 2, "batches": 1},
     )
