@@ -14,7 +14,12 @@ import pytest
 from tests.fake_cuda import configurations
 from tests.fake_cuda.configurations import Text
 
-N, D, Q, K, F, V = 896, 384, 512, 256, 1280, 3072
+N = 896
+D = 384
+Q = 512
+K = 256
+F = 1280
+V = 3072
 MODEL = {
     "dim": D,
     "n_heads": 4,
