@@ -148,6 +148,7 @@ def environment(cache: pathlib.Path = CACHE, **settings: object) -> dict[str, st
         "LD_PRELOAD": str(LIBRARY),
         "LD_LIBRARY_PATH": f"{LIBRARY.parent}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":"),
         "TRITON_LIBCUDA_PATH": str(LIBRARY.parent),
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as run_train.sh sets it
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # two tests run at a time
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),

@@ -22,6 +22,14 @@ STEPS = 4
 WAITS = ("stream_waits", "event_waits", "device_waits", "copy_waits")
 LAUNCHES = ("kernels", "triton_kernels", "matmuls", "collectives")
 
+# sizes from which a matmul is faster in 8 bits, with either recipe
+LARGE_ENOUGH_FOR_FLOAT8 = {
+    "dim": 1280,
+    "n_heads": 10,
+    "n_kv_heads": 5,
+    "head_dim": 128,
+    "ffn_dim": 4608,
+}
 MINIMAL = {"train": {"steps": 1}, "data": {}}  # what a configuration has beside [model]
 
 # Ranks, of which one process is the first. Those of the configuration's own comment.
@@ -48,6 +56,14 @@ GPUS = {
 }
 MEMORY_GIB = {"llama8b-h200": 141}  # 80 where absent
 
+
+def communicators(name: str) -> int:
+    """How many a rank needs: one for all ranks, another where tp splits them."""
+    if GPUS[name] == 1:
+        return 0
+    return 2 if name == "llama70b" else 1
+
+
 MODES = ("compiled", "eager")
 # float8 requires compilation.
 ONLY_COMPILED = ("llama8b-float8",)
@@ -55,7 +71,14 @@ ONLY_COMPILED = ("llama8b-float8",)
 # How far a measured figure may be from the plan's, as a ratio.
 TOLERANCE = 0.03
 # Where it is further away: (configuration, mode, figure) -> (least ratio, most, why).
-EXCEPTIONS: dict[tuple[str, str, str], tuple[float, float, str]] = {}
+EXCEPTIONS: dict[tuple[str, str, str], tuple[float, float, str]] = {
+    ("qwen3-0.6b-chat", "compiled", "reserved"): (0.97, 1.14, "a hole as large as the logits"),
+    ("llama8b-qlora", "compiled", "reserved"): (0.94, 1.03, "planned 0.5 GiB too high"),
+    ("tiny", "compiled", "reserved"): (0.97, 1.2, "segments of 20 MiB are large beside 0.2 GiB"),
+    ("tiny", "eager", "reserved"): (0.97, 1.2, "segments of 20 MiB are large beside 0.2 GiB"),
+    ("tiny-chat", "compiled", "reserved"): (0.97, 1.2, "as tiny"),
+    ("tiny-chat", "eager", "reserved"): (0.97, 1.2, "as tiny"),
+}
 
 
 def limits(case: "Case", figure: str) -> tuple[float, float]:
@@ -161,7 +184,7 @@ def write_config(case: Case, text: Text, folder: pathlib.Path, **sections: dict)
     for name, values in sections.items():
         tables[name] = tables.get(name, {}) | values
     if "init_from" in tables["model"]:
-        name_base(tables, folder / "base")
+        name_base(tables, folder / f"base of {case}")
     cfg = config.from_dict(tables, case.name)
     path = folder / f"{case}.toml"
     path.write_text(config.to_toml(at_most_two_micro_batches(cfg, GPUS[case.name])))
@@ -208,18 +231,24 @@ def name_base(tables: dict[str, dict], folder: pathlib.Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rendered = hf_config.render(m, tables["train"]["seq_len"], "bfloat16", {})
     (folder / "config.json").write_text(json.dumps(rendered))
-    header = {}
-    end = 0
+    weight_map = {}  # a file for each tensor: one of 140 GB can't be mapped here
     for name, shape in hf_weights.shapes(m).items():
-        begin = end
-        end += 2 * math.prod(shape)
-        entry = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
-        header[hf_weights.hf_name(name)] = entry
-    text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+        name = hf_weights.hf_name(name)
+        weight_map[name] = f"{name}.safetensors"
+        write_hole(folder / weight_map[name], name, shape)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     tables["model"]["init_from"] = str(folder)
+
+
+def write_hole(path: pathlib.Path, name: str, shape: list[int]) -> None:
+    """A safetensors file of one bfloat16 tensor that takes no space on the disk."""
+    size = 2 * math.prod(shape)
+    header = {name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, size]}}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + size)
 
 
 def at_most_two_micro_batches(cfg: config.Config, gpus: int) -> config.Config:
@@ -275,7 +304,7 @@ def measure(case: Case, text: Text, folder: pathlib.Path) -> Measured:
     step = quiet[-1]
     return Measured(
         planned_peak=planned["peak_gib"],
-        planned_reserved=planned.get("reserved_gib", planned["device_gib"]),
+        planned_reserved=planned["reserved_gib"],
         allocated=max(row["peak_allocated"] for row in quiet) / GIB,
         reserved=max(row["peak_reserved"] for row in quiet) / GIB,
         waits=sum(step[name] for name in WAITS),

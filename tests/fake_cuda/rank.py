@@ -13,6 +13,7 @@ build.environment().
 import argparse
 import atexit
 import ctypes
+import dataclasses
 import json
 import os
 import pathlib
@@ -31,7 +32,7 @@ def be_alone(size: int) -> None:
     import torch.distributed as dist
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
 
-    from checkpoint import save
+    from checkpoint import load, save
     from lifecycle import process_group
 
     os.environ |= {
@@ -48,20 +49,41 @@ def be_alone(size: int) -> None:
     def init_alone(backend: str, **options: Any) -> None:
         init_process_group(backend.replace("gloo", "fake"), **options)
 
-    def gather_from_all(values: list, value: Any, group: Any = None) -> None:
-        values[:] = [value] * len(values)
+    # by torch's names of parameters: DCP passes some by name
+    def gather(object_list: list, obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * len(object_list)
 
-    def keep_own(*unused: Any, **options: Any) -> None:
+    def gather_on_one(obj: Any, object_gather_list: list, *unused: Any, **options: Any) -> None:
+        gather(object_gather_list, obj)
+
+    def scatter(
+        scatter_object_output_list: list,
+        scatter_object_input_list: list,
+        *unused: Any,
+        **options: Any,
+    ) -> None:
+        scatter_object_output_list[0] = scatter_object_input_list[0]
+
+    def broadcast(*unused: Any, **options: Any) -> None:
         pass
 
-    save.is_covered = lambda item: True  # the other ranks' shards are not saved
+    for module in (load, save):
+        module.is_covered = lambda item: True  # a checkpoint lacks the other ranks' shards
+    # the gathered plans all are rank 0's, which must write all of it
+    save.CachedPlans._dedup_save_plans = lambda planner, plans: keep_first(plans)
     dist.rendezvous = lambda *unused, **options: iter([(store, 0, size)])
     process_group.agree_on_device = lambda cfg, store: process_group.pick_device(cfg, 0)
     for module in (dist, dist.distributed_c10d):
         module.init_process_group = init_alone
-        module.all_gather_object = gather_from_all
-        module.broadcast_object_list = keep_own
+        module.all_gather_object = gather
+        module.gather_object = gather_on_one
+        module.scatter_object_list = scatter
+        module.broadcast_object_list = broadcast
         module.new_group = with_fake_gloo(module.new_group)
+
+
+def keep_first(plans: list) -> list:
+    return [plans[0], *(dataclasses.replace(plan, items=[]) for plan in plans[1:])]
 
 
 def with_fake_gloo(new_group: Any) -> Any:

@@ -14,7 +14,12 @@ import pytest
 from tests.fake_cuda import configurations
 from tests.fake_cuda.configurations import Text
 
-N, D, Q, K, F, V = 896, 384, 512, 256, 1280, 3072
+N = 896
+D = 384
+Q = 512
+K = 256
+F = 1280
+V = 3072
 MODEL = {
     "dim": D,
     "n_heads": 4,
@@ -32,15 +37,32 @@ SIZES = {
     D * K: "D.K",
     D * F: "D.F",
 }
+HALVES = {size // 2: f"{name} / 2" for size, name in SIZES.items()}  # with tp or cp = 2
 # a plain block's: outputs of matmuls, of norms, of RoPE and of the gate, and their gradients
 ALLOWED = {(size, "bfloat16") for size in SIZES.values()}
+HALF = {(size, "bfloat16") for size in HALVES.values()}
 # smaller are statistics of norms, sums of the loss, products with an adapter
 LARGE = 32 * N
+# inputs and weights of matmuls, and gradients of their outputs, for tensorwise scales
+FLOAT8 = {
+    ("N.D", "float8_e4m3fn"),
+    ("N.F", "float8_e4m3fn"),
+    ("N.F", "float8_e5m2"),
+    ("N.D", "float8_e5m2"),
+    ("D.F", "float8_e4m3fn"),
+    ("D.F", "uint8"),  # what is all-gathered
+}
 # name: (ranks, what is allowed too, options by section)
 REGIONS: dict[str, tuple[int, set[tuple[str, str]], dict]] = {
     "plain": (1, set(), {}),
     "qk_norm": (1, set(), {"model": {"qk_norm": True}}),
     "document mask": (1, set(), {"data": {"document_mask": True}}),
+    "lora": (1, set(), {"lora": {"rank": 8}}),
+    "nf4": (1, set(), {"lora": {"rank": 8, "base_dtype": "nf4"}}),
+    "tp": (2, HALF, {"parallel": {"tp": 2}}),
+    "cp": (2, HALF, {"parallel": {"cp": 2}}),
+    "muon": (2, set(), {"optim": {"name": "muon"}}),
+    "float8": (1, FLOAT8, {"parallel": {"float8": "tensorwise"}}),
 }
 QUICK = {"plain"}
 ALLOCATION = re.compile(r"= empty_strided_cuda\(\(([\d, ]*)\), \([\d, ]*\), torch\.(\w+)\)")
@@ -53,7 +75,8 @@ def large_buffers(cache: pathlib.Path) -> set[tuple[str, str]]:
         for shape, dtype in ALLOCATION.findall(file.read_text()):
             count = math.prod(int(number) for number in shape.split(",") if number.strip())
             if count >= LARGE:
-                buffers.add((SIZES.get(count, f"({shape})"), dtype))
+                name = SIZES.get(count) or HALVES.get(count) or f"({shape})"
+                buffers.add((name, dtype))
     return buffers
 
 

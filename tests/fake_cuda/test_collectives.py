@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.fake_cuda import build, configurations
-from tests.fake_cuda.configurations import Text
+from tests.fake_cuda.configurations import LARGE_ENOUGH_FOR_FLOAT8, Text
 
 # name: (ranks, communicators that a rank makes, options by section)
 MESHES = {
@@ -22,7 +22,14 @@ MESHES = {
         2,
         {"optim": {"name": "muon"}, "parallel": {"dp_replicate": 2, "dp_shard": 2}},
     ),
-    "float8": (2, 1, {"parallel": {"float8": "tensorwise", "compile": True}}),
+    "float8": (
+        2,
+        1,
+        {
+            "parallel": {"float8": "tensorwise", "compile": True},
+            "model": LARGE_ENOUGH_FOR_FLOAT8,
+        },
+    ),
     "lora": (2, 1, {"lora": {"rank": 4}}),
     "nf4": (2, 1, {"lora": {"rank": 4, "base_dtype": "nf4"}}),
 }
@@ -49,7 +56,15 @@ def logs_of_ranks(
 
 
 def without_rank(log: list[str]) -> list[str]:
-    return [re.sub(r"rank \d+ of", "rank of", line) for line in log]
+    """What may differ between ranks is left out: their numbers, and what each sends to whom."""
+    without_number = [re.sub(r"rank \d+ of", "rank of", line) for line in log]
+    return [re.sub(r"(send|recv) \d+", "send or receive", line) for line in without_number]
+
+
+def elements(logs: list[list[str]], operation: str) -> int:
+    """How many the ranks send, or receive, together."""
+    text = "\n".join(line for log in logs for line in log)
+    return sum(map(int, re.findall(rf"\d+ {operation} (\d+) ", text)))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +73,9 @@ def without_rank(log: list[str]) -> list[str]:
 def test_all_ranks_call_the_same_collectives(name: str, text: Text, tmp_path: pathlib.Path) -> None:
     ranks, communicators, sections = MESHES[name]
     path = configurations.write_small(name, text, tmp_path, **sections)
-    first, *others = map(without_rank, logs_of_ranks(ranks, path, tmp_path))
+    logs = logs_of_ranks(ranks, path, tmp_path)
+    assert elements(logs, "send") == elements(logs, "recv")
+    first, *others = map(without_rank, logs)
     for log in others:
         assert log == first
     made = [line for line in first if line.startswith("communicator")]

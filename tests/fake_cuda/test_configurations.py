@@ -29,10 +29,11 @@ def test_every_configuration_is_here() -> None:
 @pytest.mark.parametrize("case", quick_or_full(all_cases(), QUICK))
 def test_full_size(case: Case, text: Text, tmp_path: pathlib.Path) -> None:
     """The allocator did what the plan says, memory does not grow, and the host waits once a step: for
-    the flag of the step before."""
+    the flag of the step before. One communicator serves all ranks, another those of tp."""
     measured = configurations.measure(case, text, tmp_path)
     assert measured.growth == 0
     assert measured.waits == 1
+    assert measured.communicators == configurations.communicators(case.name)
     for figure, ratio in (("peak", measured.peak_ratio), ("reserved", measured.reserved_ratio)):
         least, most = limits(case, figure)
         assert least <= ratio <= most, (figure, measured)
@@ -47,7 +48,7 @@ def test_save_restore_evaluate(name: str, text: Text, tmp_path: pathlib.Path) ->
         text,
         tmp_path,
         model={"n_layers": 2, "vocab_size": 1024},
-        train={"steps": 4, "seq_len": 512},
+        train={"steps": 4, "seq_len": 2048},
         checkpoint={"save_every_steps": 2},
         eval={"every_steps": 2, "batches": 1},
     )

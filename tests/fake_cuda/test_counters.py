@@ -71,7 +71,7 @@ except torch.OutOfMemoryError as error:
 """
     for allocator in ("", "expandable_segments:True"):
         done = run(
-            f"import os; os.environ['PYTORCH_CUDA_ALLOC_CONF'] = '{allocator}'" + program,
+            f"import os; os.environ['PYTORCH_ALLOC_CONF'] = '{allocator}'" + program,
             memory_gib=39,
         )
         assert done.stdout.split() == ["True"] * 3, done.stdout + done.stderr

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from tests.fake_cuda import configurations
-from tests.fake_cuda.configurations import Text
+from tests.fake_cuda.configurations import LARGE_ENOUGH_FOR_FLOAT8, Text
 
 CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 HEADS_OF_128 = {"dim": 512, "n_heads": 4, "n_kv_heads": 2, "head_dim": 128}
@@ -27,8 +27,16 @@ FAMILIES = {
     "muon": (1, [], {"optim": {"name": "muon"}}),
     "nf4": (1, [], {"lora": {"rank": 4, "base_dtype": "nf4"}}),
     "adamw_bfloat16": (1, [], {"optim": {"state_dtype": "bfloat16"}}),
-    "float8 tensorwise": (2, ["fp8"], {"parallel": {"float8": "tensorwise"}}),
-    "float8 rowwise": (2, ["fp8"], {"parallel": {"float8": "rowwise"}}),
+    "float8 tensorwise": (
+        2,
+        ["amax"],
+        {"parallel": {"float8": "tensorwise"}, "model": LARGE_ENOUGH_FOR_FLOAT8},
+    ),
+    "float8 rowwise": (
+        2,
+        ["amax"],
+        {"parallel": {"float8": "rowwise"}, "model": LARGE_ENOUGH_FOR_FLOAT8},
+    ),
 }
 QUICK = ("document mask, qk_norm", "9.0")
 
