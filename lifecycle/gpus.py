@@ -72,10 +72,14 @@ def has_slices() -> bool:
     return any(line.strip().startswith("MIG") for line in nvidia_smi("--list-gpus"))
 
 
+def driver_version() -> str:
+    lines = nvidia_smi("--query-gpu=driver_version --format=csv,noheader")
+    return lines[0] if lines else "unknown"
+
+
 def describe_driver(listed: int) -> str:
     """How many GPUs the driver lists, and its versions."""
-    versions = nvidia_smi("--query-gpu=driver_version --format=csv,noheader")
-    driver = f"driver {versions[0] if versions else 'unknown'}"
+    driver = f"driver {driver_version()}"
     supported = re.search(r"CUDA Version: ([\d.]+)", "".join(nvidia_smi("")))
     if supported:
         driver += f", for CUDA up to {supported[1]}"

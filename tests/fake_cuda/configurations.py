@@ -148,7 +148,7 @@ def make_text() -> Text:
     """Random words, with a small tokenizer: a model may have more rows than it. Enough for a step of
     llama3.1-70b; made once, by whichever process comes first."""
     folder = build.REPO / ".fake-cuda/text"
-    documents = [json.dumps({"text": words(i, 120)}) + "\n" for i in range(10_000)]
+    documents = [json.dumps({"text": words(i, 120)}) + "\n" for i in range(20_000)]
     few = folder / "few.jsonl"
     source = folder / "text.jsonl"
     folder.mkdir(parents=True, exist_ok=True)

@@ -996,7 +996,7 @@ def test_the_drawing_is_the_plan(tmp_path, capsys):
     drawing = ET.parse(tmp_path / "step.svg")
     words = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert {
-        "llama8b on 8 x H100: peak 42.69 GiB in the backward head",
+        "llama8b on 8 x H100: peak 53.57 GiB in the backward head",
         "the GPU's memory: 79.1 GiB",
         "0.7 s",
         "70",
@@ -1020,7 +1020,7 @@ def test_the_drawing_is_the_plan(tmp_path, capsys):
         for title, tall in boxes.items()
         if title.startswith("backward head: ") and " of " in title
     ]
-    assert sum(highest) == pytest.approx(320 * 42.69 / 79.1, abs=0.1)
+    assert sum(highest) == pytest.approx(320 * 53.57 / 79.1, abs=0.1)
     computed, sent = (
         next(
             (float(rect.get("width")), float(title.split()[-2]))
@@ -1032,7 +1032,7 @@ def test_the_drawing_is_the_plan(tmp_path, capsys):
     # pixels a millisecond
     assert sent[0] / sent[1] == pytest.approx(computed[0] / computed[1], rel=0.01)
     assert any(
-        t.startswith("backward head: activations") and t.endswith("of 42.69 GiB") for t in titles
+        t.startswith("backward head: activations") and t.endswith("of 53.57 GiB") for t in titles
     )
     # the unit after each
     assert sum(t.startswith("forward block") and " gathers: " in t for t in titles) == 32
