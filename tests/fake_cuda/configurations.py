@@ -175,7 +175,8 @@ def write_config(case: Case, text: Text, folder: pathlib.Path, **sections: dict)
     }
     # the first step and the last are logged, for which the host waits
     tables["train"] |= {"steps": STEPS}
-    tables["optim"] = {"lr": 1e-4, "name": tables["optim"].get("name", "adamw"), "warmup_steps": 1}
+    of_memory = {k: v for k, v in tables["optim"].items() if k in ("name", "state_dtype")}
+    tables["optim"] = {"lr": 1e-4, "warmup_steps": 1} | of_memory
     tables["run"] = {"device": "cuda", "output_dir": str(folder), "name": str(case)}
     tables["parallel"] |= {"compile": case.mode == "compiled", "param_dtype": "bfloat16"}
     tables["log"] = {"every_steps": 100, "tensorboard": False}
