@@ -53,6 +53,7 @@ CHANGES = [
     KEEP,
     "--parallel.reshard_after_forward=true",
     "--parallel.sync_every_micro_batch=false",
+    "--parallel.one_memory_pool=true",
     f"{MICRO_BATCH}8",
     f"{MICRO_BATCH}4",
     f"{MICRO_BATCH}2",

@@ -19,6 +19,7 @@ from tests.fake_cuda import build
 
 GIB = 2**30
 STEPS = 4
+DOCUMENTS = 20_000  # of text, of some 120 tokens: enough for a step of llama70b
 WAITS = ("stream_waits", "event_waits", "device_waits", "copy_waits")
 LAUNCHES = ("kernels", "triton_kernels", "matmuls", "collectives")
 
@@ -148,10 +149,10 @@ class Text:
 
 
 def make_text() -> Text:
-    """Random words, with a small tokenizer: a model may have more rows than it. Enough for a step of
-    llama3.1-70b; made once, by whichever process comes first."""
-    folder = build.REPO / ".fake-cuda/text"
-    documents = [json.dumps({"text": words(i, 120)}) + "\n" for i in range(20_000)]
+    """Random words, with a small tokenizer: a model may have more rows than it. Made once, by
+    whichever process comes first."""
+    folder = build.REPO / f".fake-cuda/text-{DOCUMENTS}"
+    documents = [json.dumps({"text": words(i, 120)}) + "\n" for i in range(DOCUMENTS)]
     few = folder / "few.jsonl"
     source = folder / "text.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
