@@ -13,7 +13,7 @@ from config import ConfigError
 from launch import checks
 from lifecycle import gpus
 from lifecycle.device import pick_device, runs_on
-from tests.conftest import make_config
+from tests.conftest import make_config, needs_extra
 
 BFLOAT16 = {"parallel": {"param_dtype": "bfloat16"}}
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # torch 2.13.0+cu130
@@ -67,6 +67,7 @@ def test_a_gpu_without_kernels_or_bfloat16_is_refused(capability, sections, refu
                 pick_device(cfg, 0)
 
 
+@needs_extra("float8")
 def test_all_that_a_gpu_lacks_is_said_at_once():
     parallel = {"float8": "rowwise", "compile": True, "cp": 2, "param_dtype": "bfloat16"}
     cfg = make_config(run={"device": "cuda"}, model={"head_dim": 8}, parallel=parallel)
