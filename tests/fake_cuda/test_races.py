@@ -10,8 +10,12 @@ from tests.fake_cuda.configurations import Text
 from tests.fake_cuda.races import FAULTS
 
 ONE_POOL = {"one_memory_pool": True}
-# Of the steps' two micro-batches, the second adds to gradients.
-TWO = {"train": {"steps": 3, "global_batch_size": 16}}
+# Of the steps' two micro-batches, the second adds to gradients. Activations are larger than a unit's
+# parameters, so that what they leave is what an all-gather takes.
+SIZES = {
+    "model": {"dim": 64, "ffn_dim": 256, "n_layers": 4},
+    "train": {"steps": 3, "seq_len": 1024, "global_batch_size": 16},
+}
 CASES = {
     "pools-of-their-own": {},
     "one-pool": ONE_POOL,
@@ -26,7 +30,7 @@ QUICK = {"pools-of-their-own", "one-pool"}
 
 
 def races(text: Text, folder: pathlib.Path, options: dict, *arguments: str) -> list[str]:
-    path = configurations.write_small("races", text, folder, parallel=options, **TWO)
+    path = configurations.write_small("races", text, folder, parallel=options, **SIZES)
     report, _ = configurations.run_alone(path, 8, "--races", *arguments)
     assert len(report["steps"]) == 3
     return report["races"]
