@@ -10,8 +10,9 @@ from tests.fake_cuda.configurations import Text
 from tests.fake_cuda.races import FAULTS
 
 ONE_POOL = {"one_memory_pool": True}
-# Of the steps' two micro-batches, the second adds to gradients.
-TWO = {"train": {"steps": 3, "global_batch_size": 16}}
+# Of the steps' two micro-batches, the second adds to gradients. Activations are larger than 1 MiB, as
+# what is all-gathered: the allocator keeps smaller blocks elsewhere, and nothing would be reused.
+TWO = {"train": {"steps": 3, "global_batch_size": 16, "seq_len": 1024}}
 CASES = {
     "pools-of-their-own": {},
     "one-pool": ONE_POOL,
