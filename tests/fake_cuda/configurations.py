@@ -72,12 +72,13 @@ ONLY_COMPILED = ("llama8b-float8",)
 # How far a measured figure may be from the plan's, as a ratio.
 TOLERANCE = 0.03
 # Where it is further away: (configuration, mode, figure) -> (least ratio, most, why).
+ADAPTERS = "one kernel of the last block's backward holds nine tensors as wide as ffn_dim"
 GRANULE = "segments grow by 20 MiB, which is much beside 0.3 GiB"
 FEWER_HOLES = "planned with fewer holes than the allocator leaves"
 HOLES = "planned with more holes than the allocator leaves"
 EXCEPTIONS: dict[tuple[str, str, str], tuple[float, float, str]] = {
     ("llama3.1-70b", "compiled", "reserved"): (0.93, 1.03, HOLES),
-    ("llama3.1-8b-chat-lora", "compiled", "peak"): (0.97, 1.04, "not explained: 43 MiB a block"),
+    ("llama3.1-8b-chat-lora", "compiled", "peak"): (0.97, 1.04, ADAPTERS),
     ("llama70b", "eager", "reserved"): (0.97, 1.05, FEWER_HOLES),
     ("llama8b-qlora", "compiled", "reserved"): (0.93, 1.03, HOLES),
     ("qwen3-8b-chat-qlora", "compiled", "reserved"): (0.93, 1.03, HOLES),

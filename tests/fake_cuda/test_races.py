@@ -11,7 +11,8 @@ from tests.fake_cuda.races import FAULTS
 
 ONE_POOL = {"one_memory_pool": True}
 # Of the steps' two micro-batches, the second adds to gradients. Activations are larger than a unit's
-# parameters, so that what they leave is what an all-gather takes.
+# parameters, so that an all-gather takes what they leave; and larger than 1 MiB: the allocator keeps
+# smaller blocks elsewhere.
 SIZES = {
     "model": {"dim": 64, "ffn_dim": 256, "n_layers": 4},
     "train": {"steps": 3, "seq_len": 1024, "global_batch_size": 16},
