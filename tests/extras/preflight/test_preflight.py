@@ -49,7 +49,8 @@ def test_nothing_is_printed_where_nothing_is_lacking(capsys):
 
 def test_all_errors_are_raised_at_once_after_the_warnings(monkeypatch, capsys):
     told = [Finding("first", True), Finding("mind this", False), Finding("second", True)]
-    monkeypatch.setattr("extras.preflight.survey.CHECKS", [lambda *_: iter(told)] * 2)
+    monkeypatch.setattr("extras.preflight.survey.CHECKS", (lambda *_: iter(told),))
+    monkeypatch.setattr("extras.preflight.survey.OF_TRAINING", (lambda *_: iter(told),))
     with pytest.raises(ConfigError) as refused:
         survey(make_config(), ONE)
     assert refused.value.problems == ("first", "second") * 2
@@ -264,10 +265,11 @@ def unprepared(monkeypatch, tmp_path):
     )
 
 
-def test_a_quota_that_is_used_up(monkeypatch, unprepared):
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
+
+def test_a_quota_that_is_used_up(monkeypatch, unprepared):
     monkeypatch.setattr(disks.tempfile, "TemporaryFile", full)
     for finding in disks.folders(unprepared, ONE):
         assert finding.is_error and "cannot be written to: Disk quota exceeded" in finding.text
@@ -430,6 +432,22 @@ def test_a_port_that_is_taken(monkeypatch):
     assert "the first node, node7, has no port 29742 for the others" in text
     assert "submit again" in text
     assert not list(network.first_node(on_gpus(), JOB))
+
+
+def test_an_evaluation_needs_less_than_training(machine, hub_of, monkeypatch, tmp_path):
+    """Neither the memory of gradients and optimizer state, nor the hub, nor room on a disk."""
+    monkeypatch.chdir(tmp_path)
+    hub_of(f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setattr(disks.tempfile, "TemporaryFile", full)
+    cfg = make_config(
+        **REMOTE, model={**LARGE, "vocab_size": 128256}, run={"device": "cpu"}, checkpoint={}
+    )
+    with pytest.raises(ConfigError) as refused:
+        survey(cfg, ONE)
+    lines = "\n".join(refused.value.problems)
+    for problem in ("optimizer state", "me/texts", "[run] output_dir"):
+        assert problem in lines
+    survey(cfg, ONE, evaluates=True)
 
 
 def test_sizes_in_words():
