@@ -323,7 +323,7 @@ def library_of_version(path: pathlib.Path, version: int) -> None:
 @pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
 def test_another_nccl_than_torch_s_own_is_named(wheel, monkeypatch):
     own = wheel / "site/nvidia/nccl/lib/libnccl.so.2"
-    module = wheel / "opt/nccl/libnccl.so.2"
+    module = wheel / "opt/nccl/libnccl.so.2.18.3"  # what its link libnccl.so.2 leads to
     library_of_version(own, 22907)
     library_of_version(module, 21803)
     monkeypatch.setenv("LD_PRELOAD", str(module))
