@@ -256,6 +256,19 @@ def test_room_for_prepared_text(monkeypatch, tmp_path):
     assert not list(disks.prepared_text(make_config(data=data | {"max_tokens": None}), ONE))
 
 
+def test_room_is_that_of_the_disk_of_data_path(monkeypatch, tmp_path):
+    """The folder may be a disk of its own."""
+    asked = []
+    usage = collections.namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or usage(3 * GIB))
+    folder = tmp_path / "text"
+    data = {"source": "python-stdlib", "path": str(folder), "max_tokens": 1000}
+    assert not list(disks.prepared_text(make_config(data=data), ONE))
+    folder.mkdir()
+    assert not list(disks.prepared_text(make_config(data=data), ONE))
+    assert asked == [tmp_path, folder]
+
+
 @pytest.fixture
 def unprepared(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -276,7 +289,7 @@ def test_a_quota_that_is_used_up(monkeypatch, unprepared):
     assert len(list(disks.folders(unprepared, ONE))) == 2
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EIO])
 def test_a_disk_without_locks_is_told_once(monkeypatch, capsys, unprepared, number):
     """The line is the one that preparing would print."""
 
