@@ -273,11 +273,12 @@ def causes_of(error: BaseException) -> list[BaseException]:
 
 def how_to_fetch() -> str:
     """What helps a machine without a network, for messages."""
-    from huggingface_hub.constants import HF_HOME
+    from huggingface_hub import constants
 
+    online = "HF_HUB_OFFLINE=0 " if constants.HF_HUB_OFFLINE else ""
     return (
         "run on a machine with a network (a cluster's login node): "
-        f"HF_HOME={shlex.quote(HF_HOME)} {fetch_command()}"
+        f"HF_HOME={shlex.quote(constants.HF_HOME)} {online}{fetch_command()}"
     )
 
 

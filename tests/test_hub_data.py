@@ -19,6 +19,7 @@ import data.arrow  # noqa: F401  for the client
 from config import ConfigError
 from data import hub as hub_module
 from data import hub_sources as data_hub
+from data.identity import open_source
 from data.record import read_manifest
 from data.sources import SourceFile
 from tests import order_model
@@ -419,6 +420,9 @@ def test_a_hub_behind_a_silent_firewall_is_given_up_within_seconds(monkeypatch):
         begin = time.monotonic()
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be reached: timed out"):
             hub_module.snapshot("nobody/nothing", hub_module.CONFIG)
+        for order in ("growing", "global"):
+            with pytest.raises(ConfigError, match="nothing: .* be reached: .* --fetch-only"):
+                open_source(make_config(data={"source": "nobody/nothing", "order": order}).data)
         assert time.monotonic() - begin < 30  # with imports on a busy machine
     hub_module.connection_problem.cache_clear()
 

@@ -397,7 +397,8 @@ def test_a_hub_that_does_not_answer(hub_of, tmp_path, monkeypatch):
     hub_of(f"http://127.0.0.1:{free_port()}")
     cfg = make_config(**REMOTE)
     text = one(network.hub_answers(cfg, ONE), True)
-    assert "me/texts: 127.0.0.1:" in text and "cannot be reached: Connection refused" in text
+    assert "me/texts: is neither python-stdlib nor a local file" in text  # perhaps it is misspelt
+    assert ": 127.0.0.1:" in text and "cannot be reached: Connection refused" in text
     (tmp_path / "cache/datasets--me--texts").mkdir(parents=True)
     assert "./run_train.sh -m data.prepare" in one(network.hub_answers(cfg, ONE), False)
     local = make_config(data={"source": "python-stdlib", "path": None})
@@ -417,7 +418,9 @@ def test_a_hub_that_answers_directly_or_through_a_proxy(hub_of, listener, monkey
 def test_the_hub_switched_off(hub_of, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set" in one(network.hub_answers(make_config(**REMOTE), ONE), True)
+    text = one(network.hub_answers(make_config(**REMOTE), ONE), True)
+    assert "HF_HUB_OFFLINE is set" in text
+    assert " HF_HUB_OFFLINE=0 ./run_train.sh" in text  # it would be set there, too
 
 
 @pytest.mark.parametrize(
