@@ -128,7 +128,8 @@ def shield_compilers(signals: Iterable[signal.Signals]) -> None:
 
     cpp_builder.run_compile_cmd = with_blocked(cpp_builder.run_compile_cmd)
     SubprocPool.__init__ = with_blocked(SubprocPool.__init__)
-    with contextlib.suppress(ImportError):  # on a CPU there is no Triton
+    with contextlib.suppress(ImportError):
+        # pyrefly: ignore[missing-import]  # builds for CPUs come without it
         from triton.runtime import build
 
         build._build = with_blocked(build._build)  # of its driver, in the rank itself

@@ -77,7 +77,7 @@ def checkpoints(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
     if not cfg.checkpoint:
         return
     folder = existing(config.run_folder(cfg))
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(folder)
     there = len(catalog.step_folders(catalog.root(cfg)))
     count = most_checkpoints(cfg)
     size = sizes(cfg, free / count).checkpoint
@@ -118,7 +118,7 @@ def prepared_text(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
     width = WIDTH["uint16" if cfg.model.vocab_size <= 2**16 else "int32"]
     needed = sum(limit for limit in limits if limit) * width - there
     folder = existing(pathlib.Path(d.path or "prepared"))
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(folder)
     if needed > free:
         yield warning(
             f"[data] max_tokens: up to {gib(needed)} of token files, and {gib(free)} are free in "
@@ -131,6 +131,12 @@ def data_root(cfg: config.Config) -> pathlib.Path:
     if cfg.data.path and not cfg.data.sources:
         return pathlib.Path(cfg.data.path).absolute().parent
     return pathlib.Path(cfg.data.path or "prepared")
+
+
+def free_bytes(folder: pathlib.Path) -> float:
+    """Infinitely many on a file system without a size, as those of objects on a network may be."""
+    usage = shutil.disk_usage(folder)
+    return usage.free if usage.total else math.inf
 
 
 def existing(folder: pathlib.Path) -> pathlib.Path:

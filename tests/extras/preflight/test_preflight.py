@@ -1,7 +1,6 @@
 """Each fault planted, and the line that it gets. Faults that would need root, or a GPU, are injected where the machine
 is asked."""
 
-import collections
 import errno
 import fcntl
 import os
@@ -188,6 +187,10 @@ def test_a_cache_on_a_disk_without_execution_is_refused(monkeypatch, tmp_path):
     assert "TRITON_CACHE_DIR=FOLDER" in without_execution.text
 
 
+def usage(free: float, total: int = 2**60) -> types.SimpleNamespace:
+    return types.SimpleNamespace(free=int(free), total=total)
+
+
 @pytest.mark.parametrize(
     "free, there, keep_last, told",
     [
@@ -211,9 +214,8 @@ def test_room_for_the_checkpoints_that_are_kept(
     )
     for step in range(there):
         (tmp_path / f"run/checkpoints/step-{step:08d}").mkdir(parents=True)
-    usage = collections.namedtuple("usage", "free")
     one_checkpoint = 8.03e9 * 12
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(int(free * one_checkpoint)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free * one_checkpoint))
     findings = list(disks.checkpoints(cfg, ONE))
     if told is None:
         assert not findings
@@ -221,6 +223,15 @@ def test_room_for_the_checkpoints_that_are_kept(
         text = one(findings, told)
         assert f"keep_last = {keep_last or 'all'}: {10 if keep_last is None else 4} check" in text
         assert "of 89 GiB" in text or "of 90 GiB" in text
+
+
+def test_a_disk_without_a_size_is_not_full(monkeypatch, tmp_path):
+    """As a file system in user space may be that does not say."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, total=0))
+    data = {"source": "python-stdlib", "path": str(tmp_path / "text"), "max_tokens": 1000}
+    cfg = make_config(data=data, run={"output_dir": str(tmp_path)}, checkpoint={})
+    assert not list(disks.checkpoints(cfg, ONE))
+    assert not list(disks.prepared_text(cfg, ONE))
 
 
 def test_a_checkpoint_is_as_large_as_is_said(prepared, write_config, tmp_path):
@@ -246,7 +257,6 @@ assert sizes(cfg, 2**33) == (0, 0) and "torch" not in sys.modules
 
 
 def test_room_for_prepared_text(monkeypatch, tmp_path):
-    usage = collections.namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(3 * GIB))
     monkeypatch.chdir(tmp_path)
     data = {"source": "python-stdlib", "path": None, "max_tokens": 2 * GIB}
@@ -259,7 +269,6 @@ def test_room_for_prepared_text(monkeypatch, tmp_path):
 def test_room_is_that_of_the_disk_of_data_path(monkeypatch, tmp_path):
     """The folder may be a disk of its own."""
     asked = []
-    usage = collections.namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or usage(3 * GIB))
     folder = tmp_path / "text"
     data = {"source": "python-stdlib", "path": str(folder), "max_tokens": 1000}
