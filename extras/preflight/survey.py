@@ -1,5 +1,5 @@
 """All checks of the machine, in one process, before data and ranks. Together they take less than a
-second, but for what waits for the network, at most CONNECT_SECONDS of data/hub.py."""
+second, but for what waits for the network: CONNECT_SECONDS of data/hub.py, and a name server."""
 
 import config
 from config import ConfigError
