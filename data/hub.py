@@ -273,11 +273,12 @@ def causes_of(error: BaseException) -> list[BaseException]:
 
 def how_to_fetch() -> str:
     """What helps a machine without a network, for messages."""
-    from huggingface_hub.constants import HF_HOME
+    from huggingface_hub import constants
 
+    online = "HF_HUB_OFFLINE=0 " if constants.HF_HUB_OFFLINE else ""
     return (
         "run on a machine with a network (a cluster's login node): "
-        f"HF_HOME={shlex.quote(HF_HOME)} {fetch_command()}"
+        f"HF_HOME={shlex.quote(constants.HF_HOME)} {online}{fetch_command()}"
     )
 
 
@@ -295,11 +296,10 @@ def fetch_command() -> str:
 
 @functools.cache
 def connection_problem() -> str | None:
-    """Why the hub cannot be reached, for a message; None if something answers at its address, or at
-    the proxy's. Asks once in a process: its library tries for minutes where a firewall keeps
-    silent."""
+    """Why the hub cannot be reached, for a message; None if something answers at one of its
+    addresses, or of the proxy's. Asks once in a process: its library tries for minutes where a
+    firewall keeps silent."""
     # here: importing them would take a tenth of the time in which a configuration is checked
-    import socket
     import urllib.parse
     import urllib.request
 
@@ -316,10 +316,39 @@ def connection_problem() -> str | None:
         return None  # it says so itself
     port = url.port or (443 if url.scheme == "https" else 80)
     try:
-        socket.create_connection((url.hostname, port), CONNECT_SECONDS).close()
+        connect_to_any(url.hostname, port)
     except OSError as error:
         return f"{url.hostname}:{port} cannot be reached: {error.strerror or error}"
     return None
+
+
+def connect_to_any(host: str, port: int) -> None:
+    """Connects to one of a host's addresses. Tries all at once: a large host has a dozen, and one
+    after the other each would have the timeout of its own. Raises OSError."""
+    import queue
+    import socket
+
+    outcomes: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()
+
+    def connect(address: tuple[str, int]) -> None:
+        try:
+            socket.create_connection(address, CONNECT_SECONDS).close()
+        except OSError as error:
+            outcomes.put(error)
+        else:
+            outcomes.put(None)
+
+    entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = {entry[4][:2] for entry in entries}
+    for address in addresses:
+        threading.Thread(target=connect, args=[address], daemon=True).start()
+    error = None
+    for _ in addresses:
+        error = outcomes.get()
+        if error is None:
+            return
+    assert error, "a host has an address"
+    raise error
 
 
 def check_room(folder: pathlib.Path, needed: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import config
 from config import ConfigError
 from data.console import report
-from data.hub import GIB, causes_of, how_to_fetch, is_unreachable
+from data.hub import GIB, causes_of, connection_problem, how_to_fetch, is_unreachable
 from data.sources import (
     STDLIB,
     TEXT_SUFFIXES,
@@ -48,6 +48,7 @@ class Hub(Source):
         """The commit is that of the state or the record; without these, the newest. Raises
         ConfigError."""
         super().__init__(d, state, record)
+        require_hub(d.source)
         before = HubState(*state) if state else None
         self.row = before.row if before else 0  # rows read
         with readable(not_local(d.source)):
@@ -187,9 +188,17 @@ def not_local(source: str) -> str:
     return f"{source}: is neither {STDLIB} nor a local file, and as a Hugging Face dataset"
 
 
+def require_hub(source: str) -> None:
+    """Raises ConfigError if the hub cannot be reached: its library would try for minutes."""
+    problem = connection_problem()
+    if problem:
+        raise ConfigError(f"[data] source = {not_local(source)}: {problem}; {how_to_fetch()}")
+
+
 def find_files(d: config.Data, revision: str | None = None) -> tuple[str, list[SourceFile]]:
     """(a dataset's commit, its data files as `datasets` resolves subset and split). revision: None
     for the newest commit. Raises ConfigError, also for files of other kinds."""
+    require_hub(d.source)
     look_up = functools.partial(_find_files, d, revision)
     return with_retries(not_local(d.source), look_up, FIRST_RETRY_SECONDS)
 

@@ -10,7 +10,6 @@ import sys
 import sysconfig
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import config
@@ -34,8 +33,7 @@ def check_launch(cfg: config.Config, ranks: Ranks, args: Namespace) -> bool:
         return False
     checks: list[Callable[[], Any]] = [
         lambda: config.mesh_shape(cfg, ranks.total),
-        # an evaluation saves nothing
-        lambda: check_machine(replace(cfg, checkpoint=None) if args.eval_only else cfg, ranks),
+        lambda: check_machine(cfg, ranks, args.eval_only),
         lambda: check_patterns(cfg),
     ]
     if not args.eval_only:
@@ -142,23 +140,26 @@ def check_tracker(cfg: config.Config) -> None:
         )
 
 
-def check_machine(cfg: config.Config, ranks: Ranks) -> None:
-    """Raises ConfigError with all that this machine lacks for the run."""
-    together(
+def check_machine(cfg: config.Config, ranks: Ranks, evaluates: bool = False) -> None:
+    """Raises ConfigError with all that this machine lacks for the run. evaluates: it only evaluates
+    a checkpoint."""
+    checks: list[Callable[[], Any]] = [
         lambda: check_device(cfg, ranks.local),
         lambda: check_compiler(cfg),
-        lambda: check_tracker(cfg),
-        lambda: check_surroundings(cfg, ranks),
-    )
+        lambda: check_surroundings(cfg, ranks, evaluates),
+    ]
+    if not evaluates:
+        checks.append(lambda: check_tracker(cfg))
+    together(*checks)
 
 
-def check_surroundings(cfg: config.Config, ranks: Ranks) -> None:
+def check_surroundings(cfg: config.Config, ranks: Ranks, evaluates: bool) -> None:
     """Raises ConfigError for limits, disks and networks that the run needs more of. Prints what it
     may need more of."""
     if config.has_extra("preflight"):
         from extras.preflight.survey import survey
 
-        survey(cfg, ranks)
+        survey(cfg, ranks, evaluates)
 
 
 def check_device(cfg: config.Config, local_ranks: int) -> None:

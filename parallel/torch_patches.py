@@ -103,8 +103,8 @@ def _is_not_advice_on_policies(record: logging.LogRecord) -> bool:
 
 
 def shield_compilers(signals: Iterable[signal.Signals]) -> None:
-    """Has Inductor start its compiling processes with these signals blocked, those that ask a run to
-    stop.
+    """Has Inductor and Triton start their compiling processes with these signals blocked, those that
+    ask a run to stop.
 
     scancel, for one, sends them to all processes of a job, of which the rank alone is to act on
     them. In all versions, a compiler or worker that dies of one fails the rank, which would have
@@ -128,3 +128,8 @@ def shield_compilers(signals: Iterable[signal.Signals]) -> None:
 
     cpp_builder.run_compile_cmd = with_blocked(cpp_builder.run_compile_cmd)
     SubprocPool.__init__ = with_blocked(SubprocPool.__init__)
+    with contextlib.suppress(ImportError):
+        # pyrefly: ignore[missing-import]  # builds for CPUs come without it
+        from triton.runtime import build
+
+        build._build = with_blocked(build._build)  # of its driver, in the rank itself

@@ -19,6 +19,7 @@ import data.arrow  # noqa: F401  for the client
 from config import ConfigError
 from data import hub as hub_module
 from data import hub_sources as data_hub
+from data.identity import open_source
 from data.record import read_manifest
 from data.sources import SourceFile
 from tests import order_model
@@ -396,23 +397,54 @@ def test_a_run_waits_stops_fails_and_resumes(tmp_path, prepared, write_config):
         assert [entry[0] for entry in manifest["files"]] == held and manifest["revision"]
 
 
+def silent_address(sockets: contextlib.ExitStack) -> tuple[str, int]:
+    """Of a listener whose queue is full, so that it drops what comes."""
+    server = sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+    for _ in range(3):
+        client = sockets.enter_context(socket.socket())
+        client.setblocking(False)
+        client.connect_ex(server.getsockname())
+    return server.getsockname()
+
+
 def test_a_hub_behind_a_silent_firewall_is_given_up_within_seconds(monkeypatch):
-    """Its library would try for minutes. Here a listener whose queue is full drops what comes."""
+    """Its library would try for minutes."""
     for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hub_module, "CONNECT_SECONDS", 0.3)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     hub_module.connection_problem.cache_clear()
     with contextlib.ExitStack() as sockets:
-        server = sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(3):
-            client = sockets.enter_context(socket.socket())
-            client.setblocking(False)
-            client.connect_ex(server.getsockname())
-        port = server.getsockname()[1]
+        _, port = silent_address(sockets)
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
         begin = time.monotonic()
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be reached: timed out"):
             hub_module.snapshot("nobody/nothing", hub_module.CONFIG)
+        for order in ("growing", "global"):
+            with pytest.raises(ConfigError, match="nothing: .* be reached: .* --fetch-only"):
+                open_source(make_config(data={"source": "nobody/nothing", "order": order}).data)
         assert time.monotonic() - begin < 30  # with imports on a busy machine
     hub_module.connection_problem.cache_clear()
+
+
+def test_all_addresses_of_a_hub_are_tried_at_once(monkeypatch):
+    monkeypatch.setattr(hub_module, "CONNECT_SECONDS", 2.0)
+    real = socket.getaddrinfo
+
+    def look_up(host: str, *rest: object, **keywords: object) -> list:
+        if host != "hub.invalid":
+            return real(host, *rest, **keywords)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", address) for address in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with contextlib.ExitStack() as sockets:
+        addresses = [silent_address(sockets) for _ in range(4)]
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError):
+            hub_module.connect_to_any("hub.invalid", 443)
+        assert time.monotonic() - begin < 6
+        server = sockets.enter_context(socket.create_server(("127.0.0.1", 0)))
+        addresses.append(server.getsockname())
+        begin = time.monotonic()
+        hub_module.connect_to_any("hub.invalid", 443)
+        assert time.monotonic() - begin < 2

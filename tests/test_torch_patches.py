@@ -130,6 +130,12 @@ if sys.argv[2] == "worker":
     os.killpg(0, signal.SIGTERM)
     future.result(20)
     pool.shutdown()
+elif sys.argv[2] == "driver":
+    import threading
+    from triton.runtime import build
+
+    threading.Timer(0.5, os.killpg, (0, signal.SIGTERM)).start()
+    build._build("name", "1", "/tmp", [], [], [], [])  # CC's first argument
 else:
     import threading
     from torch._inductor import cpp_builder
@@ -141,13 +147,18 @@ assert received
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", ["worker", "compiler"])
-def test_a_stop_does_not_reach_what_compiles(process):
+@pytest.mark.parametrize("process", ["worker", "compiler", "driver"])
+def test_a_stop_does_not_reach_what_compiles(process, tmp_path):
     """SIGTERM to the whole process group. What compiles finishes, and the rank has the signal."""
+    if process == "driver":
+        pytest.importorskip("triton")
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\nexec sleep "$1"\n')
+    compiler.chmod(0o755)
     for shield, fails in (("shielded", False), ("bare", True)):
         done = subprocess.run(
             [sys.executable, "-c", COMPILING, shield, process],
-            env=os.environ | {"PYTHONPATH": str(REPO)},
+            env=os.environ | {"PYTHONPATH": str(REPO), "CC": str(compiler)},
             capture_output=True,
             text=True,
             timeout=120,

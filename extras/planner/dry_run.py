@@ -87,6 +87,8 @@ def print_lacks(cfg: config.Config) -> None:
     except ConfigError as error:
         for problem in error.problems:
             print_error(f"a run here would be refused: {problem}")
+    except OSError as error:  # of a disk that does not answer, or may not be looked at
+        print_error(f"a run here would fail: {error}")
 
 
 def fewest_ranks(p: config.Parallel) -> int:

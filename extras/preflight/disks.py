@@ -1,6 +1,5 @@
 """Room for checkpoints and text, the cache of compiled kernels, locks."""
 
-import errno
 import fcntl
 import math
 import os
@@ -8,6 +7,7 @@ import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import IO
 
 import config
 import files
@@ -20,8 +20,6 @@ from launch.checks import option_that_compiles
 from launch.command import Ranks
 
 NO_EXECUTION = getattr(os, "ST_NOEXEC", 0)  # not on macOS
-FULL = (errno.EDQUOT, errno.ENOSPC)
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 def kernel_cache(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
@@ -61,14 +59,17 @@ def folders(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
             with tempfile.TemporaryFile(dir=existing(folder)) as file:
                 file.write(b"x")
                 file.flush()
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                warn_if_without_locks(folder, file)
         except OSError as problem:
-            if problem.errno in NO_LOCKS:
-                files.warn_without_locks(folder, problem)
-            else:
-                yield error(
-                    f"{name}: cannot be written to: {problem.strerror}; name another folder"
-                )
+            yield error(f"{name}: cannot be written to: {problem.strerror}; name another folder")
+
+
+def warn_if_without_locks(folder: pathlib.Path, file: IO) -> None:
+    """As a run and its preparer do, which continue then. file: in the folder."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as problem:
+        files.warn_without_locks(folder, problem)
 
 
 def checkpoints(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
@@ -76,7 +77,7 @@ def checkpoints(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
     if not cfg.checkpoint:
         return
     folder = existing(config.run_folder(cfg))
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(folder)
     there = len(catalog.step_folders(catalog.root(cfg)))
     count = most_checkpoints(cfg)
     size = sizes(cfg, free / count).checkpoint
@@ -116,20 +117,26 @@ def prepared_text(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
             there += sum(file.stat().st_size for file in folder.glob("*.bin"))
     width = WIDTH["uint16" if cfg.model.vocab_size <= 2**16 else "int32"]
     needed = sum(limit for limit in limits if limit) * width - there
-    parent = existing(data_root(cfg))
-    free = shutil.disk_usage(parent).free
+    folder = existing(pathlib.Path(d.path or "prepared"))
+    free = free_bytes(folder)
     if needed > free:
         yield warning(
             f"[data] max_tokens: up to {gib(needed)} of token files, and {gib(free)} are free in "
-            f"{parent}; data.path=FOLDER names another disk"
+            f"{folder}; data.path=FOLDER names another disk"
         )
 
 
 def data_root(cfg: config.Config) -> pathlib.Path:
-    """Where token files are, or will be."""
+    """Where the folders of token files are, or will be, and their locks."""
     if cfg.data.path and not cfg.data.sources:
         return pathlib.Path(cfg.data.path).absolute().parent
     return pathlib.Path(cfg.data.path or "prepared")
+
+
+def free_bytes(folder: pathlib.Path) -> float:
+    """Infinitely many on a file system without a size, as those of objects on a network may be."""
+    usage = shutil.disk_usage(folder)
+    return usage.free if usage.total else math.inf
 
 
 def existing(folder: pathlib.Path) -> pathlib.Path:

@@ -20,7 +20,7 @@ def replaced_libraries(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
     """Of this process, which has loaded what the ranks will load."""
     own = libraries_of_torch()
     for path in loaded_files():
-        file = own.get(path.name)
+        file = own.get(library_of(path))
         if file and not file.samefile(path):
             yield warning(
                 f"{path}{version_of_nccl(path)} is loaded in place of torch's own "
@@ -53,7 +53,7 @@ def libraries_of_torch() -> dict[str, pathlib.Path]:
     packages = pathlib.Path(sys.modules["torch"].__file__ or "").parent.parent
     libraries = {}
     for path in packages.glob("nvidia/*/lib/lib*.so.*"):
-        if NAMES.fullmatch(path.name):
+        if library_of(path) == path.name:
             libraries[path.name] = path
     return libraries
 
@@ -67,9 +67,16 @@ def loaded_files() -> list[pathlib.Path]:
     files = set()
     for line in lines:
         path = pathlib.Path(line.partition("/")[1] + line.partition("/")[2])
-        if path.is_absolute() and NAMES.match(path.name) and path.exists():
+        if path.is_absolute() and library_of(path) and path.exists():
             files.add(path)
     return sorted(files)
+
+
+def library_of(path: pathlib.Path) -> str:
+    """The name by which a library is loaded: libnccl.so.2 of libnccl.so.2.18.3, to which the link
+    of that name leads in a package of a distribution, or a module. "" for other files."""
+    match = NAMES.match(path.name)
+    return match[0] if match else ""
 
 
 def version_of_nccl(path: pathlib.Path) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import config
 from data import hub
 from data.folder import is_prepared
+from data.hub_sources import not_local
 from data.sources import STDLIB, local_files
 from extras.preflight.finding import Finding, error, warning
 from launch.command import Ranks
@@ -34,7 +35,7 @@ def hub_answers(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
             missing.append(name)
     if missing:
         yield error(
-            f"[data] source = {missing[0]}: {problem}, and {cache} has none of it; "
+            f"[data] source = {not_local(missing[0])}: {problem}, and {cache} has none of it; "
             f"{hub.how_to_fetch()}"
         )
     elif not constants.HF_HUB_OFFLINE:  # else it is meant so

@@ -1,5 +1,5 @@
 """All checks of the machine, in one process, before data and ranks. Together they take less than a
-second, but for what waits for the network, at most CONNECT_SECONDS of data/hub.py."""
+second, but for what waits for the network: CONNECT_SECONDS of data/hub.py, and a name server."""
 
 import config
 from config import ConfigError
@@ -12,22 +12,27 @@ CHECKS = (
     limits.open_files,
     limits.locked_memory,
     limits.shared_memory,
-    limits.host_memory,
     libraries.replaced_libraries,
     libraries.parts_of_cudnn,
     disks.kernel_cache,
+    network.first_node,
+)
+# an evaluation has neither gradients nor optimizer state, writes nothing, and reads text that is
+# prepared
+OF_TRAINING = (
+    limits.host_memory,
     disks.folders,
     disks.checkpoints,
     disks.prepared_text,
     network.hub_answers,
-    network.first_node,
 )
 
 
-def survey(cfg: config.Config, ranks: Ranks) -> None:
-    """Prints warnings. Raises one ConfigError with every problem that would end the run."""
+def survey(cfg: config.Config, ranks: Ranks, evaluates: bool = False) -> None:
+    """Prints warnings. Raises one ConfigError with every problem that would end the run. evaluates:
+    it only evaluates a checkpoint."""
     problems = []
-    for check in CHECKS:
+    for check in CHECKS if evaluates else CHECKS + OF_TRAINING:
         for finding in check(cfg, ranks):
             if finding.is_error:
                 problems.append(finding.text)

@@ -1,6 +1,7 @@
 """The plan against theory, real tensors and whole simulated steps, and what --dry-run prints."""
 
 import contextlib
+import errno
 import json
 import pathlib
 import re
@@ -1476,3 +1477,14 @@ def test_the_table_of_published_runs(monkeypatch, capsys):
     published.main()
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines()[2:]]
     assert len(rows) == 2 and all(float(row[3]) > 0 and 0.5 < float(row[5]) < 2 for row in rows)
+
+
+def test_a_disk_that_may_not_be_looked_at_ends_no_plan(monkeypatch, capsys):
+    def check_machine(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/secret")
+
+    monkeypatch.setattr("launch.checks.check_machine", check_machine)
+    dry_run_module.print_lacks(make_config())
+    assert (
+        "a run here would fail: [Errno 13] Permission denied: '/secret'" in capsys.readouterr().err
+    )

@@ -1,7 +1,6 @@
 """Each fault planted, and the line that it gets. Faults that would need root, or a GPU, are injected where the machine
 is asked."""
 
-import collections
 import errno
 import fcntl
 import os
@@ -49,7 +48,8 @@ def test_nothing_is_printed_where_nothing_is_lacking(capsys):
 
 def test_all_errors_are_raised_at_once_after_the_warnings(monkeypatch, capsys):
     told = [Finding("first", True), Finding("mind this", False), Finding("second", True)]
-    monkeypatch.setattr("extras.preflight.survey.CHECKS", [lambda *_: iter(told)] * 2)
+    monkeypatch.setattr("extras.preflight.survey.CHECKS", (lambda *_: iter(told),))
+    monkeypatch.setattr("extras.preflight.survey.OF_TRAINING", (lambda *_: iter(told),))
     with pytest.raises(ConfigError) as refused:
         survey(make_config(), ONE)
     assert refused.value.problems == ("first", "second") * 2
@@ -187,6 +187,10 @@ def test_a_cache_on_a_disk_without_execution_is_refused(monkeypatch, tmp_path):
     assert "TRITON_CACHE_DIR=FOLDER" in without_execution.text
 
 
+def usage(free: float, total: int = 2**60) -> types.SimpleNamespace:
+    return types.SimpleNamespace(free=int(free), total=total)
+
+
 @pytest.mark.parametrize(
     "free, there, keep_last, told",
     [
@@ -210,9 +214,8 @@ def test_room_for_the_checkpoints_that_are_kept(
     )
     for step in range(there):
         (tmp_path / f"run/checkpoints/step-{step:08d}").mkdir(parents=True)
-    usage = collections.namedtuple("usage", "free")
     one_checkpoint = 8.03e9 * 12
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(int(free * one_checkpoint)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free * one_checkpoint))
     findings = list(disks.checkpoints(cfg, ONE))
     if told is None:
         assert not findings
@@ -220,6 +223,15 @@ def test_room_for_the_checkpoints_that_are_kept(
         text = one(findings, told)
         assert f"keep_last = {keep_last or 'all'}: {10 if keep_last is None else 4} check" in text
         assert "of 89 GiB" in text or "of 90 GiB" in text
+
+
+def test_a_disk_without_a_size_is_not_full(monkeypatch, tmp_path):
+    """As a file system in user space may be that does not say."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, total=0))
+    data = {"source": "python-stdlib", "path": str(tmp_path / "text"), "max_tokens": 1000}
+    cfg = make_config(data=data, run={"output_dir": str(tmp_path)}, checkpoint={})
+    assert not list(disks.checkpoints(cfg, ONE))
+    assert not list(disks.prepared_text(cfg, ONE))
 
 
 def test_a_checkpoint_is_as_large_as_is_said(prepared, write_config, tmp_path):
@@ -245,7 +257,6 @@ assert sizes(cfg, 2**33) == (0, 0) and "torch" not in sys.modules
 
 
 def test_room_for_prepared_text(monkeypatch, tmp_path):
-    usage = collections.namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(3 * GIB))
     monkeypatch.chdir(tmp_path)
     data = {"source": "python-stdlib", "path": None, "max_tokens": 2 * GIB}
@@ -253,6 +264,18 @@ def test_room_for_prepared_text(monkeypatch, tmp_path):
     assert "[data] max_tokens: up to 4.0 GiB of token files, and 3.0 GiB are free" in text
     assert not list(disks.prepared_text(make_config(data=data | {"max_tokens": GIB}), ONE))
     assert not list(disks.prepared_text(make_config(data=data | {"max_tokens": None}), ONE))
+
+
+def test_room_is_that_of_the_disk_of_data_path(monkeypatch, tmp_path):
+    """The folder may be a disk of its own."""
+    asked = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or usage(3 * GIB))
+    folder = tmp_path / "text"
+    data = {"source": "python-stdlib", "path": str(folder), "max_tokens": 1000}
+    assert not list(disks.prepared_text(make_config(data=data), ONE))
+    folder.mkdir()
+    assert not list(disks.prepared_text(make_config(data=data), ONE))
+    assert asked == [tmp_path, folder]
 
 
 @pytest.fixture
@@ -264,17 +287,18 @@ def unprepared(monkeypatch, tmp_path):
     )
 
 
-def test_a_quota_that_is_used_up(monkeypatch, unprepared):
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
+
+def test_a_quota_that_is_used_up(monkeypatch, unprepared):
     monkeypatch.setattr(disks.tempfile, "TemporaryFile", full)
     for finding in disks.folders(unprepared, ONE):
         assert finding.is_error and "cannot be written to: Disk quota exceeded" in finding.text
     assert len(list(disks.folders(unprepared, ONE))) == 2
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EIO])
 def test_a_disk_without_locks_is_told_once(monkeypatch, capsys, unprepared, number):
     """The line is the one that preparing would print."""
 
@@ -321,7 +345,7 @@ def library_of_version(path: pathlib.Path, version: int) -> None:
 @pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
 def test_another_nccl_than_torch_s_own_is_named(wheel, monkeypatch):
     own = wheel / "site/nvidia/nccl/lib/libnccl.so.2"
-    module = wheel / "opt/nccl/libnccl.so.2"
+    module = wheel / "opt/nccl/libnccl.so.2.18.3"  # what its link libnccl.so.2 leads to
     library_of_version(own, 22907)
     library_of_version(module, 21803)
     monkeypatch.setenv("LD_PRELOAD", str(module))
@@ -382,7 +406,8 @@ def test_a_hub_that_does_not_answer(hub_of, tmp_path, monkeypatch):
     hub_of(f"http://127.0.0.1:{free_port()}")
     cfg = make_config(**REMOTE)
     text = one(network.hub_answers(cfg, ONE), True)
-    assert "me/texts: 127.0.0.1:" in text and "cannot be reached: Connection refused" in text
+    assert "me/texts: is neither python-stdlib nor a local file" in text  # perhaps it is misspelt
+    assert ": 127.0.0.1:" in text and "cannot be reached: Connection refused" in text
     (tmp_path / "cache/datasets--me--texts").mkdir(parents=True)
     assert "./run_train.sh -m data.prepare" in one(network.hub_answers(cfg, ONE), False)
     local = make_config(data={"source": "python-stdlib", "path": None})
@@ -402,7 +427,9 @@ def test_a_hub_that_answers_directly_or_through_a_proxy(hub_of, listener, monkey
 def test_the_hub_switched_off(hub_of, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set" in one(network.hub_answers(make_config(**REMOTE), ONE), True)
+    text = one(network.hub_answers(make_config(**REMOTE), ONE), True)
+    assert "HF_HUB_OFFLINE is set" in text
+    assert " HF_HUB_OFFLINE=0 ./run_train.sh" in text  # it would be set there, too
 
 
 @pytest.mark.parametrize(
@@ -430,6 +457,22 @@ def test_a_port_that_is_taken(monkeypatch):
     assert "the first node, node7, has no port 29742 for the others" in text
     assert "submit again" in text
     assert not list(network.first_node(on_gpus(), JOB))
+
+
+def test_an_evaluation_needs_less_than_training(machine, hub_of, monkeypatch, tmp_path):
+    """Neither the memory of gradients and optimizer state, nor the hub, nor room on a disk."""
+    monkeypatch.chdir(tmp_path)
+    hub_of(f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setattr(disks.tempfile, "TemporaryFile", full)
+    cfg = make_config(
+        **REMOTE, model={**LARGE, "vocab_size": 128256}, run={"device": "cpu"}, checkpoint={}
+    )
+    with pytest.raises(ConfigError) as refused:
+        survey(cfg, ONE)
+    lines = "\n".join(refused.value.problems)
+    for problem in ("optimizer state", "me/texts", "[run] output_dir"):
+        assert problem in lines
+    survey(cfg, ONE, evaluates=True)
 
 
 def test_sizes_in_words():
