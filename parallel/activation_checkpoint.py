@@ -45,8 +45,9 @@ aten = torch.ops.aten
 LINEAR_MATMULS = {aten.mm.default, aten.addmm.default}
 GROUPED_MM = aten._grouped_mm.default  # F.grouped_mm(), of a mixture of experts
 # Every library's attention: torch's (aten._scaled_dot_product_flash_attention and others, the
-# higher-order flex_attention), FlashAttention's own (flash_attn_3.fwd), a fork's.
-ATTENTION = re.compile(r"attention|attn|scaled_dot_product", re.IGNORECASE)
+# higher-order flex_attention), FlashAttention's own (flash_attn_3.fwd), xformers' (flash_fwd), a
+# fork's.
+ATTENTION = re.compile(r"attention|attn|scaled_dot_product|flash_fwd", re.IGNORECASE)
 BACKWARD = re.compile(r"backward|bwd", re.IGNORECASE)
 KEEP_EVERY = {"elementwise": 1, "selective": 2}  # mode -> n: every n-th matmul's output is saved
 

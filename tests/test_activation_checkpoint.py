@@ -401,6 +401,8 @@ def test_flex_attention_that_is_compiled_alone_runs_once_where_it_is_saved(monke
         ("aten._flash_attention_forward.quantized", True),
         ("flex_attention", True),
         ("flash_attn_3.fwd.default", True),
+        ("xformers_flash.flash_fwd.default", True),
+        ("xformers_flash.flash_bwd.default", False),
         ("aten._scaled_dot_product_flash_attention_backward.default", False),
         ("flash_attn_3.bwd.default", False),
         ("aten.mm.default", False),
