@@ -13,6 +13,7 @@ import config
 
 DEVICE_FILES = pathlib.Path("/dev")
 AMD_NODES = pathlib.Path("/sys/class/kfd/kfd/topology/nodes")  # some are CPUs
+SMI_SECONDS = 30.0  # a driver that hangs never answers
 
 
 def nvidia_smi(options: str) -> list[str]:
@@ -23,7 +24,11 @@ def nvidia_smi(options: str) -> list[str]:
 
 @functools.cache  # it takes up to seconds on a node of eight GPUs
 def _output(program: str, options: str) -> str:
-    done = subprocess.run([program, *options.split()], capture_output=True, text=True)
+    command = [program, *options.split()]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"no answer in {SMI_SECONDS:g} s"
     return done.stdout  # what is wrong, too
 
 

@@ -118,19 +118,28 @@ def test_gpus_are_counted_without_nvidia_smi(monkeypatch, tmp_path):
     assert gpus.visible_gpus() == 1
 
 
-def test_a_driver_that_fails_is_quoted(monkeypatch, tmp_path):
-    """As after its update: instead of training on the CPU."""
+@pytest.mark.parametrize(
+    "script, quoted",
+    [
+        (
+            "echo Failed to initialize NVML: version mismatch; exit 18",
+            "Failed to initialize NVML: version mismatch",
+        ),
+        ("exec sleep 60", "no answer in 0.2 s"),
+    ],
+)
+def test_a_driver_that_fails_is_quoted(monkeypatch, tmp_path, script, quoted):
+    """As after its update, or where it hangs: instead of training on the CPU."""
     without_nvidia_smi(monkeypatch, tmp_path)
+    monkeypatch.setattr(gpus, "SMI_SECONDS", 0.2)
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho Failed to initialize NVML: version mismatch; exit 18\n")
+    tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")
     monkeypatch.setattr(gpus, "DEVICE_FILES", tmp_path)
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    told = (
-        r'has 1 GPUs \(nvidia-smi says "Failed to initialize NVML: version mismatch"\), but torch'
-    )
+    told = rf'has 1 GPUs \(nvidia-smi says "{quoted}"\), but torch'
     with pytest.raises(ConfigError, match=told):
         pick_device(make_config(run={"device": "auto"}), 0)
 
