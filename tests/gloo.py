@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from tests import lines
+
 
 def run_on_ranks(ranks: int, function: Callable, *arguments: Any, timeout: float = 240) -> list:
     """Results of function(*arguments) by rank, each in a process of its own that sees what torchrun would set.
@@ -34,7 +36,18 @@ def run_on_ranks(ranks: int, function: Callable, *arguments: Any, timeout: float
         port = free.getsockname()[1]
     results = context.Queue()
     processes = [
-        context.Process(target=_child, args=(rank, ranks, port, results, function, arguments))
+        context.Process(
+            target=_child,
+            args=(
+                rank,
+                ranks,
+                port,
+                results,
+                os.environ.get(lines.CONTEXT, ""),
+                function,
+                arguments,
+            ),
+        )
         for rank in range(ranks)
     ]
     for process in processes:
@@ -63,8 +76,15 @@ def run_on_ranks(ranks: int, function: Callable, *arguments: Any, timeout: float
 
 
 def _child(
-    rank: int, ranks: int, port: int, results: Any, function: Callable, arguments: tuple
+    rank: int,
+    ranks: int,
+    port: int,
+    results: Any,
+    context: str,
+    function: Callable,
+    arguments: tuple,
 ) -> None:
+    lines.follow(context)
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
