@@ -1,5 +1,6 @@
 """Which tests run which line, their processes included: `./tests/run.sh --record` runs the whole suite under coverage,
-a third slower, and writes .tests-lines.json, from which tests/mutants.py and tests/changed.py choose tests.
+a third slower, and writes .tests-lines.json, from which tests/mutants.py and tests/changed.py choose tests. With paths
+of tests it runs those and adds what they show.
 
 As a plugin of pytest (-p tests.lines) this module names what is running: a test, or the set-up of a fixture that
 several tests share. Processes hear it from CONTEXT in their environment; tests/warm.py and tests/gloo.py pass it on to
@@ -144,6 +145,35 @@ class Record:
         bits = int(self.lines.get(file, {}).get(str(line), "0"), 16)
         return {name for number, name in enumerate(self.contexts) if bits >> number & 1}
 
+    def updated(self, newer: "Record") -> "Record":
+        """With what a run of some tests showed; of files that it found changed, only that."""
+        kept = {
+            file
+            for file in self.lines
+            if newer.digests.get(file, digest(file)) == self.digests[file]
+        }
+        contexts = [*dict.fromkeys([*self.contexts, *newer.contexts])]
+        bit = {name: 1 << number for number, name in enumerate(contexts)}
+        lines: dict[str, dict[str, str]] = collections.defaultdict(dict)
+        for record in (self, newer):
+            for file in record.lines:
+                if record is self and file not in kept:
+                    continue
+                for line in record.lines[file]:
+                    names = record.contexts_of(file, int(line))
+                    if record is newer and file in kept:
+                        names |= self.contexts_of(file, int(line))
+                    lines[file][line] = f"{sum(bit[name] for name in names):x}"
+        return Record(
+            seconds=self.seconds | newer.seconds,
+            fixtures=self.fixtures | newer.fixtures,
+            shared=self.shared | newer.shared,
+            failed=sorted({*self.failed} - {*newer.seconds} | {*newer.failed}),
+            digests=self.digests | newer.digests,
+            contexts=contexts,
+            lines=lines,
+        )
+
 
 def digest(file: str) -> str:
     return hashlib.sha256((REPO / file).read_bytes()).hexdigest()
@@ -169,7 +199,10 @@ def record(arguments: list[str]) -> int:
                 CONTEXT: "",
             },
         )
-        RECORD.write_text(json.dumps(vars(gather(pathlib.Path(folder)))))
+        found = gather(pathlib.Path(folder))
+    if RECORD.exists() and any(argument.startswith("tests/") for argument in arguments):
+        found = read().updated(found)
+    RECORD.write_text(json.dumps(vars(found)))
     return done.returncode
 
 
@@ -177,7 +210,9 @@ def gather(folder: pathlib.Path) -> Record:
     """From what the processes left."""
     import coverage
 
-    seconds, fixtures, failed = {}, {}, set()
+    seconds: dict[str, float] = {}
+    fixtures: dict[str, float] = {}
+    failed: set[str] = set()
     for path in folder.glob("seconds-*.json"):
         part = json.loads(path.read_text())
         seconds |= part["seconds"]

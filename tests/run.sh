@@ -1,6 +1,10 @@
 #!/usr/bin/env bash
 # Sets up and runs the tests, on CPU:   ./tests/run.sh [pytest arguments]
 # Only the linter, the formatter, the checks of style and the type checker:   ./tests/run.sh --lint
+# Tests that reach most of the code, in two minutes:   ./tests/run.sh --quick
+# Those that reach what was changed since the last commit, or since another:   ./tests/run.sh --changed [COMMIT]
+# Whether tests notice small wrong changes, made in copies:   ./tests/run.sh --mutants 40 data/ --seed 3
+# What these three choose from, written anew:   ./tests/run.sh --record, then ./tests/run.sh --write-map
 # The code for GPUs on a CUDA without one, in an environment of its own:   ./tests/run.sh --fake-cuda [pytest arguments]
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.." # -P: as --setup prints it, where a link leads here
@@ -27,10 +31,16 @@ if [[ -n $packages ]]; then
     "$python" -m pip install --quiet -r <(echo "$packages")
     echo "$packages" >.venv/.tests-made-from
 fi
+export PYTHON=$python
+in_twos=(-n 2 --dist loadfile --no-loadscope-reorder) # two tests at a time: most wait for a process of theirs
+case ${1:-} in
+    --quick | --changed | --write-map) exec "$python" -m tests.changed "$@" "${in_twos[@]}" ;;
+    --record) exec "$python" -m tests.lines "${in_twos[@]}" "${@:2}" ;;
+    --mutants) exec "$python" -m tests.mutants "${@:2}" ;;
+esac
 "$python" -m ruff check .
 "$python" -m ruff format --check --quiet . || { echo "not in the formatter's layout: $python -m ruff format ."; exit 1; }
 "$python" tests/style.py
 "$python" -m pyrefly check --summary=none --python-interpreter-path "$("$python" -c 'import sys; print(sys.executable)')"
 if [[ ${1:-} == --lint ]]; then exit; fi
-# two tests at a time: most wait for a process of theirs
-PYTHON=$python exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+exec "$python" -m pytest "${in_twos[@]}" "$@"

@@ -244,6 +244,8 @@ def short(command: str) -> str:
         command = f"{command} --eval.batches=2"
         if ".toml" in command:
             command = f"{command} --train.seq_len=64 --train.global_batch_size=2"
+    if command == "./tests/run.sh --quick":
+        return f"{command} --collect-only"
     if command.startswith("./tests/run.sh") and "--lint" not in command:
         return f"{command} -n 0 tests/test_metrics.py -k console_line"  # not this test again
     if "run_train.sh" in command and not re.search(

@@ -1,0 +1,265 @@
+"""The tests that a change needs: `./tests/run.sh --changed` runs those that reach the functions that you changed, and
+`--quick` those that reach most of the code in two minutes. Both are read from tests/map.json:
+
+    ./tests/run.sh --record        # 20 minutes: the whole suite, under coverage
+    ./tests/run.sh --write-map     # tests/map.json from that
+
+--changed compares with HEAD, or with the commit before where nothing is uncommitted; `--changed main` with main.
+"""
+
+import argparse
+import ast
+import collections
+import itertools
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+from tests import lines
+
+REPO = lines.REPO
+MAP = REPO / "tests/map.json"
+QUICK_SECONDS = 150  # of one core, recorded: less than two minutes on two
+CHANGED_SECONDS = 120
+PER_LINE = 2  # tests that reach each line of a function
+PER_FUNCTION = 10
+OTHERS = {  # what Python's coverage does not see: a pattern of paths, and the tests of it
+    r"configs/.*|.*\.toml": ["tests/test_config.py"],
+    r".*\.md|docs/.*": ["tests/test_repo.py", "tests/test_fork_docs.py"],
+    r"run_train\.sh": ["tests/test_launching.py", "tests/test_config.py"],
+    r"requirements\.txt": ["tests/test_repo.py"],
+}
+
+
+# --- functions --------------------------------------------------------------------------------------------------------
+
+
+def functions(text: str, bodies: bool = False) -> dict[int, str]:
+    """By line, the name of the function around it, with bodies of what runs when it is called; lines outside of
+    functions are absent."""
+    found: dict[int, str] = {}
+
+    def visit(node: ast.AST, names: tuple[str, ...]) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                visit(child, (*names, child.name))
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                head = min([child.lineno, *(d.lineno for d in child.decorator_list)])
+                first = child.body[0].lineno if bodies else head
+                for line in range(first, child.end_lineno + 1):
+                    found[line] = ".".join((*names, child.name))
+            else:
+                visit(child, names)
+
+    visit(ast.parse(text), ())
+    return found
+
+
+def changed_lines(since: str) -> dict[str, set[int]]:
+    """By file, as it is now: lines that were changed or added, and the line before one that was removed."""
+    command = ["git", "diff", "-U0", "--no-color", "--no-ext-diff", "--no-renames", since]
+    found: dict[str, set[int]] = collections.defaultdict(set)
+    file = ""
+    for line in subprocess.check_output(command, cwd=REPO, text=True).splitlines():
+        if line.startswith("+++ "):
+            file = line.removeprefix("+++ b/")
+        elif hunk := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", line):
+            start, count = int(hunk[1]), int(hunk[2] or 1)
+            found[file] |= {*range(start, start + max(count, 1))}
+    new = subprocess.check_output(
+        ["git", "ls-files", "--others", "--exclude-standard"], cwd=REPO, text=True
+    )
+    for file in new.splitlines():
+        found[file] = set()
+    found.pop("/dev/null", None)
+    return found
+
+
+# --- the map ----------------------------------------------------------------------------------------------------------
+
+
+def without_case(test: str) -> str:
+    """The name of a test function, of its parametrized cases too."""
+    return test.split("[")[0]
+
+
+def write_map() -> None:
+    record = lines.read()
+    seconds: collections.Counter[str] = collections.Counter()
+    for test, value in record.seconds.items():
+        seconds[without_case(test)] += value
+    fixtures = {without_case(test): names for test, names in record.shared.items()}
+    for test in seconds:
+        seconds[test] += sum(record.fixtures.get(name, 0) for name in fixtures.get(test, ()))
+    users = collections.defaultdict(set)  # by context, the tests whose lines those are
+    for test in record.seconds:
+        for context in (test, *record.shared.get(test, ())):
+            users[context].add(without_case(test))
+
+    reached = {}  # by file and line
+    for file, places in record.lines.items():
+        names = functions((REPO / file).read_text(), bodies=True)
+        for line in map(int, places):
+            if line in names:
+                tests = set().union(*(users[c] for c in record.contexts_of(file, line)))
+                reached[file, names[line], line] = tests
+    by_function = collections.defaultdict(lambda: collections.defaultdict(dict))
+    for (file, name, line), tests in reached.items():
+        by_function[file][name][line] = tests
+    numbers: dict[str, int] = {}
+    chosen = {
+        file: {
+            name: [numbers.setdefault(test, len(numbers)) for test in choose(file, places, seconds)]
+            for name, places in sorted(of_file.items())
+        }
+        for file, of_file in sorted(by_function.items())
+    }
+    quick = choose_quick(reached, seconds)
+    MAP.write_text(
+        json.dumps(
+            {
+                "tests": [[test, round(seconds[test], 2)] for test in numbers],
+                "functions": chosen,
+                "quick": sorted(quick),
+            },
+            separators=(",", ":"),
+        ).replace('],"', '],\n"')
+        + "\n"
+    )
+
+
+def own_test_file(file: str) -> str:
+    return f"test_{pathlib.Path(file).stem}.py"
+
+
+def rank(test: str, own: str, seconds: dict[str, float]) -> tuple:
+    """The module's own first, then the cheapest."""
+    return pathlib.Path(test.split("::")[0]).name != own, seconds[test], test
+
+
+def choose(file: str, places: dict[int, set[str]], seconds: dict[str, float]) -> list[str]:
+    """Of the tests that reach a function's lines: by rank, until each line has PER_LINE; then the next, up to
+    PER_FUNCTION."""
+    own = own_test_file(file)
+    counts: collections.Counter[int] = collections.Counter()
+    found = []
+    for test in sorted(set().union(*places.values()), key=lambda test: rank(test, own, seconds)):
+        needed = [line for line, tests in places.items() if test in tests]
+        if len(found) < PER_FUNCTION or any(counts[line] < PER_LINE for line in needed):
+            found.append(test)
+            counts.update(needed)
+    return found
+
+
+def choose_quick(
+    reached: dict[tuple[str, str, int], set[str]], seconds: dict[str, float]
+) -> list[str]:
+    """Again and again the test that adds most lines for its seconds, until QUICK_SECONDS are spent."""
+    lines_of = collections.defaultdict(set)
+    for place, tests in reached.items():
+        for test in tests:
+            lines_of[test].add(place)
+    left = QUICK_SECONDS
+    found = []
+    while True:
+        affordable = [test for test in lines_of if lines_of[test] and seconds[test] <= left]
+        if not affordable:
+            return found
+        best = max(affordable, key=lambda test: len(lines_of[test]) / (seconds[test] + 0.01))
+        left -= seconds[best]
+        found.append(best)
+        gained = lines_of.pop(best)
+        for places in lines_of.values():
+            places -= gained
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+class Choice:
+    """Of the map, the tests that reach what was changed."""
+
+    def __init__(self, known: dict):
+        self.names = [name for name, _ in known["tests"]]
+        self.seconds = dict(known["tests"])
+        self.functions = known["functions"]
+        self.tests: dict[str, None] = {}  # test files, and tests, in order
+        self.unknown: list[str] = []  # files that no test is known for
+
+    def add(self, file: str, places: set[int]) -> None:
+        path = REPO / file
+        is_test = re.fullmatch(r"tests/(.*/)?test_\w+\.py", file)
+        if is_test or not path.exists():
+            self.tests |= dict.fromkeys([file] if path.exists() else [])
+        elif file.endswith(".py"):
+            self.add_functions(file, functions(path.read_text()), places)
+        else:
+            found = [tests for pattern, tests in OTHERS.items() if re.fullmatch(pattern, file)]
+            self.tests |= dict.fromkeys(itertools.chain(*found))
+
+    def add_functions(self, file: str, inside: dict[int, str], places: set[int]) -> None:
+        of_file = self.functions.get(file)
+        if of_file is None:
+            if not file.startswith(("tests/", "benchmarks/")):
+                self.unknown.append(file)
+            return
+        # a class's body, a constant or a new function: those that reach anything of the file
+        touched = {inside.get(line, "") for line in places}
+        known = touched & {*of_file}
+        names = known if known == touched else {*of_file}
+        found = {self.names[number] for name in names for number in of_file[name]}
+        own = own_test_file(file)
+        self.tests |= dict.fromkeys(sorted(found, key=lambda test: rank(test, own, self.seconds)))
+
+    def within(self, limit: float) -> list[str]:
+        """Those that take so many seconds together, the cheapest first."""
+        chosen = []
+        for test in sorted(self.tests, key=lambda test: self.seconds.get(test, 0)):
+            limit -= self.seconds.get(test, 0)
+            if limit >= 0:
+                chosen.append(test)
+        return chosen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="./tests/run.sh", description=__doc__.split("\n")[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--quick", action="store_true")
+    what.add_argument("--changed", nargs="?", const="", metavar="SINCE")
+    what.add_argument("--write-map", action="store_true")
+    arguments, for_pytest = parser.parse_known_args()
+    if arguments.write_map:
+        return write_map()
+    known = json.loads(MAP.read_text())
+    if arguments.quick:
+        tests = known["quick"]
+    else:
+        since = arguments.changed or ("HEAD" if changed_lines("HEAD") else "HEAD~1")
+        choice = Choice(known)
+        changes = changed_lines(since)
+        for file, places in sorted(changes.items()):
+            choice.add(file, places)
+        tests = choice.within(CHANGED_SECONDS)
+        print(f"changed since {since}: {', '.join(sorted(changes)) or 'nothing'}")
+        if choice.unknown:
+            print(f"no test is known to run {', '.join(choice.unknown)}")
+        left_out = len(choice.tests) - len(tests)
+        print(f"{len(tests)} tests and test files; {left_out} that take longer are left out")
+        if not tests:
+            return
+    there = [test for test in tests if exists(test)]
+    os.execv(sys.executable, [sys.executable, "-m", "pytest", *for_pytest, *there])
+
+
+def exists(test: str) -> bool:
+    """Whether a fork still has it."""
+    file, _, name = test.partition("::")
+    path = REPO / file
+    return path.exists() and (not name or f"def {name.split('::')[-1]}(" in path.read_text())
+
+
+if __name__ == "__main__":
+    main()
