@@ -1612,6 +1612,31 @@ def test_the_first_step_of_any_launch_has_the_time_to_compile():
     ]
 
 
+def test_a_wait_for_text_outlasts_the_time_limit_of_a_step(tmp_path, monkeypatch):
+    """It has a limit of its own, which text that is recorded renews. A stop ends it."""
+    monkeypatch.setattr("lifecycle.run.WAIT_SECONDS", 0.05)
+    cfg = make_config(
+        run={"name": "r", "output_dir": str(tmp_path), "step_timeout_seconds": 0.3},
+    )
+    stop = StopRequest()
+    stop.waits_for_text = True
+    run = Run(cfg, SimpleNamespace(rank=0, size=1, device=torch.device("cpu")), None, stop)
+    ended = []
+    run.watchdog = Watchdog(ended.append)
+    looks = []
+
+    def finish_sync() -> None:
+        looks.append(run.watchdog.name)
+        stop.waits_for_text = len(looks) < 20
+
+    run.text = SimpleNamespace(finish_sync=finish_sync, start_sync=lambda: None)
+    run.watchdog.phase("step", 60, 3)
+    run.agree_to_continue()
+    run.watchdog.stop()
+    assert not ended and run.seconds["data"] > 0.9
+    assert looks == ["step"] + ["data"] * 19 and run.watchdog.name == "step"
+
+
 @pytest.mark.parametrize("seconds, code", [(4.9, 130), (5.1, 0)])
 def test_a_second_ctrl_c_after_five_seconds_is_as_any_other_signal(
     tmp_path, monkeypatch, own_handlers, seconds, code
@@ -1794,7 +1819,9 @@ def test_what_the_user_has_set_for_the_ranks_stays(monkeypatch):
         assert ranks.environment()[name] == "mine"
 
 
-def test_each_attempt_of_a_job_meets_under_a_name_of_its_own(tmp_path, monkeypatch):
+def test_each_attempt_of_a_job_meets_under_a_name_and_each_job_at_a_port_of_its_own(
+    tmp_path, monkeypatch
+):
     scontrol = tmp_path / "scontrol"
     scontrol.write_text("#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
     scontrol.chmod(0o755)
@@ -1803,8 +1830,18 @@ def test_each_attempt_of_a_job_meets_under_a_name_of_its_own(tmp_path, monkeypat
         "SLURM_JOB_NODELIST": "n[1-2]",
     }.items():
         monkeypatch.setenv(name, value)
-    found = []
-    for count in ("0", "1"):
-        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
-        found += [word for word in Ranks(2, 1, 3, "7").command() if word.startswith("--rdzv-id=")]
-    assert len(found) == len({*found}) == 2
+    ids = []
+    ports = {}
+    for job in ("7", "8", "1234008"):
+        for count in ("0", "1"):
+            monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+            options = dict(
+                word.split("=", 1) for word in Ranks(2, 1, 3, job).command() if "=" in word
+            )
+            host, port = options["--rdzv-endpoint"].split(":")
+            assert host == "n1" and 1024 < int(port) < 2**15  # below those that Linux deals out
+            ids.append(options["--rdzv-id"])
+            ports.setdefault(job, set()).add(port)
+    assert len(ids) == len({*ids}) == 6
+    # jobs may share a node: those in a row meet at ports of their own
+    assert len(ports["7"]) == len(ports["8"]) == 1 and ports["7"] != ports["8"]
