@@ -282,6 +282,9 @@ def test_a_source_that_waits_reads_what_is_recorded_alone(corpora, configured, w
     folder, expected = whole
     cfg = configured(corpora["jsonl"], tmp_path / "new")
     prepare(cfg)
+    train_tokens = read_manifest(folder)["tokens"]["train"]
+    of_segments = map(len, order_model.segments(train_tokens, cfg.train.seq_len, None))
+    segment_ends = [*itertools.accumulate(of_segments)]
     seen = []
     validation = []
     with contextlib.ExitStack() as stack:
@@ -292,14 +295,16 @@ def test_a_source_that_waits_reads_what_is_recorded_alone(corpora, configured, w
         def recorded(writer):
             record(writer)
             source = GrowingSource(tmp_path / "new", cfg, 0, Mixture([1.0]))
-            readable = source.order.segment_ends[-1] // 8 if source.order.segment_ends else 0
+            ends = source.order.segment_ends
+            assert ends == segment_ends[: len(ends)]
+            readable = ends[-1] // 8 if ends else 0
             seen.append(readable)
             text = growing.GrowingText(cfg, [tmp_path / "new"])
             assert text.covers(readable) or not readable
             assert not text.covers(readable + 1) or source.is_recorded
-            is_complete = source.manifest["tokens"]["train"] >= VALUES["HOLD_OUT_BEFORE"]
-            assert text.has_validation() == is_complete
-            if is_complete:
+            is_decided = source.manifest["tokens"]["train"] >= VALUES["HOLD_OUT_BEFORE"]
+            assert text.has_validation() == is_decided
+            if is_decided:
                 (stream,) = open_data(cfg, "heldout")
                 validation.append(stream.read(0, stream.length)[0])
 
@@ -309,6 +314,33 @@ def test_a_source_that_waits_reads_what_is_recorded_alone(corpora, configured, w
     assert 5 < len(validation) < len(seen) - 2
     assert {*validation} == {(folder / "heldout.bin").read_bytes()}
     assert digests(cfg, 20) == expected[:20]
+
+
+def test_an_evaluation_that_is_due_waits_for_its_text(corpora, configured, tmp_path, monkeypatch):
+    """Where the next steps' text is there already."""
+    cfg = configured(corpora["jsonl"], tmp_path / "p", eval={"every_steps": 2})
+    prepare(cfg)
+    record = TokenWriter.record
+
+    def stopped(writer: TokenWriter) -> None:
+        record(writer)
+        if writer.tokens["train"] >= VALUES["FIRST_BORDER"]:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data.encode.CHUNK", 20_000)
+        patch.setattr(TokenWriter, "record", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(cfg, whole=True)
+    monkeypatch.setattr(background.Preparer, "poll", lambda *_: None)
+    loader = Loader(cfg, open_dataset(cfg), data_rank(), 1)
+    for step in range(2):
+        assert loader.readiness(step) == READY
+        next(loader)
+    assert loader.readiness(2) == WAITING
+    prepare(cfg, whole=True)
+    assert loader.readiness(2) == READY
+    loader.close()
 
 
 @pytest.mark.parametrize("locks", [True, False])
