@@ -316,7 +316,9 @@ def test_a_source_that_waits_reads_what_is_recorded_alone(corpora, configured, w
     assert digests(cfg, 20) == expected[:20]
 
 
-def test_an_evaluation_that_is_due_waits_for_its_text(corpora, configured, tmp_path, monkeypatch):
+def test_an_evaluation_that_is_due_waits_for_its_text(
+    corpora, configured, whole, tmp_path, monkeypatch
+):
     """Where the next steps' text is there already."""
     cfg = configured(corpora["jsonl"], tmp_path / "p", eval={"every_steps": 2})
     prepare(cfg)
@@ -338,7 +340,8 @@ def test_an_evaluation_that_is_due_waits_for_its_text(corpora, configured, tmp_p
         assert loader.readiness(step) == READY
         next(loader)
     assert loader.readiness(2) == WAITING
-    prepare(cfg, whole=True)
+    for name, bytes_ in content(whole[0]).items():
+        (tmp_path / "p" / name).write_bytes(bytes_)
     assert loader.readiness(2) == READY
     loader.close()
 
