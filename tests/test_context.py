@@ -2,13 +2,14 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from model.attention import attention, make_mask
-from parallel.context import local_mask_mod
+from parallel.context import local_mask_mod, local_positions
 from parallel.mesh import World, build_mesh
 from tests import cases
 from tests.conftest import make_config, needs_extra
@@ -22,14 +23,21 @@ def test_attention_is_that_of_the_whole_sequence(on_ranks, ranks, draws):
     assert max(on_ranks(ranks, cases.attention_over_cp, draws)) < 1e-6
 
 
+def positions_of(rank: int, ranks: int, length: int) -> torch.Tensor:
+    """Those of a rank's tokens."""
+    mesh = SimpleNamespace(get_local_rank=lambda name: rank)
+    return local_positions(SimpleNamespace(cp=ranks, mesh=mesh), length)
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_work_is_balanced(ranks):
     """Blocks of scores that FlexAttention computes: less than 1 % between the ranks, and half of all together."""
     length = 8192
-    chunks = torch.arange(length).chunk(2 * ranks)
     blocks = []
+    everything = []
     for rank in range(ranks):
-        cp_positions = torch.cat([chunks[rank], chunks[-1 - rank]])
+        cp_positions = positions_of(rank, ranks, length)
+        everything += cp_positions.tolist()
         mask = create_block_mask(
             local_mask_mod(None, cp_positions), 1, None, len(cp_positions), length, "cpu"
         )
@@ -37,6 +45,7 @@ def test_work_is_balanced(ranks):
     assert max(blocks) < 1.01 * min(blocks)
     side = length // 128
     assert sum(blocks) == side * (side + 1) // 2
+    assert sorted(everything) == [*range(length)]
 
 
 @torch.no_grad()
@@ -45,8 +54,7 @@ def test_work_is_balanced(ranks):
 def test_block_mask_of_a_part_is_the_plain_mask(masked):
     """The form that a GPU takes, computed here without being compiled: one mask for any batch, or one of documents."""
     length, generator = 512, torch.Generator().manual_seed(0)
-    chunks = torch.arange(length).chunk(4)
-    cp_positions = torch.cat([chunks[1], chunks[2]])
+    cp_positions = positions_of(1, 2, length)
     documents = (
         torch.randint(0, 6, (2, length), generator=generator).sort(dim=1).values if masked else None
     )

@@ -36,7 +36,10 @@ class Untrained(torch.nn.Module):
 
 
 def test_a_source_without_a_target_has_no_loss_and_leaves_the_mean_alone(monkeypatch):
-    batches = {"a": [(6.0, 2), (3.0, 1)], "b": [(0.0, 0)]}
+    """Sums and counts beyond 2^24 are exact, and each batch has a time limit of its own."""
+    batches = {"a": [(2.0**24, 2**24), (1.0, 0), (1.0, 0), (0.0, 1)], "b": [(0.0, 0)]}
+    exact = (2**24 + 2) / (2**24 + 1)
+    phases = []
     monkeypatch.setattr(
         evaluate,
         "validation_batches",
@@ -46,15 +49,18 @@ def test_a_source_without_a_target_has_no_loss_and_leaves_the_mean_alone(monkeyp
     )
     monkeypatch.setattr(evaluate, "reshard", lambda model: None)
     run = SimpleNamespace(
-        phase=lambda name: contextlib.nullcontext(),
+        phase=lambda name: phases.append(name) or contextlib.nullcontext(),
         stop=SimpleNamespace(start_sync=lambda: None, finish_sync=lambda: None, agreed=False),
     )
-    for streams, loss in ((["a", "b"], 3.0), (["b"], None)):
+    for streams, loss in ((["a", "b"], exact), (["b"], None)):
+        phases.clear()
         dataset = SimpleNamespace(validation=streams, names=streams, tokenizer_files=[])
         found = evaluate.evaluate(Untrained(), make_config(), WORLD, dataset, run)
         assert math.isnan(found["bits_per_byte"])  # there is nothing to decode with
         assert found["loss"] == loss
         assert found["loss_by_source"]["b"] is None
+        count = sum(len(batches[stream]) for stream in streams)
+        assert phases == ["first evaluation batch"] + ["evaluation batch"] * (count - 1)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +146,9 @@ def byte_level(path) -> str:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("trained", [True, False])
 def test_bytes_of_targets_are_those_of_the_text(tmp_path, trained, masked):
-    """Of any number of tokens, the sum over the ranks equals what the bytes of the single tokens give."""
-    from evaluate import target_bytes
+    """Of any number of tokens, the sum over the ranks equals what the bytes of the single tokens give; with
+    eval.batches, of those that are read."""
+    from evaluate import bytes_of_targets, target_bytes
 
     texts = write_texts(tmp_path / "t.jsonl", 0)
     cfg = make_config(
@@ -149,7 +156,9 @@ def test_bytes_of_targets_are_those_of_the_text(tmp_path, trained, masked):
             "source": str(tmp_path / "t.jsonl"),
             "path": str(tmp_path / "p"),
             "tokenizer": None if trained else byte_level(tmp_path / "tokenizer.json"),
-        }
+            "document_mask": masked,
+        },
+        train={"seq_len": 16, "global_batch_size": 3, "micro_batch_size": 1},
     )
     prepare(cfg)
     (stream,) = open_data(cfg, "heldout")
@@ -168,6 +177,7 @@ def test_bytes_of_targets_are_those_of_the_text(tmp_path, trained, masked):
     of_byte = {char: byte for byte, char in bytes_of_characters().items()}
     ids = stream.read(0, stream.length)[1].tolist()
     begins = {begin for _, begin, _ in stream.documents(0, stream.length)}
+    expected = {}
     for stop in range(2, min(200, stream.length)):
         whole, dropped = b"", 0
         for position, token in enumerate(ids[:stop]):
@@ -176,7 +186,13 @@ def test_bytes_of_targets_are_those_of_the_text(tmp_path, trained, masked):
             if position in begins and (masked or position == 0):
                 dropped += len(piece.decode(errors="replace").encode())
             whole += piece
-        assert found(stop) == len(whole.decode(errors="ignore").encode()) - dropped, stop
+        expected[stop] = len(whole.decode(errors="ignore").encode()) - dropped
+        assert found(stop) == expected[stop], stop
+    dataset = SimpleNamespace(validation=[stream], tokenizer_files=[tmp_path / "p/tokenizer.json"])
+    for batches in (1, 3):
+        part = replace(cfg, eval=config.Eval(batches=batches))
+        of_ranks = [bytes_of_targets(part, dataset, rank, 2) for rank in range(2)]
+        assert sum(size for (size,) in of_ranks) == expected[batches * 3 * 16 + 1]
 
 
 def bytes_of_characters() -> dict[int, str]:

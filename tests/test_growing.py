@@ -277,11 +277,16 @@ def test_samples_are_the_same_while_preparing_as_after_it(corpora, configured, w
 
 
 def test_a_source_that_waits_reads_what_is_recorded_alone(corpora, configured, whole, tmp_path):
-    """Each state of the record in which a process that prepares could be killed."""
-    _, expected = whole
+    """Each state of the record in which a process that prepares could be killed. The validation text is read once it
+    is complete: where no more documents are held out, long before the text's end."""
+    folder, expected = whole
     cfg = configured(corpora["jsonl"], tmp_path / "new")
     prepare(cfg)
+    train_tokens = read_manifest(folder)["tokens"]["train"]
+    of_segments = map(len, order_model.segments(train_tokens, cfg.train.seq_len, None))
+    segment_ends = [*itertools.accumulate(of_segments)]
     seen = []
+    validation = []
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr("data.encode.CHUNK", 20_000)
@@ -290,16 +295,55 @@ def test_a_source_that_waits_reads_what_is_recorded_alone(corpora, configured, w
         def recorded(writer):
             record(writer)
             source = GrowingSource(tmp_path / "new", cfg, 0, Mixture([1.0]))
-            readable = source.order.segment_ends[-1] // 8 if source.order.segment_ends else 0
+            ends = source.order.segment_ends
+            assert ends == segment_ends[: len(ends)]
+            readable = ends[-1] // 8 if ends else 0
             seen.append(readable)
             text = growing.GrowingText(cfg, [tmp_path / "new"])
             assert text.covers(readable) or not readable
             assert not text.covers(readable + 1) or source.is_recorded
+            is_decided = source.manifest["tokens"]["train"] >= VALUES["HOLD_OUT_BEFORE"]
+            assert text.has_validation() == is_decided
+            if is_decided:
+                (stream,) = open_data(cfg, "heldout")
+                validation.append(stream.read(0, stream.length)[0])
 
         patch.setattr(TokenWriter, "record", recorded)
         prepare(cfg, whole=True)
     assert len({*seen}) > 5 and seen == sorted(seen)
+    assert 5 < len(validation) < len(seen) - 2
+    assert {*validation} == {(folder / "heldout.bin").read_bytes()}
     assert digests(cfg, 20) == expected[:20]
+
+
+def test_an_evaluation_that_is_due_waits_for_its_text(
+    corpora, configured, whole, tmp_path, monkeypatch
+):
+    """Where the next steps' text is there already."""
+    cfg = configured(corpora["jsonl"], tmp_path / "p", eval={"every_steps": 2})
+    prepare(cfg)
+    record = TokenWriter.record
+
+    def stopped(writer: TokenWriter) -> None:
+        record(writer)
+        if writer.tokens["train"] >= VALUES["FIRST_BORDER"]:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data.encode.CHUNK", 20_000)
+        patch.setattr(TokenWriter, "record", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(cfg, whole=True)
+    monkeypatch.setattr(background.Preparer, "poll", lambda *_: None)
+    loader = Loader(cfg, open_dataset(cfg), data_rank(), 1)
+    for step in range(2):
+        assert loader.readiness(step) == READY
+        next(loader)
+    assert loader.readiness(2) == WAITING
+    for name, bytes_ in content(whole[0]).items():
+        (tmp_path / "p" / name).write_bytes(bytes_)
+    assert loader.readiness(2) == READY
+    loader.close()
 
 
 @pytest.mark.parametrize("locks", [True, False])
@@ -560,14 +604,21 @@ def test_text_that_was_read_and_has_changed_is_refused_by_file(
             patch.setattr(TokenWriter, "record", stopped)
             with pytest.raises(KeyboardInterrupt):
                 prepare(cfg, whole=True)
-    first = pathlib.Path(read_manifest(tmp_path / "p")["files"][0][0])
-    text = first.read_text()
-    first.write_text(text.replace('"text": "', '"text": "not ', 1))
-    before = content(tmp_path / "p")
-    with pytest.raises(ConfigError, match=rf"{first.name}: its text was changed after"):
-        prepare(cfg, whole=True)
-    assert content(tmp_path / "p") == before
-    first.write_text(text + "\n")  # a blank line: other bytes, the same documents
+    for path, *_ in read_manifest(tmp_path / "p")["files"][:2]:  # all of these was read
+        first = pathlib.Path(path)
+        text = first.read_text()
+        lines = text.splitlines(keepends=True)
+        wrong = [lines[1:] + lines[:1]] if len(lines) > 1 else []  # the same rows in another order
+        for number in {len(lines) // 2, len(lines) - 1}:
+            changed = lines[number].replace('"text": "', '"text": "not ')
+            wrong.append(lines[:number] + [changed] + lines[number + 1 :])
+        before = content(tmp_path / "p")
+        for these in wrong:
+            first.write_text("".join(these))
+            with pytest.raises(ConfigError, match=rf"{first.name}: its text was changed after"):
+                prepare(cfg, whole=True)
+            assert content(tmp_path / "p") == before
+        first.write_text(text + "\n")  # a blank line: other bytes, the same documents
     prepare(cfg, whole=True)
     assert is_complete(read_manifest(tmp_path / "p"))
     (tmp_path / "texts/new.jsonl").write_text(text)
@@ -595,6 +646,35 @@ def test_a_wait_without_progress_ends_and_is_not_the_text_s_fault(
     os.kill(child.pid, signal.SIGSTOP)
     loader.close()
     assert child.returncode == -signal.SIGKILL
+
+
+def test_what_is_recorded_renews_the_time_that_a_run_waits(corpora, configured, tmp_path):
+    """And so does a step that it trains: only waiting counts, in which nothing came."""
+    cfg = configured(corpora["jsonl"], tmp_path / "p", run={"start_timeout_seconds": 2.5})
+    prepare(cfg)
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(growing, "time", clock)
+        patch.setattr(background.Preparer, "poll", lambda *_: None)
+        patch.setattr(background.Preparer, "replace", lambda *_: None)
+        text = growing.GrowingText(cfg, [tmp_path / "p"])
+        (source,) = text.sources
+
+        def wait(seconds: int, is_waiting: bool = True) -> float:
+            for _ in range(2 * seconds):
+                now[0] += 0.5
+                text.poll(is_waiting)
+            return text.waited
+
+        assert wait(2) == pytest.approx(1.5)  # it was not known before what had come
+        for tokens in range(10, 14):  # eight seconds in all
+            source.manifest["tokens"]["train"] = tokens
+            assert wait(2) == pytest.approx(1.5)
+        assert wait(1, is_waiting=False) == 0.0
+        assert wait(2) == pytest.approx(2.0)
+        with pytest.raises(PreparingFailed, match="nothing was recorded for 3 s"):
+            wait(1)
 
 
 def test_trouble_of_the_process_that_prepares(corpora, configured, tmp_path, monkeypatch, capfd):
@@ -662,11 +742,12 @@ def test_a_record_is_trusted_once_its_bytes_are_there(corpora, configured, whole
     prepare(cfg)
     source = GrowingSource(tmp_path / "p", cfg, 0, Mixture([1.0]))
     manifest = content(folder)["manifest.json"]
-    for name, bytes_ in content(folder).items():
-        (tmp_path / "p" / name).write_bytes(bytes_[:1000] if name == "train.bin" else bytes_)
-    source.refresh()
-    assert not source.is_recorded and not source.order.segment_ends
-    (tmp_path / "p/train.bin").write_bytes(content(folder)["train.bin"])
+    for late in ("train.bin", "train.ends.bin", "heldout.bin", "heldout.ends.bin"):
+        for name, bytes_ in content(folder).items():
+            (tmp_path / "p" / name).write_bytes(bytes_[:-1] if name == late else bytes_)
+        source.refresh()
+        assert not source.is_recorded and not source.order.segment_ends, late
+    (tmp_path / "p" / late).write_bytes(content(folder)[late])
     assert (tmp_path / "p/manifest.json").read_bytes() == manifest
     source.refresh()
     assert source.is_recorded and digests(cfg, 9) == expected[:9]

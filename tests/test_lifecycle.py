@@ -1612,6 +1612,36 @@ def test_the_first_step_of_any_launch_has_the_time_to_compile():
     ]
 
 
+def test_a_wait_for_text_outlasts_the_time_limit_of_a_step(tmp_path, monkeypatch):
+    """It has a limit of its own, which text that is recorded renews."""
+    now = [1000.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        assert now[0] < watchdog.deadline  # else the watchdog would end the run
+
+    def phase(name: str, seconds: float, step: int | None = None) -> None:
+        watchdog.name = name
+        watchdog.deadline = now[0] + seconds
+
+    def look() -> None:
+        looks.append(watchdog.name)
+        stop.waits_for_text = now[0] < 1060
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr("lifecycle.run.time", clock)
+    cfg = make_config(run={"output_dir": str(tmp_path), "step_timeout_seconds": 5.0})
+    stop = StopRequest()
+    run = Run(cfg, SimpleNamespace(rank=0, size=1), None, stop)
+    run.text = SimpleNamespace(start_sync=lambda: None, finish_sync=look, description=str)
+    run.watchdog = watchdog = SimpleNamespace(phase=phase)
+    watchdog.phase("step", 5.0)
+    looks = []
+    run.agree_to_continue()
+    assert looks[0] == "step" and {*looks[1:]} == {"data"} and watchdog.name == "step"
+    assert run.seconds["data"] == pytest.approx(60, abs=0.5)
+
+
 @pytest.mark.parametrize("seconds, code", [(4.9, 130), (5.1, 0)])
 def test_a_second_ctrl_c_after_five_seconds_is_as_any_other_signal(
     tmp_path, monkeypatch, own_handlers, seconds, code
@@ -1794,7 +1824,9 @@ def test_what_the_user_has_set_for_the_ranks_stays(monkeypatch):
         assert ranks.environment()[name] == "mine"
 
 
-def test_each_attempt_of_a_job_meets_under_a_name_of_its_own(tmp_path, monkeypatch):
+def test_each_attempt_of_a_job_meets_under_a_name_and_each_job_at_a_port_of_its_own(
+    tmp_path, monkeypatch
+):
     scontrol = tmp_path / "scontrol"
     scontrol.write_text("#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
     scontrol.chmod(0o755)
@@ -1803,8 +1835,18 @@ def test_each_attempt_of_a_job_meets_under_a_name_of_its_own(tmp_path, monkeypat
         "SLURM_JOB_NODELIST": "n[1-2]",
     }.items():
         monkeypatch.setenv(name, value)
-    found = []
-    for count in ("0", "1"):
-        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
-        found += [word for word in Ranks(2, 1, 3, "7").command() if word.startswith("--rdzv-id=")]
-    assert len(found) == len({*found}) == 2
+    ids = []
+    ports = {}
+    for job in ("7", "8", "1234008"):
+        for count in ("0", "1"):
+            monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+            options = dict(
+                word.split("=", 1) for word in Ranks(2, 1, 3, job).command() if "=" in word
+            )
+            host, port = options["--rdzv-endpoint"].split(":")
+            assert host == "n1" and 1024 < int(port) < 2**15  # below those that Linux deals out
+            ids.append(options["--rdzv-id"])
+            ports.setdefault(job, set()).add(port)
+    assert len(ids) == len({*ids}) == 6
+    # jobs may share a node: those in a row meet at ports of their own
+    assert len(ports["7"]) == len(ports["8"]) == 1 and ports["7"] != ports["8"]

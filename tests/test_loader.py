@@ -1,8 +1,10 @@
 """Token files, windows, batches: each sample once, for any split; damaged files named."""
 
 import dataclasses
+import functools
 import json
 import math
+import operator
 import os
 import pathlib
 import random
@@ -108,10 +110,12 @@ def test_a_failure_in_the_loaders_thread_reaches_the_training_thread(prepared, t
 
 
 def test_a_digest_is_of_the_tokens_and_of_their_place_in_the_order():
+    """In 40 bits, each of which some sample sets."""
     assert (
         len({sample_digest(number, raw) for number in (1, 2, 256) for raw in (b"ab", b"ba", b"a")})
         == 9
     )
+    assert functools.reduce(operator.or_, (sample_digest(n, b"a") for n in range(64))) == 2**40 - 1
 
 
 def test_an_id_as_large_as_the_vocabulary_is_named(prepared):
@@ -161,7 +165,7 @@ def test_tokens_of_a_larger_tokenizer_than_the_model_are_refused(prepared):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("batches", [None, 1, 1000])
+@pytest.mark.parametrize("batches", [None, 1, 2, 1000])
 def test_evaluation_reads_every_held_out_target_once(prepared, ranks, batches):
     cfg = make_config(eval={"batches": batches} if batches else {})
     stream = open_stream(prepared, "heldout", 320)
@@ -175,8 +179,9 @@ def test_evaluation_reads_every_held_out_target_once(prepared, ranks, batches):
         for _, targets in part:
             valid += targets[targets != IGNORE].tolist()
     _, ids = stream.read(0, stream.length)
-    expected = ids[1 : 8 * 32 + 1].tolist() if batches == 1 else ids[1:].tolist()
+    expected = ids[1 : (batches or in_all) * 8 * 32 + 1].tolist()
     assert sorted(valid) == sorted(expected)
+    assert ranks > 1 or valid == expected
 
 
 @pytest.mark.parametrize("tokens, steps", [(1, 0), (2, 1), (256, 1), (257, 1), (258, 2)])

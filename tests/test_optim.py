@@ -7,7 +7,7 @@ import torch
 
 from model.build import meta_model
 from model.llama import Llama
-from optim import FiniteGuard, build_optimizer, learning_rate
+from optim import FiniteGuard, build_optimizer, gradient_norm, learning_rate
 from parallel.parallelize import parallelize
 from tests import cases
 from tests.conftest import make_config, needs_extra
@@ -206,3 +206,11 @@ def test_the_gradient_norm_is_exact_on_any_mesh(on_ranks, ranks):
             assert norm == pytest.approx(expected, rel=1e-6), mesh
             assert after == pytest.approx(1.0, rel=1e-5), mesh  # clipped to 1
             assert torchs != pytest.approx(expected, rel=1e-6), mesh
+
+
+def test_a_gradient_whose_square_float32_cannot_hold_has_a_finite_norm():
+    """So its step is clipped, not skipped."""
+    p = torch.nn.Parameter(torch.zeros(41, 4099))
+    p.grad = torch.full_like(p, 1e17)
+    expected = 1e17 * math.sqrt(41 * 4099)
+    assert gradient_norm([p]).item() == pytest.approx(expected, rel=1e-5)

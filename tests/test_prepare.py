@@ -554,6 +554,34 @@ def mixture(tmp_path, corpus, **data):
     return make_config(data={"sources": sources, "path": str(tmp_path / "mixed"), **data})
 
 
+@pytest.mark.parametrize("vocab_size, characters", [(320, 4_000_000), (2_500, 5_000_000)])
+def test_a_tokenizer_is_trained_on_the_start_of_each_source_by_its_weight(
+    vocab_size, characters, tmp_path, monkeypatch
+):
+    """On whole documents, in their order, up to the one with which a source has its share."""
+    weights = {"a.jsonl": 3.0, "b.jsonl": 1.0}
+    expected = []
+    for name, weight in weights.items():
+        texts = [f"{name} {i} " + "x" * (50_000 + 1009 * i % 60_000) for i in range(89)]
+        (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        share = characters * weight / 4.0
+        read = 0
+        for text in texts:
+            if read < share:
+                expected.append(text)
+            read += len(text)
+        assert read > share
+    found = []
+    monkeypatch.setattr("data.folder.train_tokenizer", lambda texts, _: found.extend(texts) or b"")
+    sources = [
+        {"source": str(tmp_path / name), "weight": weight} for name, weight in weights.items()
+    ]
+    data = {"sources": sources, "path": str(tmp_path / "mixed")}
+    with pytest.raises(ConfigError):  # no tokenizer was made
+        prepare(make_config(model={"vocab_size": vocab_size}, data=data))
+    assert found == expected
+
+
 def test_a_mixture_trains_one_tokenizer_and_keeps_its_sources_apart(corpus, tmp_path):
     cfg = mixture(tmp_path, corpus)
     assert not is_prepared(cfg)

@@ -33,7 +33,7 @@ from data.tokens import window_span
 from data.writer import TokenWriter
 from extras.chat.conversations import Chat, spelled
 from extras.chat.messages import checked
-from extras.chat.packing import pack
+from extras.chat.packing import Packed, pack
 from model.llama import Llama
 from parallel.materialize import materialize
 from tests import cases
@@ -471,9 +471,19 @@ def test_a_window_has_each_conversation_with_what_follows_from_it(chats):
     assert counts[0] == counts[1] > 20
 
 
-def test_valid_tokens_and_digests_are_those_of_the_step_on_any_rank(chats):
+@pytest.mark.parametrize("learned", ["answers", "all"])
+def test_valid_tokens_and_digests_are_those_of_the_step_on_any_rank(chats, learned, monkeypatch):
+    """Also where a conversation's first token has a loss, as behind a template without a prompt: it is no target."""
     cfg = make_config(**chats)
     (packed,) = open_dataset(cfg).train
+    if learned == "all":
+        stored = Packed.stored
+
+        def all_with_loss(packed: Packed, begin: int, end: int) -> np.ndarray:
+            ids = stored(packed, begin, end)
+            return np.maximum(ids, ~ids)
+
+        monkeypatch.setattr(Packed, "stored", all_with_loss)
     found = {}
     for ranks in (1, 2, 4):
         loaders = [loader_of(cfg, packed, rank=rank, ranks=ranks) for rank in range(ranks)]

@@ -509,8 +509,12 @@ def test_a_short_training_ends_near_bfloat16_s(on_ranks, corpus, prepared, tmp_p
             {"train": {"seq_len": 40}},
             r"seq_len = 40: must be a multiple of 16 x parallel.cp = 16 with float8",
         ),
+        (
+            {"train": {"seq_len": 48}, "parallel": {"cp": 2}},
+            r"seq_len = 48: must be a multiple of 16 x parallel.cp = 32 with float8",
+        ),
     ],
-    ids=["tp", "keep_fp32", "offload", "seq_len"],
+    ids=["tp", "keep_fp32", "offload", "seq_len", "cp"],
 )
 def test_what_contradicts_is_refused(sections, named):
     sections = {**sections, "parallel": {"float8": "tensorwise", **sections.get("parallel", {})}}

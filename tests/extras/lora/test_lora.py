@@ -686,8 +686,13 @@ def test_a_merged_export_takes_from_its_base_what_users_need_besides_weights(
         assert (tmp_path / out / "tokenizer.model").read_bytes() == ours
     # transformers takes them from config.json where there are no generation settings
     (origin / "generation_config.json").unlink()
-    (origin / "config.json").write_text(json.dumps({**theirs, "eos_token_id": [9, 2]}))
+    # trained on longer sequences than the base's
+    length = config.load(str(run / "config.toml")).train.seq_len
+    older = {**theirs, "eos_token_id": [9, 2], "max_position_embeddings": length - 1}
+    (origin / "config.json").write_text(json.dumps(older))
     export(run, tmp_path / "older", "--base", str(origin))
+    written = json.loads((tmp_path / "older/config.json").read_text())
+    assert written["max_position_embeddings"] == length
     settings = json.loads((tmp_path / "older/generation_config.json").read_text())
     assert settings["eos_token_id"] == [9, 2]
 

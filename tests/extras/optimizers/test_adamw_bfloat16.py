@@ -50,6 +50,16 @@ def test_bfloat16_states_follow_torchs_adamw(compile):
                 assert ((state[key].float() / expected[key] - 1).abs() < 2**-7).all()
 
 
+@pytest.mark.parametrize("betas", [[0.0, 0.95], [0.9, 0.0], [0.0, 0.0]], ids=str)
+def test_a_beta_of_zero_and_any_number_of_dimensions_are_those_of_torchs_adamw(betas):
+    """In the first update, which uses the moments before they are rounded."""
+    for shape in ((), (7,), (5, 3), (3, 2, 5)):
+        gradient = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+        ours, _ = updated(bfloat16_states(lr=1e-2, betas=betas), [gradient])
+        theirs, _ = updated(make_config(optim={"lr": 1e-2, "betas": betas}).optim, [gradient])
+        assert (ours - theirs).abs().max() <= 1e-6, shape
+
+
 @pytest.mark.parametrize("compile", [False, True])
 def test_the_moments_are_rounded_by_random_bits_of_their_own(compile):
     """The first by the lower, the second by the upper half of hash(element ^ hash(hash(seed and name) ^ hash(step))).

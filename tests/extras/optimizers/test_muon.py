@@ -251,6 +251,19 @@ def test_fifty_updates_are_those_of_torchs_muon():
             assert off(p.detach(), its.detach()) < 0.001, step
 
 
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_a_matrix_without_a_gradient_stays_as_it_is(state_dtype):
+    """Next to one of its shape that has one: neither decayed nor counted."""
+    o = make_config(optim={"name": "muon", "state_dtype": state_dtype}).optim
+    matrices = torch.nn.ParameterList(torch.ones(6, 4) for _ in range(3))
+    optimizer = build_optimizer(torch.nn.ModuleDict({"blocks": matrices}), o)
+    matrices[1].grad = gradient("", torch.Size((6, 4)), 0)
+    optimizer.step()
+    assert [bool((p == 1).all()) for p in matrices] == [True, False, True]
+    assert [optimizer.state[p]["step"].item() for p in matrices] == [0, 1, 0]
+    assert [bool(optimizer.state[p]["momentum"].any()) for p in matrices] == [False, True, False]
+
+
 @pytest.mark.parametrize("ranks, replicas", [(8, 1), (8, 2), (64, 1), (64, 8), (512, 1), (512, 64)])
 def test_owners_of_llama8b_have_equal_work(ranks, replicas):
     """To 10 % of the mean; on 512 ranks, more than matrices, the most is one matrix's, as in any such assignment."""

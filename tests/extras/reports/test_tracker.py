@@ -165,6 +165,21 @@ def test_three_launches_are_one_run_without_a_step_twice(tmp_path, store, name):
     assert (store / "finished").read_text().count("\n") == 2
 
 
+def test_each_tracker_of_a_run_keeps_its_own_run(tmp_path, store):
+    """Another tracker gets all rows, and who goes back to the first continues there."""
+    written = [row(step, 10.0 - step) for step in range(1, 7)]
+    for name, start in (("wandb", 0), ("trackio", 2), ("wandb", 4)):
+        launched = Launch(tmp_path, name, start)
+        launched.write(*written[start : start + 2])
+        launched.tracker.close()
+    launches = [json.loads(line) for line in (store / "launches").read_text().splitlines()]
+    first, other, third = (id or name for _, name, id, _ in launches)
+    assert first == third != other
+    for run, last in ((first, 6), (other, 4)):
+        sent = [json.loads(line) for line in (store / run).read_text().splitlines()]
+        assert [one["step"] for one in sent] == [*range(1, last + 1)]
+
+
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_tracker_that_cannot_go_back_keeps_its_rows(tmp_path, store, monkeypatch, name):
     first = Launch(tmp_path, name, 0)
