@@ -145,6 +145,13 @@ class Record:
         bits = int(self.lines.get(file, {}).get(str(line), "0"), 16)
         return {name for number, name in enumerate(self.contexts) if bits >> number & 1}
 
+    def tests_of_any_line(self, file: str) -> set[str]:
+        return set().union(*(self.tests_of(file, int(line)) for line in self.lines.get(file, ())))
+
+    def has_changed(self, file: str) -> bool:
+        """Whether it has other lines now."""
+        return self.digests.get(file, digest(file)) != digest(file)
+
     def updated(self, newer: "Record") -> "Record":
         """With what a run of some tests showed; of files that it found changed, only that."""
         kept = {

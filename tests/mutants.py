@@ -77,6 +77,7 @@ NAMES = {
 }
 FORKED = multiprocessing.get_context("fork")
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+IN_TWOS = ["-n", "2", "--dist", "loadfile"]
 HANGS = (30, 6)  # a test that takes 30 s, and 6 times as long as it did, hangs
 
 
@@ -84,6 +85,7 @@ HANGS = (30, 6)  # a test that takes 30 s, and 6 times as long as it did, hangs
 class Change:
     file: str
     line: int  # from 1
+    statement: int  # its first line
     start: int  # in characters of the file's text
     end: int
     text: str  # instead of what stands there
@@ -111,69 +113,95 @@ class Change:
 # --- what could go wrong ----------------------------------------------------------------------------------------------
 
 
-def changes(file: str) -> list[Change]:
-    """All that this tool can do to a file. Annotations, docstrings, assertions, the texts of errors and pieces of
-    f-strings stay as they are."""
-    text = (REPO / file).read_text()
-    starts = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]
-    rows = text.splitlines(keepends=True)
+class Source:
+    """A file, and all that this tool can do to it. Annotations, docstrings, assertions, the texts of errors and pieces
+    of f-strings stay as they are."""
 
-    def place(line: int, column: int) -> int:
-        """Of ast's column, which counts bytes."""
-        return starts[line - 1] + len(rows[line - 1].encode()[:column].decode())
+    def __init__(self, file: str):
+        self.file = file
+        self.text = (REPO / file).read_text()
+        self.rows = self.text.splitlines(keepends=True)
+        self.starts = [0, *itertools.accumulate(map(len, self.rows))]
+        self.seen: collections.Counter[str] = collections.Counter()
+        self.changes: list[Change] = []
+        for node, statement in walk(ast.parse(self.text)):
+            self.statement = statement
+            self.change_operator(node)
+            self.change_value(node)
+            self.leave_out(node)
 
-    def whole(node: ast.AST) -> tuple[int, int]:
-        return place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset)
+    def place(self, line: int, column: int) -> int:
+        """In the text, of ast's column, which counts bytes."""
+        return self.starts[line - 1] + len(self.rows[line - 1].encode()[:column].decode())
 
-    found: list[Change] = []
-    seen: collections.Counter[str] = collections.Counter()
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        start = self.place(node.lineno, node.col_offset)
+        return start, self.place(node.end_lineno, node.end_col_offset)
 
-    def add(kind: str, node: ast.AST, span: tuple[int, int], instead: str) -> None:
-        key = f"{file}: {kind}: {rows[node.lineno - 1].strip()}: {text[slice(*span)]} -> {instead}"
-        seen[key] += 1
-        found.append(Change(file, node.lineno, *span, instead, kind, f"{key} {seen[key]}"))
+    def add(self, kind: str, node: ast.AST, span: tuple[int, int], instead: str) -> None:
+        row, was = self.rows[node.lineno - 1].strip(), self.text[slice(*span)]
+        key = f"{self.file}: {kind}: {row}: {was} -> {instead}"
+        self.seen[key] += 1
+        key = f"{key} {self.seen[key]}"
+        self.changes.append(
+            Change(self.file, node.lineno, self.statement, *span, instead, kind, key)
+        )
 
-    for node in walk(ast.parse(text)):
+    def change_operator(self, node: ast.AST) -> None:
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            span = whole(node.left)[1], whole(node.comparators[0])[0]
-            between(add, text, node, span, COMPARISONS[type(node.ops[0])], "comparison")
+            operands = [node.left, node.comparators[0]]
+            operator = COMPARISONS[type(node.ops[0])]
         elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            span = whole(node.left)[1], whole(node.right)[0]
-            between(add, text, node, span, OPERATORS[type(node.op)], "operator")
-        elif isinstance(node, ast.BoolOp):
-            span = whole(node.values[0])[1], whole(node.values[1])[0]
-            if len(node.values) == 2:
-                between(add, text, node, span, OPERATORS[type(node.op)], "operator")
-        elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
-            add("constant", node, whole(node), str(not node.value))
+            operands = [node.left, node.right]
+            operator = OPERATORS[type(node.op)]
+        elif isinstance(node, ast.BoolOp) and len(node.values) == 2:
+            operands = node.values
+            operator = OPERATORS[type(node.op)]
+        else:
+            return
+        # between its operands, whose brackets stay
+        start, end = self.span(operands[0])[1], self.span(operands[1])[0]
+        was = self.text[start:end].strip(" ()\n")
+        if was.isprintable():  # no comment stands there
+            start += self.text[start:end].index(was)
+            self.add("operator", node, (start, start + len(was)), operator)
+
+    def change_value(self, node: ast.AST) -> None:
+        start, end = self.span(node) if hasattr(node, "lineno") else (0, 0)
+        if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            self.add("constant", node, (start, end), str(not node.value))
         elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-            add("constant", node, whole(node), repr(node.value + 1))
+            self.add("constant", node, (start, end), repr(node.value + 1))
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
             name = node.id if isinstance(node, ast.Name) else node.attr
-            end = whole(node)[1]
             if name in NAMES:
-                add("name", node, (end - len(name), end), NAMES[name])
+                self.add("name", node, (end - len(name), end), NAMES[name])
         elif isinstance(node, ast.Slice):
             for border in filter(None, (node.lower, node.upper)):
-                start, end = whole(border)
-                add("border", border, (start, end), f"{text[start:end]} + 1")
-        elif isinstance(node, ast.Call):
+                span = self.span(border)
+                self.add("border", border, span, f"{self.text[slice(*span)]} + 1")
+        elif isinstance(node, ast.If | ast.While | ast.IfExp):
+            span = self.span(node.test)
+            self.add("condition", node.test, span, f"(not ({self.text[slice(*span)]}))")
+
+    def leave_out(self, node: ast.AST) -> None:
+        """The last argument of a call; a statement that others see the effect of."""
+        if isinstance(node, ast.Call):
             arguments = [*node.args, *(keyword for keyword in node.keywords if keyword.arg)]
             if len(arguments) > 1:
-                last, previous = whole(arguments[-1]), whole(arguments[-2])
-                add("argument", node, (previous[1], last[1]), "")
-        if isinstance(node, ast.If | ast.While | ast.IfExp):
-            start, end = whole(node.test)
-            add("condition", node.test, (start, end), f"(not ({text[start:end]}))")
-        left_out = ast.Expr | ast.AugAssign | ast.Continue | ast.Break
-        if isinstance(node, left_out) or is_effect(node):
-            add("statement", node, whole(node), "pass")
-    return found
+                end = self.span(arguments[-1])[1]
+                self.add("argument", node, (self.span(arguments[-2])[1], end), "")
+        statement = isinstance(node, ast.Expr | ast.AugAssign | ast.Continue | ast.Break)
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        if statement or isinstance(target, ast.Attribute | ast.Subscript):
+            self.add("statement", node, self.span(node), "pass")
 
 
-def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """What runs, in a file's order."""
-    yield node
+def walk(node: ast.AST, first: int = 1) -> Iterator[tuple[ast.AST, int]]:
+    """What runs, in a file's order, each with the first line of its statement."""
+    if isinstance(node, ast.stmt):
+        first = node.lineno
+    yield node, first
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "type_comment"):
             continue
@@ -181,25 +209,11 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
             if isinstance(child, ast.JoinedStr | ast.Assert | ast.Raise) or is_text(child):
                 continue
             if isinstance(child, ast.AST):
-                yield from walk(child)
+                yield from walk(child, first)
 
 
 def is_text(node: object) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
-def is_effect(node: ast.AST) -> bool:
-    """An assignment to what others see."""
-    return isinstance(node, ast.Assign) and not isinstance(node.targets[0], ast.Name | ast.Tuple)
-
-
-def between(add, text: str, node: ast.AST, span: tuple[int, int], instead: str, kind: str) -> None:
-    """The operator between two operands, whose brackets and comments stay."""
-    gap = text[slice(*span)]
-    operator = gap.strip(" ()\n")
-    if operator and operator.isprintable():
-        start = span[0] + gap.index(operator)
-        add(kind, node, (start, start + len(operator)), instead)
 
 
 # --- whether a test notices -------------------------------------------------------------------------------------------
@@ -220,7 +234,11 @@ class Plan:
             is_own = pathlib.Path(test.split("::")[0]).name == own
             return not is_own, self.cost(test, set()), test
 
-        found = self.record.tests_of(change.file, change.line) - {*self.record.failed}
+        found = (
+            self.record.tests_of(change.file, change.line)
+            or self.record.tests_of(change.file, change.statement)
+            or self.record.tests_of_any_line(change.file)  # of a module's own, which an import ran
+        ) - {*self.record.failed}
         chosen: dict[str, int] = {}
         paid: set[str] = set()
         left = self.seconds
@@ -333,7 +351,7 @@ def chosen(folders: list[str], count: int, seed: str) -> list[Change]:
     """Drawn by a digest of each, so that they remain the same when other lines are edited."""
     listed = subprocess.check_output(["git", "ls-files", "--", *folders], cwd=REPO, text=True)
     files = [name for name in listed.splitlines() if name.endswith(".py")]
-    drawn = [change for file in files for change in changes(file)]
+    drawn = list(itertools.chain.from_iterable(Source(file).changes for file in files))
     drawn.sort(key=lambda change: hashlib.sha256(f"{seed} {change.key}".encode()).digest())
     return list(itertools.islice(filter(Change.compiles, drawn), count))
 
@@ -370,8 +388,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--results", type=pathlib.Path, help="kept here; continues what is there")
     arguments = parser.parse_args()
+    if not lines.RECORD.exists():
+        print("first, the lines that each test runs: ./tests/run.sh --record", file=sys.stderr)
+        lines.record(IN_TWOS)
     record = lines.read()
     drawn = chosen(arguments.folders, arguments.count, arguments.seed)
+    moved = {change.file for change in drawn if record.has_changed(change.file)}
+    if moved:
+        print(f"other lines than --record saw: {', '.join(sorted(moved))}", file=sys.stderr)
     results: dict[str, dict] = {}
     if arguments.results and arguments.results.exists():
         results = json.loads(arguments.results.read_text())

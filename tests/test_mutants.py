@@ -118,7 +118,7 @@ def test_every_kind_of_change(tmp_path, monkeypatch):
         "    assert x < 3\n"
         "    return any(rest) or -x * 2.5\n"
     )
-    made = [change for change in mutants.changes("a.py") if change.compiles()]
+    made = [change for change in mutants.Source("a.py").changes if change.compiles()]
     after = {change.applied().splitlines()[change.line - 1].strip() for change in made}
     assert after == {
         "if x not in rest:",
