@@ -8,13 +8,14 @@ those that they fork. What a process ran that was killed, or in a copy of the re
 """
 
 import collections
+import contextlib
 import hashlib
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 
@@ -22,8 +23,8 @@ import pytest
 
 REPO = pathlib.Path(__file__).parent.parent
 RECORD = REPO / ".tests-lines.json"
+PARTS = REPO / ".tests-lines"  # of its processes, until it is written
 CONTEXT = "TESTS_LINES_CONTEXT"
-FOLDER = "TESTS_LINES_FOLDER"
 SETTINGS = """\
 [run]
 branch = false
@@ -94,7 +95,7 @@ def pytest_collection_finish(session) -> None:
         for item in session.items
     }
     if shared:
-        pathlib.Path(os.environ[FOLDER], "shared.json").write_text(json.dumps(shared))
+        (PARTS / "shared.json").write_text(json.dumps(shared))
 
 
 def pytest_report_teststatus(report, config) -> None:
@@ -112,7 +113,7 @@ def pytest_unconfigure(config) -> None:
         "fixtures": config.lines_fixtures,
         "failed": sorted(config.lines_failed),
     }
-    pathlib.Path(os.environ[FOLDER], f"seconds-{worker}.json").write_text(json.dumps(found))
+    (PARTS / f"seconds-{worker}.json").write_text(json.dumps(found))
 
 
 # --- the record -------------------------------------------------------------------------------------------------------
@@ -128,9 +129,8 @@ class Record:
     failed: list[str]
     digests: dict[str, str]  # by file, of the text whose lines were recorded
     contexts: list[str]  # tests and fixtures
-    lines: dict[
-        str, dict[str, str]
-    ]  # by file and line number, the contexts that ran it, as a hexadecimal set of bits
+    # by file and line number, the contexts that ran it, as a hexadecimal set of bits
+    lines: dict[str, dict[str, str]]
 
     def tests_of(self, file: str, line: int) -> set[str]:
         """Those that ran it, themselves or through a fixture."""
@@ -192,54 +192,56 @@ def read() -> Record:
 
 def record(arguments: list[str]) -> int:
     """Runs the suite and writes RECORD; pytest's exit code."""
-    with tempfile.TemporaryDirectory(prefix="lines-") as folder:
-        settings = pathlib.Path(folder, "settings")
-        settings.write_text(SETTINGS.replace("FOLDER", folder).replace("REPO", str(REPO)))
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "tests.lines", *arguments],
-            cwd=REPO,
-            env={
-                **os.environ,
-                "PYTHON": sys.executable,
-                "COVERAGE_PROCESS_START": str(settings),
-                FOLDER: folder,
-                CONTEXT: "",
-            },
-        )
-        found = gather(pathlib.Path(folder))
+    shutil.rmtree(PARTS, ignore_errors=True)
+    PARTS.mkdir()
+    settings = PARTS / "settings"
+    settings.write_text(SETTINGS.replace("FOLDER", str(PARTS)).replace("REPO", str(REPO)))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "tests.lines", *arguments],
+        cwd=REPO,
+        env={
+            **os.environ,
+            "PYTHON": sys.executable,
+            "COVERAGE_PROCESS_START": str(settings),
+            CONTEXT: "",
+        },
+    )
+    found = gather()
     if RECORD.exists() and any(argument.startswith("tests/") for argument in arguments):
         found = read().updated(found)
     RECORD.write_text(json.dumps(vars(found)))
+    shutil.rmtree(PARTS)
     return done.returncode
 
 
-def gather(folder: pathlib.Path) -> Record:
-    """From what the processes left."""
+def gather() -> Record:
+    """From what the processes left in PARTS."""
     import coverage
 
     seconds: dict[str, float] = {}
     fixtures: dict[str, float] = {}
     failed: set[str] = set()
-    for path in folder.glob("seconds-*.json"):
+    for path in PARTS.glob("seconds-*.json"):
         part = json.loads(path.read_text())
         seconds |= part["seconds"]
         fixtures |= part["fixtures"]
         failed |= {*part["failed"]}
     contexts: dict[str, int] = {}
     lines: dict[str, dict[int, int]] = collections.defaultdict(lambda: collections.defaultdict(int))
-    for path in folder.glob("data.*"):
-        data = coverage.CoverageData(str(path))
-        data.read()
-        for file in data.measured_files():
-            place = lines[os.path.relpath(file, REPO)]
-            for line, names in data.contexts_by_lineno(file).items():
-                # "static|dynamic" of a process that was forked: what it was told last
-                for name in {name.rsplit("|", 1)[-1] for name in names} - {""}:
-                    place[line] |= 1 << contexts.setdefault(name, len(contexts))
+    for path in PARTS.glob("data.*"):
+        with contextlib.suppress(coverage.exceptions.DataError):  # of a process killed as it wrote
+            data = coverage.CoverageData(str(path))
+            data.read()
+            for file in data.measured_files():
+                place = lines[os.path.relpath(file, REPO)]
+                for line, names in data.contexts_by_lineno(file).items():
+                    # "static|dynamic" of a process that was forked: what it was told last
+                    for name in {name.rsplit("|", 1)[-1] for name in names} - {""}:
+                        place[line] |= 1 << contexts.setdefault(name, len(contexts))
     return Record(
         seconds=seconds,
         fixtures=fixtures,
-        shared=json.loads((folder / "shared.json").read_text()),
+        shared=json.loads((PARTS / "shared.json").read_text()),
         failed=sorted(failed),
         digests={file: digest(file) for file in lines},
         contexts=[*contexts],

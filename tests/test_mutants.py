@@ -45,7 +45,7 @@ def project(tmp_path_factory):
     (folder / "amounts.py").write_text(MODULE)
     (folder / "tests/test_amounts.py").write_text(TESTS)
     (folder / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath = ["."]\n')
-    (folder / ".gitignore").write_text("__pycache__/\n.pytest_cache/\n.tests-lines.json\n")
+    (folder / ".gitignore").write_text("__pycache__/\n.pytest_cache/\n.tests-lines*\n")
     git(folder, "init", "-q")
     git(folder, "add", "-A")
     git(folder, "commit", "-qm", "All")
