@@ -476,6 +476,9 @@ def test_every_key_of_config_json_is_what_transformers_makes_of_the_model(folder
             for values in (found, expected):
                 values["rope_parameters"].pop("type", None)  # of older versions, beside rope_type
             assert found == expected, (name, left_out)
+    # of a model of our own, whose heads are as wide as its sizes say, and not as Qwen3's smallest
+    fresh = hf_config.render(make_config(model={"qk_norm": True}).model, 64, "float32", {})
+    assert Qwen3Config.from_dict(fresh).head_dim == 48 // 4
 
 
 def test_sizes_that_disagree_are_all_named(folders, tmp_path):
