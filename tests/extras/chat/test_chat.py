@@ -464,10 +464,9 @@ def test_a_launch_says_how_full_its_windows_are_and_how_much_is_learned(
     (tmp_path / "train.bin").write_bytes(np.where(is_learned, ids, ~ids).tobytes())
     kept = np.minimum(lengths, 64)
     members, starts = packing.pack(kept, 64, seed=0)
-    learned = [
-        int(is_learned[end - length : end - length + 64 if length > 64 else end].sum())
-        for end, length in zip(ends, lengths)
-    ]
+    learned = []
+    for begin, size in zip(ends - lengths, kept):
+        learned.append(int(is_learned[begin : begin + size].sum()))
     with (tmp_path / "train.bin").open("rb") as file:
         stream = SimpleNamespace(path=tmp_path / "train.bin", file=file, end=ends.__getitem__)
         numbers = {"left_out": 31, "cut": 1234, "filled": int(kept.sum())}

@@ -529,7 +529,7 @@ def test_what_has_no_adapter_is_merged_as_the_base_is_kept(base, dtype):
     lora = {"rank": 3, "alpha": 7.5, "targets": ["q_proj", "down_proj"], "base_dtype": dtype}
     cfg = make_config(**{**case(base, "", ""), "lora": lora})
     generator = torch.Generator().manual_seed(0)
-    adapted = set()
+    names = set()
     for path, module in meta_model(cfg.model, cfg.lora).named_modules():
         name = path.rpartition(".")[2]
         if "weight" not in dict(module.named_parameters(recurse=False)) or "lora" in name:
@@ -551,8 +551,8 @@ def test_what_has_no_adapter_is_merged_as_the_base_is_kept(base, dtype):
         found = merged(module, weight, matrices.pop)
         assert found.dtype == torch.float32 and not matrices, path
         assert near(found.double(), expected), path
-        adapted.add(name)
-    assert {*PROJECTIONS, "embedding", "head", "norm"} <= adapted
+        names.add(name)
+    assert {*PROJECTIONS, "embedding", "head", "norm"} <= names
 
 
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])

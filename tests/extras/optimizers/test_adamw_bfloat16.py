@@ -130,7 +130,7 @@ def test_every_option_of_each_group_is_used_and_vectors_do_not_decay():
     for p, start in zip(parameters, starts):
         g = p.grad.double()
         decay = 0.7 if p.ndim > 1 else 0.0
-        # without bias, the moments of one gradient are it and its square
+        # corrected for their bias, the moments of one gradient are it and its square
         expected = start.double() - 0.01 * (g / (g.abs() + 0.3) + decay * start.double())
         torch.testing.assert_close(p.detach().double(), expected, rtol=1e-6, atol=1e-7)
         for key, moment in (("exp_avg", g), ("exp_avg_sq", 0.25 * g * g)):

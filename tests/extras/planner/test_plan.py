@@ -696,12 +696,12 @@ def test_tables_say_where_the_plan_sends():
         assert found.split()[:2] == [str(number), f"{size / 2**30:.3f}"] and found.endswith(where)
 
 
-ROW = {  # no number of it is like another
-    "world_size": 48,
+ROW = {  # a plan's, whose numbers differ
+    "world_size": 96,
     "replicas": 3,
     "shards": 8,
     "cp": 2,
-    "tp": 2,
+    "tp": 4,
     "units": 34,
     "parameters": 8_030_261_248,
     "tokens_per_step": 1_048_576,
@@ -723,7 +723,7 @@ ROW = {  # no number of it is like another
     "fits": True,
     "traffic_per_step": {
         "dp_shard": {"ranks": 8, "ranks_in_a_node": 4, "all_gather": (1234, 5 * 2**30)},
-        "tp": {"ranks": 2, "ranks_in_a_node": 2, "all_reduce": (9, 2**29)},
+        "tp": {"ranks": 4, "ranks_in_a_node": 4, "all_reduce": (9, 2**29)},
     },
     "collectives_per_step": {"all_gather": (1234, 5 * 2**30), "all_reduce": (9, 2**29)},
     "step_seconds": 1.5,
@@ -736,7 +736,7 @@ ROW = {  # no number of it is like another
     "not_counted": ["a note", "another"],
 }
 LINES = [
-    ("ranks", "48 = 3 replicas x 8 shards (of them cp 2) x tp 2"),
+    ("ranks", "96 = 3 replicas x 8 shards (of them cp 2) x tp 4"),
     ("parameters", "8,030,261,248 in 34 units"),
     ("tokens per step", "1,048,576 = 8 sequences of 32"),
     ("micro-batches", "5 of 7 sequences per rank and step"),
@@ -772,7 +772,7 @@ def test_each_line_of_the_tables_has_the_numbers_of_its_row():
         told = show.table(ROW | {"counted_flops_per_token": counted}, cfg, asked)
         words = f"1,000 in MFU, by flops_per_token; the plan's time has {counted:,.0f}\n"
         assert (words in told) is is_shown
-    columns = ["48", "13.00", "10.75", "6.50", "5.5", "1.5", "0.25", "12,346", "43%"]
+    columns = ["96", "13.00", "10.75", "6.50", "5.5", "1.5", "0.25", "12,346", "43%"]
     header, first, second = show.compared([ROW, ROW | {"world_size": 1536}]).splitlines()
     assert first.split() == columns and second.split() == ["1,536", *columns[1:]]
     assert header.endswith("s/step  waiting  tok/s/GPU  MFU")
@@ -783,7 +783,7 @@ def test_each_line_of_the_tables_has_the_numbers_of_its_row():
 def test_a_verdict_is_in_hours_up_to_a_day():
     asked = Asked(gpu_memory_gib=80.0)
     told = (
-        "48 ranks: fits, 64.2 GiB left; 15.75 of 80 GiB at the peak (backward head); "
+        "96 ranks: fits, 64.2 GiB left; 15.75 of 80 GiB at the peak (backward head); "
         "12,346 tokens/s per GPU; "
     )
     for steps, duration in ((57_600, "24 hours"), (57_601, "1.0 days"), (288, "0.12 hours")):
@@ -794,7 +794,7 @@ def test_a_verdict_is_in_hours_up_to_a_day():
     assert show.verdict(unknown, make_config(), Asked()) == f"1 rank: {needed}"
     too_large = show.verdict(ROW | {"fits": False}, make_config(), Asked(gpu_memory_gib=15.0))
     of_it = needed.replace("15.75", "15.75 of 15")
-    assert too_large == f"48 ranks: does not fit; {of_it}"
+    assert too_large == f"96 ranks: does not fit; {of_it}"
     # the time of copies to the host is not known
     offloaded = show.verdict(ROW | {"host_gib": 1.0}, make_config(), asked)
     assert offloaded == told.partition("; 12,346")[0]
@@ -814,7 +814,7 @@ def test_shapes_of_the_drawing_stand_where_their_numbers_are(tmp_path):
         moments.append(
             Moment(Phase(name, peak=in_bytes), begin, end, dict([sends] if sends else []))
         )
-    show.draw(ROW, moments, str(tmp_path / "step.svg"), "r on 48 x GPU", 10.0)
+    show.draw(ROW, moments, str(tmp_path / "step.svg"), "r on 96 x GPU", 10.0)
 
     def x(seconds: float) -> float:
         return show.Chart.LEFT + seconds / 8 * show.Chart.WIDTH
@@ -857,7 +857,7 @@ def test_shapes_of_the_drawing_stand_where_their_numbers_are(tmp_path):
         assert [place for place, _ in labels[f"{seconds} s"]] == [
             pytest.approx(x(seconds), abs=0.5)
         ]
-    assert "r on 48 x GPU: peak 13.00 GiB in the backward head" in labels
+    assert "r on 96 x GPU: peak 13.00 GiB in the backward head" in labels
     lines = [path.get("d") for path in root.iter("{http://www.w3.org/2000/svg}path")]
     assert f"M{show.Chart.LEFT} {y(10):.1f}h{show.Chart.WIDTH}" in lines
 
