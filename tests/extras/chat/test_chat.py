@@ -2,6 +2,7 @@
 mesh; what is refused."""
 
 import contextlib
+import hashlib
 import io
 import itertools
 import json
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -31,6 +33,7 @@ from data.record import holds_out_documents, is_complete, read_manifest, validat
 from data.tokenizer import train_tokenizer
 from data.tokens import window_span
 from data.writer import TokenWriter
+from extras.chat import packing, terminal
 from extras.chat.conversations import Chat, spelled
 from extras.chat.messages import checked
 from extras.chat.packing import Packed, pack
@@ -426,6 +429,67 @@ def test_windows_are_those_of_best_fit_decreasing():
     assert not (pack(np.full(100, 5), 10, 0)[0] == pack(np.full(100, 5), 10, 1)[0]).all()
 
 
+def test_conversations_of_one_length_stand_in_the_order_of_a_hash():
+    """splitmix64 of (seed, number), in Python's integers: a stored run reads the same windows in every version."""
+
+    def splitmix64(x: int) -> int:
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+
+    for seed in (0, 7):
+        digest = hashlib.blake2b(f"packing {seed}".encode(), digest_size=8).digest()
+        key = int.from_bytes(digest, "big")
+        expected = [splitmix64((number + key) % 2**64) >> 24 for number in range(1009)]
+        lengths = np.full(1009, 5)
+        lengths[::3] = 4  # shorter ones follow
+        order = sorted(range(1009), key=lambda i: (-lengths[i], expected[i]))
+        members, starts = packing.pack(lengths, 5, seed)
+        assert members.tolist() == order and starts.tolist() == [*range(1010)]
+
+
+@pytest.mark.parametrize("count, is_sampled", [(2000, False), (2001, True), (6007, True)])
+def test_a_launch_says_how_full_its_windows_are_and_how_much_is_learned(
+    tmp_path, monkeypatch, count, is_sampled
+):
+    """Exactly of up to 2,000 conversations, and of more about."""
+    monkeypatch.setattr(packing, "complete_manifest", lambda folder: {"reads": []})
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(1, 90, count)  # the longest of 64 are cut
+    ids = draw.integers(0, 300, lengths.sum()).astype("<i4")
+    is_learned = draw.random(len(ids)) < 0.3
+    ends = np.cumsum(lengths)
+    for number in range(0, count, 7):  # nothing is learned of these
+        is_learned[ends[number] - lengths[number] : ends[number]] = False
+    (tmp_path / "train.bin").write_bytes(np.where(is_learned, ids, ~ids).tobytes())
+    kept = np.minimum(lengths, 64)
+    members, starts = packing.pack(kept, 64, seed=0)
+    learned = []
+    for begin, size in zip(ends - lengths, kept):
+        learned.append(int(is_learned[begin : begin + size].sum()))
+    with (tmp_path / "train.bin").open("rb") as file:
+        stream = SimpleNamespace(path=tmp_path / "train.bin", file=file, end=ends.__getitem__)
+        numbers = {"left_out": 31, "cut": 1234, "filled": int(kept.sum())}
+        said = packing.Packed(stream, 64, members, starts, **numbers).summary()
+    windows = len(starts) - 1
+    full = kept.sum() / (64 * windows)
+    assert said.startswith(
+        f"{tmp_path}: {count:,} conversations in {windows:,} windows of 64 tokens, {full:.1%} full; "
+        "1,234 cut at a window's end; 31 left out, "
+    )
+    about, share, without = re.search(
+        r"; (about )?(\d+)% of the tokens have a loss; (?:about )?([\d,]+) cut before any", said
+    ).groups()
+    true_share = 100 * sum(learned) / kept.sum()
+    true_count = learned.count(0)
+    assert (about is not None) is is_sampled and said.count("about") == 2 * is_sampled
+    if is_sampled:
+        assert float(share) == pytest.approx(true_share, abs=2)
+        assert int(without.replace(",", "")) == pytest.approx(true_count, rel=0.15)
+    else:
+        assert (share, without) == (f"{true_share:.0f}", f"{true_count:,}")
+
+
 @pytest.mark.parametrize("room", [2048, 8192])
 def test_windows_are_full_and_planned_in_no_time(room):
     """Lengths of 100,000 conversations: lognormal, median 450 tokens, sigma 1."""
@@ -577,9 +641,36 @@ def exported_and_spoken_to(checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> 
     assert said.count("> ") == 5 and "too long for a context of 128 tokens" in said, said
 
 
-def test_a_conversation_keeps_what_fits_and_ends_turns(tokenizer, monkeypatch, capsys):
-    from extras.chat import terminal as conversation
+@pytest.mark.parametrize(
+    "context, most, dropped",
+    [
+        (107, 2, 0),  # 105 tokens and 2
+        (106, 2, 2),  # 75
+        (139, 99, 0),  # a quarter, 34
+        (138, 99, 2),
+        (99, 25, 2),
+        (98, 25, 4),
+        (7, 2, 4),  # 5
+        (6, 2, 4),
+        (5, 2, None),
+    ],
+)
+def test_the_oldest_exchanges_go_until_a_reply_fits(context, most, dropped):
+    """The limit of a reply, or a quarter of the context and at least a token, is kept free for it."""
+    chat = SimpleNamespace(prompt=lambda lengths: [0] * sum(lengths))
+    history = [10, 20, 30, 40]
+    if dropped is None:
+        with pytest.raises(ConfigError, match="too long for a context of 5 tokens"):
+            terminal.fit(chat, history, [5], context, most)
+        return
+    prompt, count = terminal.fit(chat, history, [5], context, most)
+    assert (len(prompt), count) == (sum(history[dropped:]) + 5, dropped)
+    assert terminal.fit(chat, [], [2], 3, 9) == ([0, 0], 0)
+    with pytest.raises(ConfigError):
+        terminal.fit(chat, [], [3], 3, 9)
 
+
+def test_a_conversation_keeps_what_fits_and_ends_turns(tokenizer, monkeypatch, capsys):
     chat, prompts = Chat(tokenizer), []
     answer, end = chat.tokenizer.encode(["dog ö ✓"])[0], chat.special["<|im_end|>"]
 
@@ -592,7 +683,7 @@ def test_a_conversation_keeps_what_fits_and_ends_turns(tokenizer, monkeypatch, c
     one = len(chat.prompt(talk("the cat")))
     three = len(chat.prompt(talk("the cat", "dog ö ✓", "the cat", "dog ö ✓", "the cat")))
     # the third no longer leaves room for four tokens
-    conversation.converse(tokenizer, [], three + 3, 4, reply)
+    terminal.converse(tokenizer, [], three + 3, 4, reply)
     said = capsys.readouterr().out
     assert said.count("> dog ö ✓\n") == 2 and "(2 messages, the oldest, no longer fit" in said, said
     assert [ids for ids, _ in prompts] == [

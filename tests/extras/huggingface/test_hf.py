@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -35,6 +36,7 @@ from data.tokens import open_stream
 from extras.huggingface import config as hf_config
 from extras.huggingface import convert as hf
 from extras.huggingface import tokenizer as hf_tokenizer
+from extras.huggingface import weights as hf_weights
 from extras.huggingface.tokenizer import fast_tokenizer_files, read_sentencepiece
 from extras.huggingface.weights import StoredTensor, Weights, hf_name, weights_to_read
 from launch.checks import check_launch
@@ -390,6 +392,28 @@ def test_copies_that_differ_in_any_sixteenth_are_told_apart(tmp_path):
     )
 
 
+def test_weights_are_hashed_and_read_in_blocks_of_rows_of_any_size(folders, monkeypatch):
+    """Of shards whose rows are more than a block has, also of one row and of less: the same values and one hash."""
+    all_stored = weights_to_read(config_from(str(folders["uneven"])), 0).stored
+    stored = {name: all_stored[name] for name in all_stored if name.startswith("blocks.0.")}
+    whole = {name: Weights(stored).read(name) for name in stored}
+    hashes = set()
+    for block, rows in ((2**20, 999), (7 * 50, 31), (50, 8), (1, 5)):
+        monkeypatch.setattr(hf_weights, "HASHED_AT_ONCE", block)
+        sums: dict[tuple, int] = {}
+        for name, values in whole.items():
+            for begin in range(0, len(values), rows):  # a rank's
+                part = torch.empty_like(values[begin : begin + rows])
+                offsets = (begin, *[0] * (values.ndim - 1))
+                assert Weights(stored, sums).read_into(name, offsets, part)
+                assert part.equal(values[begin : begin + rows]), (name, block)
+        hashes.add(hf_weights.fingerprint([sums]))
+    expected = {}
+    for name, values in whole.items():
+        expected[name, 0] = hf_weights.weighted_sum(name, (0, 0), [*values.shape], values)
+    assert hashes == {hf_weights.fingerprint([expected])}
+
+
 # The configuration
 
 
@@ -432,6 +456,29 @@ def test_sizes_come_from_the_folder_and_read_back(folders, tmp_path):
         )
         (tmp_path / "test.toml").write_text(config.to_toml(cfg))
         assert config.load(str(tmp_path / "test.toml")) == cfg
+
+
+def test_every_key_of_config_json_is_what_transformers_makes_of_the_model(folders):
+    """All that its configuration class has, in the spelling of transformers 5 and in that of older versions."""
+    apart = {"transformers_version", "_name_or_path", "initializer_range", "dtype"}
+    for name, folder in folders.items():
+        theirs = AutoConfig.from_pretrained(folder)
+        m = config_from(str(folder)).model
+        ids = {"bos_token_id": theirs.bos_token_id, "eos_token_id": theirs.eos_token_id}
+        rendered = hf_config.render(m, 64, "bfloat16", ids)
+        assert rendered["dtype"] == rendered["torch_dtype"] == "bfloat16"
+        older = ("rope_theta", "rope_scaling")
+        for left_out in (("rope_parameters",), older):
+            spelled = {key: value for key, value in rendered.items() if key not in left_out}
+            ours = type(theirs).from_dict(spelled)
+            found = {key: value for key, value in ours.to_dict().items() if key not in apart}
+            expected = {key: value for key, value in theirs.to_dict().items() if key not in apart}
+            for values in (found, expected):
+                values["rope_parameters"].pop("type", None)  # of older versions, beside rope_type
+            assert found == expected, (name, left_out)
+    # of a model of our own, whose heads are as wide as its sizes say, and not as Qwen3's smallest
+    fresh = hf_config.render(make_config(model={"qk_norm": True}).model, 64, "float32", {})
+    assert Qwen3Config.from_dict(fresh).head_dim == 48 // 4
 
 
 def test_sizes_that_disagree_are_all_named(folders, tmp_path):

@@ -459,6 +459,37 @@ def test_refuses(name, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "owned").exists()
 
 
+# An entry, the spellings of one value in YAML 1.1, torch and Accelerate, and the options that it becomes.
+SPELLINGS = [
+    ("offload_params", ("true", "True", "yes", "YES", "on", "'true'"), {"cpu_offload": True}),
+    ("offload_params", ("false", "no", "No", "off", "'off'"), {"cpu_offload": False}),
+    ("offload_params", ("null", "~", "", "None", "''"), {}),  # not set
+    (
+        "param_dtype",
+        ("bf16", "BF16", "bfloat16", "torch.bfloat16"),
+        {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
+    ),
+    ("param_dtype", ("fp32", "float", "float32", "torch.float32", "~"), {"param_dtype": "float32"}),
+    ("output_dtype", ("fp32", "torch.float"), {"output_dtype": "float32"}),
+    ("output_dtype", ("fp16", "half", "torch.half", "float16"), None),  # no equivalent
+]
+
+
+@pytest.mark.parametrize("key, spellings, options", SPELLINGS)
+def test_all_spellings_of_a_value_become_the_same(key, spellings, options, convert):
+    for spelling in spellings:
+        code, tables, out, _ = convert(f"sharding_strategy: 1\n{key}: {spelling}\n")
+        assert code == (options is None) == ("float16 needs a loss scaler" in out), out
+        expected = {**FULL, "param_dtype": "float32", **(options or {})}
+        assert tables == {"parallel": expected}, spelling
+
+
+def test_a_comment_shows_up_to_80_characters_of_a_value(convert):
+    for length, shown in ((80, "x" * 80), (81, "x" * 77 + "...")):
+        _, _, out, _ = convert(f"sharding_strategy: 1\nignored_modules: {'x' * length}\n")
+        assert f"# ignored_modules = {shown}: no equivalent" in out
+
+
 def test_says_that_yaml_cannot_be_imported(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert from_fsdp1.main([str(tmp_path / "any.yaml")]) == 2

@@ -125,6 +125,51 @@ def test_a_parameter_without_a_gradient_stays_as_it_is():
         assert [optimizer.state[p]["step"].item() for p in parameters] == [0, 1]
 
 
+def test_every_option_of_each_group_is_used_and_vectors_do_not_decay():
+    """The first update of a matrix, a vector and a number, by https://arxiv.org/abs/1711.05101 in float64; moments are
+    rounded after it. An eps that is small beside a gradient would not be seen."""
+    o = bfloat16_states(lr=0.01, eps=0.3, weight_decay=0.7, betas=[0.0, 0.75])
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((3, 5), (7,), (), (2, 3, 4))
+    starts = [torch.randn(shape, generator=generator) for shape in shapes]
+    parameters = torch.nn.ParameterList(start.clone() for start in starts)
+    optimizer = build_optimizer(parameters, o)
+    for p in parameters:
+        p.grad = torch.randn(p.shape, generator=generator)
+    optimizer.step()
+    for p, start in zip(parameters, starts):
+        g = p.grad.double()
+        decay = 0.7 if p.ndim > 1 else 0.0
+        # corrected for their bias, the moments of one gradient are it and its square
+        expected = start.double() - 0.01 * (g / (g.abs() + 0.3) + decay * start.double())
+        torch.testing.assert_close(p.detach().double(), expected, rtol=1e-6, atol=1e-7)
+        for key, moment in (("exp_avg", g), ("exp_avg_sq", 0.25 * g * g)):
+            stored = optimizer.state[p][key]
+            assert stored.shape == p.shape and stored.dtype == torch.bfloat16
+            assert ((stored.double() - moment).abs() <= 2**-7 * moment.abs()).all(), key
+
+
+def test_a_gradient_that_is_scaled_or_not_finite():
+    """Clipping divides by grad_scale; where found_inf is set, weights, moments and the count of steps stay."""
+    gradient = torch.randn(30, 20, generator=torch.Generator().manual_seed(0))
+    found = []
+    for scale, infinite in ((1.0, False), (4.0, False), (4.0, True)):
+        parameter = torch.nn.Parameter(torch.ones(30, 20))
+        optimizer = build_optimizer(torch.nn.ParameterList([parameter]), bfloat16_states(eps=0.1))
+        for values in (gradient, -gradient):
+            parameter.grad = scale * values
+            optimizer.grad_scale = torch.tensor(scale)
+            optimizer.step()
+        if infinite:
+            parameter.grad = torch.full((30, 20), torch.inf)
+            optimizer.found_inf = torch.ones(())
+            optimizer.step()
+        found.append((parameter.detach(), *optimizer.state[parameter].values()))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    assert found[0][1] == 2
+
+
 def test_a_second_moment_decays_in_bfloat16():
     """At beta2 = 0.999 a change is 2^-10 of the moment and less: to the nearest, it would be rounded away each time."""
     gradients = [torch.full((64, 64), 1.0)] * 100 + [torch.zeros(64, 64)] * 400

@@ -1,7 +1,12 @@
 """The planner's model of torch's CUDA allocator against cases by hand, and which pool holds what."""
 
+from types import SimpleNamespace
+
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
+
 import config
-from extras.planner.pools import GRANULE, GRANULE_OF_SMALL, Pool, Segment
+from extras.planner.pools import GRANULE, ROUNDED_TO, Pool, Segment, pool_of, stream_now
 from extras.planner.simulate import Step, simulate
 from model.build import meta_model
 from tests.conftest import REPO
@@ -43,11 +48,52 @@ def test_holes_join_and_the_last_one_is_no_hole():
 
 
 def test_small_blocks_have_a_segment_of_their_own():
+    """Sizes as in c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer."""
+    assert ROUNDED_TO == 512
     pool = Pool()
     pool.allocate(MIB)
-    assert pool.reserved == GRANULE_OF_SMALL
+    assert pool.reserved == 2 * MIB
     pool.allocate(MIB + 512)
-    assert pool.reserved == GRANULE_OF_SMALL + GRANULE
+    assert pool.reserved == (2 + 20) * MIB
+
+
+def test_in_one_pool_is_what_is_last_used_by_the_computation():
+    """As parallel/memory_pool.py says: all-gathers, and reduced gradients that become a parameter's as they are."""
+    separate = config.Parallel()
+    for stream in ("computation", "all-gather", "reduce-scatter", "all-reduce"):
+        for adds in (False, True):
+            assert pool_of(stream, separate, adds) == stream
+    for dtype in ("float32", "bfloat16"):
+        one = config.Parallel(one_memory_pool=True, reduce_dtype=dtype)
+        for adds in (False, True):
+            becomes_gradient = dtype == "float32" and not adds
+            pools = {
+                "computation": "computation",
+                "all-gather": "computation",
+                "reduce-scatter": "computation" if becomes_gradient else "reduce-scatter",
+                "all-reduce": "all-reduce",
+            }
+            assert {stream: pool_of(stream, one, adds) for stream in pools} == pools
+
+
+def test_each_stream_that_fsdp2_has_is_a_pool():
+    """By its own attributes: one that a version of torch adds would be found here."""
+    context = FSDPCommContext()
+    model = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_comm_ctx=context))
+    assert stream_now(model) == "computation"  # before the first forward
+    context.lazy_init(torch.device("cpu"))
+    found = {}
+    for attribute, stream in vars(context).items():
+        if isinstance(stream, torch.cpu.Stream):
+            with torch.cpu.stream(stream):
+                found[attribute] = stream_now(model)
+    assert found == {
+        "all_gather_copy_in_stream": "all-gather",
+        "all_gather_stream": "all-gather",
+        "reduce_scatter_stream": "reduce-scatter",
+        "all_reduce_stream": "all-reduce",
+    }
+    assert stream_now(model) == "computation"
 
 
 def test_gradients_are_in_the_pool_of_their_reduction_and_gathers_in_another():

@@ -65,6 +65,12 @@ def test_open_files_are_counted_against_the_hard_limit(monkeypatch):
     text = one(limits.open_files(make_config(), Ranks(32, 8, 0, "1")), True)
     assert "RLIMIT_NOFILE = 1024: rank 0 of 256 opens 1054 files" in text
     assert "ulimit -Hn 4096" in text
+    for limit, is_enough in ((1021, False), (1022, True), (resource.RLIM_INFINITY, True)):
+        monkeypatch.setattr(resource, "getrlimit", lambda what, limit=limit: (64, limit))
+        findings = list(limits.open_files(make_config(), Ranks(31, 8, 0, "1")))
+        assert (not findings) is is_enough, limit
+        # the least power of two that is twice what is needed
+        assert is_enough or "ulimit -Hn 2048," in findings[0].text
 
 
 def test_locked_memory_matters_for_infiniband_between_nodes(monkeypatch, tmp_path):
@@ -75,6 +81,8 @@ def test_locked_memory_matters_for_infiniband_between_nodes(monkeypatch, tmp_pat
     assert "RLIMIT_MEMLOCK = 64 KiB" in one(limits.locked_memory(on_gpus(), JOB), False)
     assert not list(limits.locked_memory(on_gpus(), NODE))
     assert not list(limits.locked_memory(make_config(run={"device": "cpu"}), JOB))
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (resource.RLIM_INFINITY,) * 2)
+    assert not list(limits.locked_memory(on_gpus(), JOB))
 
 
 def disk(size: int) -> types.SimpleNamespace:
@@ -86,8 +94,13 @@ def test_shared_memory_of_a_container_is_small(monkeypatch):
     text = one(limits.shared_memory(on_gpus(), NODE), False)
     assert text.startswith("/dev/shm holds 64 MiB") and "--ipc=host" in text
     assert not list(limits.shared_memory(on_gpus(), ONE))
+    assert not list(limits.shared_memory(make_config(run={"device": "cpu"}), NODE))
     monkeypatch.setattr(os, "statvfs", lambda path: disk(2**30))
     assert not list(limits.shared_memory(on_gpus(), NODE))
+    monkeypatch.setattr(os, "statvfs", lambda path: disk(2**30 - 1))
+    assert "/dev/shm holds 1023 MiB" in one(limits.shared_memory(on_gpus(), NODE), False)
+    monkeypatch.setattr(os, "statvfs", full)  # as where there is none
+    assert "/dev/shm holds 0 MiB" in one(limits.shared_memory(on_gpus(), NODE), False)
 
 
 @pytest.fixture
@@ -137,6 +150,27 @@ def test_control_groups_of_version_1(machine, tmp_path):
     assert memory_limit()[0] == 5
 
 
+def test_swap_counts_as_far_as_it_may_be_used(machine, tmp_path):
+    """By the machine's; in a control group of version 2 by its own limit, in one of version 1 by the sum of both."""
+    memory = tmp_path / "meminfo"
+    memory.write_text(f"MemTotal: {64 * 2**20} kB\nSwapTotal: {5 * 2**20} kB\n")
+    assert memory_limit() == (69, "this machine")
+    machine("0::/job\n", job__memory_max=f"{8 * GIB}")
+    assert memory_limit()[0] == 8 + 5
+    folder = tmp_path / "groups/job"
+    (folder / "memory.swap.max").write_text(f"{3 * GIB}")
+    assert memory_limit()[0] == 8 + 3
+    (folder / "memory.swap.max").write_text("0")
+    assert memory_limit()[0] == 8
+    machine("3:memory:/docker\n")
+    folder = tmp_path / "groups/memory/docker"
+    folder.mkdir(parents=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{3 * GIB}")
+    assert memory_limit()[0] == 3 + 5
+    (folder / "memory.memsw.limit_in_bytes").write_text(f"{4 * GIB}")
+    assert memory_limit()[0] == 4
+
+
 def test_a_job_s_memory_is_slurm_s(machine, monkeypatch):
     monkeypatch.setenv("SLURM_MEM_PER_CPU", "2048")
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "16")
@@ -157,8 +191,15 @@ def test_memory_that_states_and_copies_need(machine):
     half = Ranks(2, 8, 0, "1")
     assert not list(limits.host_memory(on_gpus(**sections, **saving), half))  # 45 + 2 a node
     assert not list(limits.host_memory(on_gpus(**sections), NODE))
-    machine("0::/job\n", job__memory_max=f"{GIB}")
-    assert "the ranks of a node need 2.0 GiB" in one(limits.host_memory(on_gpus(), NODE), True)
+    for size, is_enough in ((GIB, False), (2 * GIB - 1, False), (2 * GIB, True)):  # 1/4 a rank
+        machine("0::/job\n", job__memory_max=f"{size}")
+        findings = list(limits.host_memory(on_gpus(), NODE))
+        assert (not findings) is is_enough
+        assert is_enough or "the ranks of a node need 2.0 GiB" in one(findings, True)
+    machine("0::/job\n", job__memory_max=f"{8 * GIB}")
+    on_cpu = make_config(**sections, run={"device": "cpu"})
+    text = one(limits.host_memory(on_cpu, Ranks(4, 8, 0, "1")), True)
+    assert "with parameters, gradients and optimizer state, need 32 GiB" in text  # 120 / 4 + 2
 
 
 # disks
@@ -201,6 +242,13 @@ def usage(free: float, total: int = 2**60) -> types.SimpleNamespace:
         (9.0, 0, None, False),  # of ten
         (0.5, 1, 3, False),  # a resumed run removes older ones
         (1.2, 3, 3, None),
+        (1.0, 4, 3, None),  # one more, whatever is there
+        (0.99, 4, 3, False),
+        (4.0, 0, 3, None),
+        (3.99, 0, 3, False),
+        (10.0, 0, None, None),
+        (1.0, 0, 3, False),  # it holds one
+        (0.99, 0, 3, True),
     ],
 )
 def test_room_for_the_checkpoints_that_are_kept(
@@ -214,7 +262,7 @@ def test_room_for_the_checkpoints_that_are_kept(
     )
     for step in range(there):
         (tmp_path / f"run/checkpoints/step-{step:08d}").mkdir(parents=True)
-    one_checkpoint = 8.03e9 * 12
+    one_checkpoint = 8_030_261_248 * 12
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free * one_checkpoint))
     findings = list(disks.checkpoints(cfg, ONE))
     if told is None:
@@ -223,6 +271,25 @@ def test_room_for_the_checkpoints_that_are_kept(
         text = one(findings, told)
         assert f"keep_last = {keep_last or 'all'}: {10 if keep_last is None else 4} check" in text
         assert "of 89 GiB" in text or "of 90 GiB" in text
+
+
+@pytest.mark.parametrize(
+    "steps, every, keep_last, milestones, most",
+    [
+        (1000, 100, 3, None, 4),
+        (1000, 100, None, None, 10),
+        (1001, 100, None, None, 11),  # the last step's, too
+        (1000, None, None, None, 1),
+        (1000, None, 3, None, 1),
+        (1000, 100, 2, 300, 6),  # 300, 600, 900
+        (1000, 100, 2, 500, 5),
+        (300, 100, 3, None, 3),
+    ],
+)
+def test_how_many_checkpoints_there_are_at_most(steps, every, keep_last, milestones, most):
+    settings = {"save_every_steps": every, "keep_last": keep_last, "keep_every_steps": milestones}
+    cfg = make_config(train={"steps": steps}, checkpoint=settings)
+    assert disks.most_checkpoints(cfg) == most
 
 
 def test_a_disk_without_a_size_is_not_full(monkeypatch, tmp_path):
@@ -264,6 +331,39 @@ def test_room_for_prepared_text(monkeypatch, tmp_path):
     assert "[data] max_tokens: up to 4.0 GiB of token files, and 3.0 GiB are free" in text
     assert not list(disks.prepared_text(make_config(data=data | {"max_tokens": GIB}), ONE))
     assert not list(disks.prepared_text(make_config(data=data | {"max_tokens": None}), ONE))
+    # two bytes a token, or four of a vocabulary beyond 2^16
+    for vocab_size, tokens, is_enough in (
+        (2**16, 3 * GIB // 2, True),
+        (2**16, 3 * GIB // 2 + 1, False),
+        (2**16 + 1, 3 * GIB // 4, True),
+        (2**16 + 1, 3 * GIB // 4 + 1, False),
+    ):
+        cfg = make_config(model={"vocab_size": vocab_size}, data=data | {"max_tokens": tokens})
+        assert (not list(disks.prepared_text(cfg, ONE))) is is_enough, (vocab_size, tokens)
+    # of a mixture the sum, each source's own limit first; one without a limit is unlimited
+    sources = [
+        {"source": "python-stdlib", "weight": 1, "max_tokens": GIB // 2},
+        {"source": "texts.jsonl", "weight": 3},
+    ]
+    (tmp_path / "tokenizer.model").write_bytes(b"any")
+    mixture = {"sources": sources, "tokenizer": str(tmp_path / "tokenizer.model")}
+    for tokens, is_enough in ((GIB, True), (GIB + 1, False)):
+        cfg = make_config(data=mixture | {"max_tokens": tokens})
+        assert (not list(disks.prepared_text(cfg, ONE))) is is_enough, tokens
+    sources[0]["max_tokens"] = 2 * GIB
+    assert not list(disks.prepared_text(make_config(data=mixture), ONE))
+
+
+def test_what_was_prepared_of_a_text_needs_no_more_room(monkeypatch, tmp_path):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000))
+    data = {"source": "python-stdlib", "path": str(tmp_path)}
+    cfg = make_config(data=data | {"max_tokens": 1000})
+    assert "max_tokens" in one(disks.prepared_text(cfg, ONE), False)
+    for name, size in (("train.bin", 700), ("heldout.bin", 299)):
+        (tmp_path / name).write_bytes(bytes(size))
+    assert "max_tokens" in one(disks.prepared_text(cfg, ONE), False)
+    (tmp_path / "more.bin").write_bytes(b"x")
+    assert not list(disks.prepared_text(cfg, ONE))
 
 
 def test_room_is_that_of_the_disk_of_data_path(monkeypatch, tmp_path):
@@ -291,11 +391,25 @@ def full(*_: object, **__: object) -> None:
     raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
 
-def test_a_quota_that_is_used_up(monkeypatch, unprepared):
-    monkeypatch.setattr(disks.tempfile, "TemporaryFile", full)
-    for finding in disks.folders(unprepared, ONE):
-        assert finding.is_error and "cannot be written to: Disk quota exceeded" in finding.text
-    assert len(list(disks.folders(unprepared, ONE))) == 2
+def test_a_quota_that_is_used_up(monkeypatch, unprepared, tmp_path):
+    """Of the disk on which the folder lies or will lie; what writes nothing needs none."""
+    asked = []
+
+    def used_up(dir: pathlib.Path) -> None:
+        asked.append(dir)
+        full()
+
+    monkeypatch.setattr(disks.tempfile, "TemporaryFile", used_up)
+    (tmp_path / "out").mkdir()
+    texts = [one([finding], True) for finding in disks.folders(unprepared, ONE)]
+    named = ("[data] path = prepared", "[run] output_dir = out")
+    cure = "name another folder"
+    assert texts == [f"{name}: cannot be written to: Disk quota exceeded; {cure}" for name in named]
+    assert asked == [tmp_path, tmp_path / "out"]
+    monkeypatch.setattr(disks, "is_prepared", lambda cfg: True)
+    (finding,) = disks.folders(unprepared, ONE)
+    assert "output_dir" in finding.text
+    assert not list(disks.folders(make_config(checkpoint=None), ONE))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EIO])

@@ -1,12 +1,14 @@
 """The page of a run: its curves against the rows, what it says of the run's folder, and that it needs nothing else."""
 
 import html.parser
+import itertools
 import json
 import logging
 import math
 import pathlib
 import random
 import re
+import statistics
 import sys
 import time
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ import pytest
 
 from extras.reports import report
 from lifecycle.run import Run
-from tests.conftest import launch, make_config, rows, run_tool
+from tests.conftest import launch, make_config, needs_extra, rows, run_tool
 
 NAMES = {
     "Loss": "loss",
@@ -150,6 +152,21 @@ def test_the_curves_are_the_rows(tmp_path):
     dots = [part[0] for part in page.curve("Loss", "c0 dots")]
     assert dots == [pytest.approx((20, 3.5), abs=0.05), pytest.approx((40, 2.5), abs=0.05)]
     assert ["validation loss", "2.5"] in page.rows and ["loss", "0.225"] in page.rows
+
+
+def test_what_has_a_natural_zero_is_drawn_from_there_and_ticks_are_round(tmp_path):
+    """Five spaces between them or so, each 1, 2 or 5 times a power of ten."""
+    found = [
+        train_row(step, loss=2.93 + 1 / step, peak_memory_gib=2.5 + step / 7) for step in (1, 9)
+    ]
+    page = page_of(write_run(tmp_path / "r", found))
+    for title in NAMES:
+        positions, values = zip(*page.figures[title].y)
+        has_zero = title in ("Learning rate", "Throughput", "Peak memory")
+        assert ((positions[0], values[0]) == (100, 0)) is has_zero, title
+        spaces = [high - low for low, high in itertools.pairwise(values)]
+        assert spaces == pytest.approx([spaces[0]] * len(spaces)) and 3 <= len(values) <= 7, title
+        assert f"{spaces[0]:e}"[:8] in ("1.000000", "2.000000", "5.000000"), title
 
 
 def test_the_mean_loss_is_drawn_where_rows_have_it(tmp_path):
@@ -290,15 +307,24 @@ def f(a<b):
 
 
 def test_what_the_folder_says_of_the_run(tmp_path):
+    """Each number of it by hand from the rows, none of which is like the others."""
+    train = []
+    for step in range(1, 21):
+        rate = 4000.0 + (7 * step) ** 2 % 101
+        memory = 2.5 + (step == 13) / 3
+        last = {"mfu": 0.125, "epochs": 1.375} if step == 20 else {}
+        row = train_row(step, tokens_per_second_per_device=rate, peak_memory_gib=memory, **last)
+        train.append(row)
+    median = round(statistics.median(row["tokens_per_second_per_device"] for row in train))
     run = write_run(
         tmp_path / "r",
         [
-            *(train_row(step) for step in range(1, 21)),
+            *train,
             {
                 "kind": "eval",
                 "step": 20,
                 "loss": 3.25,
-                "bits_per_byte": None,
+                "bits_per_byte": 1.0625,
                 "loss_by_source": {"web": 3.5},
             },
             {
@@ -327,11 +353,18 @@ def test_what_the_folder_says_of_the_run(tmp_path):
         ["resumed after steps", "10"],
         ["saves", "3"],
         ["tokens", "10,240"],
+        ["loss", "0.45"],
+        ["validation loss", "3.25"],
+        ["bits per byte", "1.0625"],
+        ["mfu", "0.125"],
+        ["epochs", "1.375"],
+        ["tokens per second and device, median", f"{median:,}"],
+        ["training, without saves and evaluations", "0:00:02"],
         ["loss_by_source.web", "3.5"],
         ["model", "5,048,576 parameters on 2 x cpu (1 replicas x 2 shards)"],
         ["hosts", "n1 n2"],
         ["commit", "abc"],
-        ["peak memory, GiB", "2.5"],
+        ["peak memory, GiB", "2.83"],
         ["data.source", '"web"'],
         ["uncommitted", "a diff of 2 lines, in environment.json"],
         ["peak memory, GiB", "planned 40, measured 41 (+2.5%)"],
@@ -370,7 +403,13 @@ def test_several_runs_show_first_the_options_that_differ(tmp_path):
 def test_runs_of_one_name_are_told_apart_and_many_have_a_color(tmp_path):
     runs = [write_run(tmp_path / str(i) / "r", [train_row(1), train_row(2)]) for i in range(8)]
     page = page_of(*runs)
-    assert ["", *map(str, runs)] in page.rows and len(page.figures["Loss"].curves) == 8
+    assert ["", *map(str, runs)] in page.rows
+    classes = [f"c{i}" for i in range(4)] + [f"c{i} dashed" for i in range(4)]
+    assert [*page.figures["Loss"].curves] == classes
+    keys = [found["class"] for tag, found in page.attributes if tag == "i"]
+    assert keys == [f"key {name}" for name in classes]
+    for i in range(4):
+        assert report.STYLE.count(f".c{i} {{ color: ") == 2  # on light pages and on dark ones
 
 
 def test_the_page_is_escaped_and_refers_to_nothing_outside(tmp_path):
@@ -459,6 +498,34 @@ def test_time_and_command_are_those_of_the_user(tmp_path):
     assert text["training, without saves and evaluations"] == ["0:02:05"]
     by_hand = {"command": ["train.py", "a.toml"], "ranks": 1}
     assert report.typed_command(by_hand) == "train.py a.toml" and report.typed_command({}) == ""
+    one_a_node = {"command": command, "ranks": 2, "hosts": ["a", "b"]}
+    assert report.typed_command(one_a_node).startswith("./run_train.sh 'my configs/a.toml'")
+
+
+def test_a_first_row_that_is_not_step_1_counts_one_step(tmp_path):
+    """How many steps it stands for is not known: rows before it were lost."""
+    found = [train_row(step, step_seconds=seconds) for step, seconds in ((11, 7.0), (21, 2.0))]
+    page = page_of(write_run(tmp_path / "r", found))
+    assert ["training, without saves and evaluations", "0:00:27"] in page.rows
+
+
+def test_the_last_five_resumes_and_all_launches_are_counted(tmp_path):
+    resumes = [3, 20, 7, 11, 5, 13, 2]
+    log = LOG.partition("07:44:45")[0].rpartition("\n")[0] + "\n"
+    for step in resumes:
+        log += LOG.splitlines()[6] + "\n" + LOG.splitlines()[7].replace(" 10", f" {step}") + "\n"
+    page = page_of(write_run(tmp_path / "r", [train_row(1)], log))
+    assert ["launches", "8"] in page.rows and ["saves", "1"] in page.rows
+    assert ["resumed after steps", "5 7 11 13 20"] in page.rows
+
+
+def test_a_plan_without_a_time_is_compared_by_its_memory(tmp_path):
+    """As of a GPU whose rates are not known."""
+    planned = {"planned_peak_gib": 8.0, "planned_step_seconds": None}
+    plan = {"kind": "plan", "step": 5, "peak_gib": 7.0, "step_seconds": 2.2, **planned}
+    page = page_of(write_run(tmp_path / "r", [train_row(1), plan]))
+    assert ["peak memory, GiB", "planned 8, measured 7 (-12.5%)"] in page.rows
+    assert not any(row[0] == "time of a step, s" for row in page.rows)
 
 
 def test_options_before_a_resume_are_shown(tmp_path):
@@ -478,6 +545,73 @@ def test_more_steps_do_not_go_back_to_a_step(monkeypatch):
         expected = ": ./run_train.sh a.toml --checkpoint.resume=auto --train.steps=8"
         assert command(resume, f"--checkpoint.resume={resume}").endswith(expected)
         assert command(resume).endswith(expected)
+
+
+STORED = {"checkpoint": {}}
+STRETCHED = "more steps, a longer schedule"
+
+
+@pytest.mark.parametrize(
+    "sections, purposes, prompt",
+    [
+        ({}, [], None),
+        ({"log": {"tensorboard": True}}, ["curves"], None),
+        (STORED, ["text from it", STRETCHED, "export"], "--prompt 'def '"),
+        (
+            {**STORED, "data": {"source": "texts.jsonl"}},
+            ["text from it", STRETCHED, "export"],
+            "--prompt 'The '",
+        ),
+        (
+            {**STORED, "data": {"messages_field": "messages", "tokenizer": "folder"}},
+            ["text from it", STRETCHED, "export"],
+            "--chat",
+        ),
+        (
+            {**STORED, "optim": {"schedule_steps": 9}},
+            ["text from it", "more steps", "export"],
+            "--prompt 'def '",
+        ),
+        (
+            {**STORED, "optim": {"schedule": "constant"}},
+            ["text from it", "more steps", "export"],
+            "--prompt 'def '",
+        ),
+    ],
+    ids=str,
+)
+@needs_extra("huggingface", "chat")
+def test_a_finished_run_names_the_commands_that_fit_it(monkeypatch, sections, purposes, prompt):
+    monkeypatch.setattr(sys, "argv", ["train.py", "a.toml", "--launch=7"])
+    cfg = make_config(run={"name": "r", "output_dir": "/runs"}, **sections)
+    page = pathlib.Path("/runs/r/report.html")
+    head, *commands = report.what_next(cfg, page).replace("; ", "\n", 1).splitlines()
+    expected = {
+        "curves": "-m tensorboard.main --logdir /runs",
+        "text from it": f"-m generate /runs/r {prompt}",
+        "more steps": "a.toml --train.steps=8",
+        STRETCHED: "a.toml --train.steps=8",
+        "export": "-m huggingface export /runs/r /runs/r-hf",
+    }
+    assert head == "finished: /runs/r/report.html"
+    assert commands == [f"{purpose}: ./run_train.sh {expected[purpose]}" for purpose in purposes]
+    assert report.what_next(cfg, None).startswith("finished: /runs/r")
+
+
+def test_a_run_that_was_stopped_names_its_page_alone(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)
+    caplog.set_level("INFO", "train")
+    for name, found in (("good", [train_row(2)]), ("bad", [])):
+        write_run(tmp_path / name, found)
+        cfg = make_config(run={"name": name, "output_dir": str(tmp_path)}, checkpoint={})
+        report.report_end(cfg, finished=False)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", f"report: {tmp_path}/good/report.html"),
+        (
+            "WARNING",
+            f"report.html: not written: {tmp_path}/bad: metrics.jsonl has no rows yet",
+        ),
+    ]
 
 
 def test_a_run_writes_its_own_and_a_failure_is_one_warning(tmp_path, caplog, monkeypatch):

@@ -1,8 +1,11 @@
 """Rows at a tracker: a package that counts what it gets, keeps it as the real one does, and fails in every way."""
 
+import itertools
 import json
 import logging
 import pathlib
+import signal
+import threading
 import time
 from collections import Counter
 
@@ -49,7 +52,7 @@ def init(project, name=None, id=None, config=None, dir=None, resume=None, resume
     if BEHAVIOR == "offline":
         raise ConnectionError("no route to host")
     with (STORE / "launches").open("a") as file:
-        file.write(json.dumps([project, name, id, config["run"]["name"]]) + "\\n")
+        file.write(json.dumps([project, name, id, config["run"]["name"], dir]) + "\\n")
     run = Run(id or name)
     if resume_from:
         if BEHAVIOR == "cannot rewind":
@@ -103,11 +106,13 @@ def row(step: int, loss: float, kind: str = "train", **more) -> dict:
 class Launch:
     """A launch of a run as its tracker sees it: rows after `start` are dropped, others are appended, and it ends."""
 
-    def __init__(self, tmp_path: pathlib.Path, name: str, start: int):
+    def __init__(
+        self, tmp_path: pathlib.Path, name: str, start: int, project: str = 'project = "p"'
+    ):
         self.folder = tmp_path / "r"
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         (self.folder / "config.toml").write_text(
-            f'[run]\nname = "r"\n[log]\ntracker = "{name}"\nproject = "p"\n'
+            f'[run]\nname = "r"\n[log]\ntracker = "{name}"\n{project}\n'
         )
         self.path = self.folder / "metrics.jsonl"
         before = map(json.loads, self.path.read_text().splitlines() if start else [])
@@ -158,10 +163,10 @@ def test_three_launches_are_one_run_without_a_step_twice(tmp_path, store, name):
     }
     launches = [json.loads(line) for line in (store / "launches").read_text().splitlines()]
     assert len(launches) == 3 and len({json.dumps(one) for one in launches}) == 1
-    project, *names, of_config = launches[0]
-    assert (
-        project == "p" and of_config == "r" and (store / next(filter(None, names[::-1]))).exists()
-    )
+    project, run_name, run_id, of_config, place = launches[0]
+    assert (project, of_config) == ("p", "r") and (store / (run_id or run_name)).exists()
+    # wandb keeps files of its own, beside the run's
+    assert place == (str(first.folder) if name == "wandb" else None)
     assert (store / "finished").read_text().count("\n") == 2
 
 
@@ -178,6 +183,43 @@ def test_each_tracker_of_a_run_keeps_its_own_run(tmp_path, store):
     for run, last in ((first, 6), (other, 4)):
         sent = [json.loads(line) for line in (store / run).read_text().splitlines()]
         assert [one["step"] for one in sent] == [*range(1, last + 1)]
+
+
+def test_signals_are_for_the_ranks_whose_last_rows_are_sent_too(tmp_path, store):
+    """The launcher's process group gets them. Without log.project the project is fsdp2."""
+    stopped = Launch(tmp_path, "wandb", 0, project="")
+    stopped.write(row(1, 9.0), row(2, 8.0))
+    stopped.sent(1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        stopped.tracker.process.send_signal(number)
+    stopped.write(row(3, 7.0))
+    stopped.tracker.close()
+    assert [one["step"] for one in history(store)] == [1, 2, 3]
+    assert json.loads((store / "launches").read_text())[0] == "fsdp2"
+
+
+def test_rows_are_read_whole_wherever_a_block_or_a_write_ends(tmp_path, monkeypatch):
+    """Of 2.3 MiB, whose lines lie across the borders of what is read at once, then of one line in two writes."""
+    monkeypatch.setattr(tracker, "closed", threading.Event())
+    path = tmp_path / "metrics.jsonl"
+    long = [row(step, 1 / step, text="x" * (step * 7919 % 1013)) for step in range(1, 4001)]
+    path.write_text("".join(json.dumps(one) + "\n" for one in long))
+    assert path.stat().st_size > 2 * 2**20
+    rows = tracker.follow(path)
+    assert list(itertools.takewhile(bool, rows)) == long
+    last = json.dumps(row(4001, 2.0)) + "\n"
+    with path.open("a") as file:
+        file.write(last[:20])
+        file.flush()
+        assert next(rows) is None
+        file.write(last[20:])
+        file.flush()
+        assert next(rows) == json.loads(last)
+        # what was written just before the close is read after it
+        tracker.closed.set()
+        assert next(rows) is None
+        file.write(last)
+    assert list(rows) == [json.loads(last)]
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
