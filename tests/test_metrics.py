@@ -402,7 +402,11 @@ def test_unknown_devices_have_no_peak(monkeypatch):
 
 @pytest.mark.parametrize(
     "cp, tp, mesh",
-    [(1, 1, "2 replicas x 3 shards"), (2, 4, "2 replicas x 3 shards x cp 2 x tp 4")],
+    [
+        (1, 1, "2 replicas x 3 shards"),
+        (1, 2, "2 replicas x 3 shards x cp 1 x tp 2"),
+        (2, 4, "2 replicas x 3 shards x cp 2 x tp 4"),
+    ],
 )
 def test_the_start_line_says_how_many_tokens_a_step_has_and_who_reads_them(
     tmp_path, monkeypatch, caplog, cp, tp, mesh
@@ -542,8 +546,8 @@ def test_the_first_step_of_a_launch_says_nothing_of_the_time_that_is_left(
 
 def check_console(console: str, folder: pathlib.Path, steps: int, shards: int) -> None:
     """Each number of the console is that of a row, or of a formula, as far as it is shown. Of a run of TINY."""
-    heads, kv_heads, ffn = 4 * 12, 2 * 12, 80
-    block = 48 * (2 * heads + 2 * kv_heads + 3 * ffn) + 2 * 48
+    attention = 48 * (2 * 4 * 12 + 2 * 2 * 12)  # four heads and two, 12 wide
+    block = attention + 3 * 48 * 80 + 2 * 48
     parameters = 2 * 320 * 48 + 2 * block + 48
     mesh = f"{shards} x cpu (1 replicas x {shards} shards)"
     assert f"{folder}: {parameters:,} parameters on {mesh}, float32\n" in console
