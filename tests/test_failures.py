@@ -402,9 +402,10 @@ def test_nodes_with_other_text_are_named_with_the_first_segment_that_differs(mon
         (None, ["the nodes have prepared other validation text than rank 0's"]),
     ):
         segments = [ours, theirs, theirs, of_last] if of_last else [ours] * 4
-        answers = iter([hosts, segments])
-        monkeypatch.setattr("lifecycle.text.all_gather_objects", lambda _, a=answers: next(a))
+        gather = mock.Mock(side_effect=[hosts, segments])
+        monkeypatch.setattr("lifecycle.text.all_gather_objects", gather)
         assert [*text._difference().problems] == problems
+        gather.assert_called_with(ours)  # those up to the step that comes next
 
 
 @pytest.mark.parametrize(
@@ -429,5 +430,6 @@ def test_what_is_wrong_with_devices_is_told_once_a_node():
 
     assert problems_of_devices([of("a")]) == problems_of_devices([of("a"), of("b")]) == []
     assert problems_of_devices([of("a", "x", "y")]) == ["x", "y"]
+    assert problems_of_devices([of("a"), of("b", "x")]) == ["b: x"]
     reports = [of("a", "x"), of("a", "x"), of("b"), of("c", "x")]
     assert problems_of_devices(reports) == ["a: x", "c: x"]

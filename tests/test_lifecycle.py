@@ -216,11 +216,18 @@ def test_a_signal_to_anyone_saves_and_stops_all(write_config, whom, number, npro
     assert not leftovers(run.folder) and "nothing will be saved" not in output
     assert [row["step"] for row in rows(run.folder)] == list(range(1, step + 1))
     if whom == "rank":
-        done = launch(run.path, f"--train.steps={step + 2}")
+        words = [
+            "--train.global_batch_size=4",
+            '--checkpoint.allow_changed=["train.global_batch_size"]',
+        ]
+        done = launch(run.path, f"--train.steps={step + 2}", *words)
         assert done.returncode == 0 and f"resuming after step {step}" in done.stdout, (
             done.stdout + done.stderr
         )
         assert [row["step"] for row in rows(run.folder)] == list(range(1, step + 3))
+        sequences = [8] * step + [4] * 2
+        tokens = [32 * sum(sequences[:count]) for count in range(1, step + 3)]
+        assert [row["tokens"] for row in rows(run.folder)] == tokens
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -430,6 +430,7 @@ def test_the_limits_of_a_mesh():
         (6, 12, {"dp_replicate": 2}, (2, 3, 1, 1)),
         (6, 12, {"dp_replicate": 2, "dp_shard": 3}, (2, 3, 1, 1)),
         (6, 12, {"dp_replicate": "auto", "dp_shard": 3}, (2, 3, 1, 1)),
+        (6, 12, {"dp_replicate": "auto", "dp_shard": 6}, (1, 6, 1, 1)),
         (6, 12, {"dp_replicate": 6}, (6, 1, 1, 1)),
         (12, 12, {"dp_replicate": 3, "cp": 2}, (3, 2, 2, 1)),
         (12, 12, {"dp_replicate": "auto", "dp_shard": 1, "tp": 2}, (6, 1, 1, 2)),
@@ -441,6 +442,7 @@ def test_the_limits_of_a_mesh():
             *(8, 12, {"dp_replicate": 3, "cp": 2, "tp": 2}),
             "times dp_replicate = 3, cp = 2 and tp = 2 must equal the number of ranks, 8",
         ),
+        (6, 12, {"dp_replicate": 2, "cp": 2}, "dp_replicate = 2, cp = 2 and tp = 1 must equal"),
         (6, 12, {"cp": 4}, "cp = 4, tp = 1: their product must divide the number of ranks, 6"),
         (6, 8, {}, "= 8: must be a multiple of micro_batch_size x data ranks = 2 x 6 = 12"),
         (12, 12, {"cp": 2, "tp": 2}, (1, 3, 2, 2)),
@@ -457,6 +459,13 @@ def test_the_limits_of_a_mesh():
             continue
         with pytest.raises(ConfigError, match=re.escape(shape)):
             config.mesh_shape(cfg, ranks)
+
+
+def test_without_a_micro_batch_size_a_sequence_for_each_data_rank_is_enough():
+    cfg = make_config(train={"global_batch_size": 6, "micro_batch_size": None})
+    assert config.mesh_shape(cfg, 6) == (1, 6, 1, 1)
+    with pytest.raises(ConfigError, match="micro_batch_size x data ranks = 1 x 4 = 4"):
+        config.mesh_shape(cfg, 4)
 
 
 def test_an_evaluation_is_due_every_so_many_steps_and_after_the_last():

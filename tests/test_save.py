@@ -458,11 +458,13 @@ def test_the_finite_check_sees_one_element(value, finite, dtype):
 
 
 def save_with_little_room(folder) -> list[str]:
-    """How a save ends with one byte less than all ranks' tensors take, and with room for them."""
+    """How a save ends with one byte less than all ranks' shards take, and with room for just them."""
     found, real = [], shutil.disk_usage
     with ready(folder) as (cfg, model, optimizer, checkpointer):
-        size = sum(t.numel() * t.element_size() for t in tensors_of(model, optimizer).values())
-        for free in (size - 1, 2**30):
+        tensors = tensors_of(model, optimizer).values()
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        needed = size + 4096 * len(tensors) * checkpointer.world.size
+        for free in (needed - 1, needed):
             shutil.disk_usage = lambda path, free=free: real(path)._replace(free=free)
             try:
                 checkpointer.save(State(1), model, optimizer, stopping=True, data=[])
@@ -481,7 +483,8 @@ def test_room_is_needed_for_all_shards(on_ranks, tmp_path):
     # with a header for each shard on two ranks
     needed = sum(t.nbytes for t in tensors) + 4096 * len(tensors) * 2
     for refused, saved in on_ranks(2, save_with_little_room, tmp_path):
-        assert f"OSError: needs {needed / 2**20:,.1f} MiB" in refused and saved == "saved"
+        room = f"{needed / 2**20:,.1f} MiB, {(needed - 1) / 2**20:,.1f} MiB"
+        assert f"OSError: needs {room} are free" in refused and saved == "saved"
 
 
 def keep(folder, cases_of) -> list[tuple[list[int], list[str]]]:
