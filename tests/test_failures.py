@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import config
 from checkpoint.save import SaveFailed
 from config import ConfigError
 from data.background import PreparingFailed
@@ -22,6 +23,7 @@ from launch.launch import exit_code, print_root_cause
 from lifecycle import folder
 from lifecycle.failure import failure_of, final_exit_code
 from lifecycle.process_group import problems_of_devices
+from lifecycle.rank import RankProcess
 from lifecycle.run import Run, phase_timeouts
 from lifecycle.stop import StopRequest
 from lifecycle.text import NextText
@@ -285,6 +287,50 @@ def test_a_run_that_was_stopped_says_what_resumes_it(tmp_path, run, monkeypatch,
     run._end()
     assert lines == [f"stopped after step 0 by SIGUSR1; {told}"]
     assert folder.read_status(run.folder)["state"] == "preempted"
+
+
+def test_a_stop_before_the_first_step_of_a_launch_loses_nothing_and_a_later_one_without_checkpoints_does(
+    run,
+):
+    run.text = mock.MagicMock()
+    run.cfg = make_config()  # no [checkpoint]
+    run.step = 4
+    run.stop.signal = signal.SIGTERM
+    assert [*run.steps(5, 9)] == []
+    run.stop.signal = 0
+    steps = run.steps(5, 9)
+    assert (next(steps), next(steps)) == (5, 6)
+    run.stop.signal = signal.SIGTERM
+    with pytest.raises(KeyboardInterrupt, match=r"^stopped after step 6 by signal 15; without "):
+        next(steps)
+    run.cfg = make_config(checkpoint={})
+    assert [*run.steps(5, 9)] == []
+
+
+def test_a_save_is_logged_with_its_folder_or_with_what_it_failed_by(run, monkeypatch, caplog):
+    monkeypatch.setattr("lifecycle.run.log.propagate", True)
+    caplog.set_level("INFO")
+    run.log_save(120, None)
+    run.log_save(130, "no space")
+    assert caplog.messages == [
+        f"saved {run.folder}/checkpoints/step-00000120",
+        "not saved, training continues: no space",
+    ]
+
+
+def test_reports_show_the_options_that_a_person_typed(monkeypatch, tmp_path):
+    """Not those that the launcher has added, which count all the same."""
+    monkeypatch.setattr("lifecycle.rank.die_with_parent", mock.Mock())
+    monkeypatch.setattr("lifecycle.rank.gc", mock.Mock())
+    monkeypatch.setattr(StopRequest, "listen", mock.Mock())
+    path = tmp_path / "x.toml"
+    path.write_text(config.to_toml(make_config()))
+    typed = ["train.py", str(path), "--run.seed=3", "--launch=7.0.a"]
+    monkeypatch.setattr(sys, "argv", [*typed, "--data.split=other", "--data.subset=de"])
+    process = RankProcess("")
+    assert sys.argv == typed and process.args.launch == "7.0.a"
+    assert (process.cfg.run.seed, process.cfg.data.split) == (3, "other")
+    assert config.words_without("--launch=") == [str(path), "--run.seed=3"]
 
 
 # How ranks agree

@@ -92,17 +92,18 @@ def test_shared_memory_for_masks_in_float32_is_counted(head_dim, refused):
         pick_device(make_config(run={"device": "cuda"}, **sections), 0)  # SDPA needs none of it
     with gpus_of((7, 5), shared_memory=81_920):
         pick_device(cfg, 0)
-
-
-@needs_extra("float8")
-@pytest.mark.parametrize("capability, refused", [((8, 6), True), ((8, 9), False), ((9, 0), False)])
-def test_float8_needs_the_units_of_ada(capability, refused):
-    cfg = make_config(run={"device": "cuda"}, parallel={"float8": "rowwise", "compile": True})
-    with gpus_of(capability), contextlib.ExitStack() as stack:
-        if refused:
-            told = r"float8 = \"rowwise\": needs a GPU of .* 8\.9 .* capability 8\.6$"
-            stack.enter_context(pytest.raises(ConfigError, match=told))
+    with gpus_of((8, 0)):  # from there on tiles are made to fit
         pick_device(cfg, 0)
+
+
+def test_a_build_for_amd_has_kernels_of_other_names(monkeypatch):
+    cfg = make_config(run={"device": "cuda"})
+    with gpus_of((9, 4)):
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["gfx942"])
+        with pytest.raises(ConfigError, match="has kernels for gfx942 alone"):
+            pick_device(cfg, 0)
+        monkeypatch.setattr(torch.version, "hip", "7.0")
+        assert pick_device(cfg, 0) == torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("head_dim, refused", [(14, True), (16, False)])
@@ -149,11 +150,16 @@ def test_gpus_are_counted_without_nvidia_smi(monkeypatch, tmp_path):
     for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert gpus.visible_gpus() == 3
+    assert gpus.describe_driver(3) == "this machine has 3 GPUs (without nvidia-smi)"
+    assert gpus.trains_on_gpus(make_config(run={"device": "auto"}))
+    assert not gpus.trains_on_gpus(make_config(run={"device": "cpu"}))
     (tmp_path / "nvidia10").unlink()
     (tmp_path / "nvidia10").mkdir()  # cannot be opened
     assert gpus.visible_gpus() == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert gpus.visible_gpus() == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not gpus.trains_on_gpus(make_config(run={"device": "auto"}))
 
 
 @pytest.mark.parametrize(

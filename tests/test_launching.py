@@ -28,7 +28,7 @@ from data.encode import encode_in_order
 from launch import checks
 from launch import launch as launcher
 from launch.command import Ranks, commits, needed_packages, variables_of_a_launcher
-from launch.slurm import first_host, on_nodes
+from launch.slurm import attempts_without_step, first_host, on_nodes
 from lifecycle import process_group
 from lifecycle.folder import read_status
 from lifecycle.process_group import all_gather_reports, check_launcher, raise_file_limit
@@ -316,6 +316,99 @@ def test_a_run_needs_the_packages_of_what_it_does(monkeypatch, is_prepared, init
     assert needed_packages(["x.toml", "--dry-run"]) == []
 
 
+def test_the_ranks_get_what_was_typed_what_was_found_and_no_variables_of_another_launcher(
+    write_config, monkeypatch, tmp_path
+):
+    path = str(write_config("r", checkpoint={"resume": 3}))
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    started = {}
+
+    def complete(args: object, cfg: config.Config) -> tuple[config.Config, list[str]]:
+        data = dataclasses.replace(cfg.data, tokenizer=f"a/b@{commit}")
+        return dataclasses.replace(cfg, data=data), ["--data.format=text"]
+
+    def run_ranks(command: list[str], folder: pathlib.Path, launch_id: str, _: object) -> int:
+        started.update(command=command, folder=folder, id=launch_id, environment={**os.environ})
+        return 7
+
+    def exit_code(folder: pathlib.Path, launch_id: str, ranks: int, returned: int) -> int:
+        started["ended"] = (folder, launch_id, ranks, returned)
+        return 9
+
+    monkeypatch.setattr("launch.launch.formats.complete", complete)
+    monkeypatch.setattr("launch.launch.check_launch", lambda *_: True)
+    monkeypatch.setattr("launch.launch.run_ranks", run_ranks)
+    monkeypatch.setattr("launch.launch.exit_code", exit_code)
+    job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_CPUS_ON_NODE": "6"}
+    only(monkeypatch, NPROC="3", MASTER_ADDR="other", RANK="1", TORCHELASTIC_RUN_ID="o", **job)
+    argv = [path, "--run.seed=5"]
+    assert launcher.launch(argv, launcher.Interruption()) == 9
+    launch_id = started["id"]
+    assert re.fullmatch(r"7\.2\.[0-9a-f]{32}", launch_id)
+    assert started["command"][-6:] == [
+        str(REPO / "train.py"),
+        *argv,
+        f"--launch={launch_id}",
+        "--data.format=text",
+        f"--data.tokenizer=a/b@{commit}",
+    ]
+    assert started["folder"] == tmp_path / "outputs/r"
+    assert started["ended"] == (tmp_path / "outputs/r", launch_id, 3, 7)
+    environment = started["environment"]
+    assert environment["OMP_NUM_THREADS"] == "2" and environment["SLURM_JOB_ID"] == "7"
+    assert not environment.keys() & {"MASTER_ADDR", "RANK", "TORCHELASTIC_RUN_ID"}
+
+
+@pytest.mark.parametrize(
+    ("before", "options", "trained", "attempts"),
+    [
+        ({"step": 4}, {}, {"launch": "x", "step": 4}, 1),
+        ({"step": 4}, {}, {"launch": "x", "step": 5}, 0),
+        ({"step": 4}, {}, {"launch": "another", "step": 5}, 1),
+        ({}, {}, {"launch": "x", "step": 1}, 0),
+        ({"step": 4, "attempts_without_step": 2}, {}, {"launch": "x", "step": 4}, 3),
+        ({"step": 4, "attempts_without_step": 2}, {}, {"launch": "x", "step": 5}, 0),
+        ({"step": 9}, {"resume": 2}, {"launch": "x", "step": 3}, 0),  # it went back
+        ({"step": 9}, {"resume": 2}, {"launch": "x", "step": 2}, 1),
+    ],
+)
+def test_attempts_of_a_job_without_a_step_are_counted(before, options, trained, attempts):
+    cfg = make_config(checkpoint=options)
+    assert attempts_without_step(cfg, "x", before, trained) == attempts
+
+
+@pytest.mark.parametrize(
+    ("rank", "told"),
+    [
+        ("0", "waiting for the other ranks to connect at a:77: this is rank 0 of 4"),
+        ("3", "waiting for rank 0 to listen at a:77: this is rank 3 of 4"),
+    ],
+)
+def test_a_rank_that_waits_long_says_who_it_is_and_where_it_waits(monkeypatch, rank, told):
+    """Longer than any of a run's own timeouts."""
+    waits = []
+
+    class Waiting(Exception):
+        pass
+
+    def rendezvous(url: str, timeout: datetime.timedelta) -> None:
+        waits.append(timeout.total_seconds())
+        raise Waiting
+
+    def printed(text: str) -> contextlib.AbstractContextManager:
+        waits.append(text)
+        return contextlib.nullcontext()
+
+    only(monkeypatch, RANK=rank, WORLD_SIZE="4", MASTER_ADDR="a", MASTER_PORT="77")
+    monkeypatch.setattr(dist, "rendezvous", rendezvous)
+    monkeypatch.setattr(process_group, "printed_if_long", printed)
+    monkeypatch.setattr(process_group, "raise_file_limit", lambda: None)
+    cfg = make_config(run={"save_timeout_seconds": 7e4})
+    with pytest.raises(Waiting):
+        process_group.connect(cfg)
+    assert waits[0] == told and waits[1] > 7e4
+
+
 def test_a_job_says_where_to_prepare_its_data(monkeypatch, tmp_path, prepared):
     """Unless that is growing, or there: its GPUs would wait."""
     source = {"source": str(tmp_path / "it is.txt"), "path": str(tmp_path / "none")}
@@ -405,6 +498,12 @@ def test_a_job_of_several_nodes_without_srun_is_refused(monkeypatch):
         (errno.EACCES, 2),
         (errno.ENOTDIR, 2),
         (errno.EROFS, 2),
+        (errno.ENOENT, 2),
+        (errno.EISDIR, 2),
+        (errno.EEXIST, 2),
+        (errno.EPERM, 2),
+        (errno.ELOOP, 2),
+        (errno.ENAMETOOLONG, 2),
         (errno.ENOSPC, 1),
         (errno.EDQUOT, 1),
         (errno.EIO, 1),

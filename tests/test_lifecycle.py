@@ -961,9 +961,11 @@ def test_a_finished_run_needs_no_writable_folder(write_config, monkeypatch, caps
             "kept: finished at step 2; train.steps = 2 asks for no more" in capsys.readouterr().out
         )
     # of fewer steps; an option that would not count any more is named
-    words = ["--train.steps=1", "--optim.warmup_steps=1"]
+    words = ["--train.steps=1", "--optim.warmup_steps=0", "--optim.warmup_steps=1"]
     assert launch_here([str(path), *words], Interruption()) == 0
-    finished, changed = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    assert printed.err == "--optim.warmup_steps is given 2 times; the last counts: 1\n"
+    finished, changed = printed.out.splitlines()
     assert finished.endswith("kept: finished at step 2; train.steps = 1 asks for no more")
     assert (
         changed == "changed since step 2: optim.warmup_steps 2 -> 1; another run: --run.name=NAME"

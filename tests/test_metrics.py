@@ -644,6 +644,7 @@ def test_rows_at_the_steps_named_logs_of_every_rank_and_a_profile(write_config, 
             < length["aten::linear"] + length["MmBackward0"]
         )
     assert done.stdout.count("step 7/7") == 1
+    assert "finished without [checkpoint]: nothing was saved\n" in done.stdout
 
 
 def test_rows_that_cannot_be_written_wait(tmp_path, caplog, monkeypatch):
@@ -720,7 +721,11 @@ def test_what_a_step_returns_is_in_the_row_and_in_tensorboard(tmp_path, monkeypa
         0,
         SimpleNamespace(digest=0, valid_tokens=10, epochs=0.5),
         {"loss": torch.tensor(30.0), "z_loss": torch.tensor(5.0)},
-        {"grad_norm": torch.tensor(0.5), "lr": 0.1, "gate": {"blocks.0": torch.tensor(2.0)}},
+        {
+            "grad_norm": torch.tensor(0.5),
+            "lr": 0.1,
+            "gate": {"blocks.0": torch.tensor(2.0), "blocks.1": torch.tensor(math.inf)},
+        },
     )
     recorder.log_evaluation(
         1, {"loss": 2.0, "bits_per_byte": 1.0, "loss_by_source": {"a.jsonl": 3.0}}
@@ -728,9 +733,11 @@ def test_what_a_step_returns_is_in_the_row_and_in_tensorboard(tmp_path, monkeypa
     recorder.close()
     row = rows(tmp_path)[0]
     assert (row["loss"], row["z_loss"], row["grad_norm"], row["lr"]) == (6, 1, 0.5, 0.1)
-    assert row["gate"] == {"blocks.0": 2} and added["train/gate.blocks.0"] == 2
+    assert row["gate"] == {"blocks.0": 2, "blocks.1": None}
+    assert added["train/gate.blocks.0"] == 2 and "train/gate.blocks.1" not in added
     assert added["train/z_loss"] == 1 and added["eval/loss_by_source.a.jsonl"] == 3
-    assert "train/slowest_rank.step_seconds" in added and "train/batch_digest" not in added
+    assert "train/slowest_rank.step_seconds" in added
+    assert not added.keys() & {"train/batch_digest", "train/step", "train/kind"}
 
 
 def test_a_sync_from_another_thread_neither_doubles_nor_drops_rows(tmp_path):
