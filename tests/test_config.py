@@ -1,5 +1,6 @@
 """Every configuration in configs/ loads; every malformed one is refused, with all its problems, and creates nothing."""
 
+import argparse
 import dataclasses
 import json
 import os
@@ -676,3 +677,31 @@ def test_paths_begin_at_home_and_hold_nothing_that_a_shell_would_replace(monkeyp
 def test_an_option_with_several_values_is_named():
     words = ["--a.b=1", "--a.c=1", "--a.b=2", "--a.c=1", "--a.b=1"]
     assert schema.repeated(words) == ["--a.b is given 3 times; the last counts: 1"]
+
+
+def test_whatever_a_value_holds_is_written_as_toml_that_is_read_back():
+    texts = [
+        'say "a\\b"',
+        "two\nlines\tand a tab",
+        "\x01\x1f\x7f",
+        "caf\u00e9 \u2028 \U0001f600",
+        "#",
+    ]
+    values = [*texts, 0, -7, 2**63 - 1, 1e-05, 1e22, 0.1 + 0.2, -0.0, True, False, [], texts]
+    for value in [*values, {}, {"a b": 1, "c.d": {"\u00e9": [2]}, "plain_key-1": "x"}]:
+        assert tomli.loads(f"value = {schema.toml(value)}") == {"value": value}
+
+
+def test_an_option_belongs_to_its_table_and_not_to_one_whose_name_begins_so():
+    assert all(schema.is_in(name, "eval") for name in ("eval", "eval.batches", "eval.a.b"))
+    assert not any(schema.is_in(name, "eval") for name in ("evals", "evaluate.batches", "a.eval"))
+
+
+def test_a_number_of_the_command_line_is_finite_and_above_0():
+    assert schema.positive("1e-9") == 1e-9 and schema.positive("2", int) == 2
+    for text in ("0", "-1", "inf", "nan", "x", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match="must be finite, above 0"):
+            schema.positive(text)
+    for text in ("0", "-1", "2.5"):
+        with pytest.raises(argparse.ArgumentTypeError, match="must be an integer, above 0"):
+            schema.positive(text, int)

@@ -1456,6 +1456,8 @@ def test_a_python_that_lacks_a_package_is_not_taken(monkeypatch, missing):
         ("2.13.0+cu130", True),
         ("2.15.0", True),
         ("2.16.0", False),
+        ("3.11.0", False),
+        ("1.13.1", False),
         ("git", False),
     ],
 )

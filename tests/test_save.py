@@ -676,3 +676,14 @@ def test_a_folder_above_that_is_not_ours_needs_no_sync(tmp_path, monkeypatch, nu
     with pytest.raises(OSError, match="no") if ours else contextlib.nullcontext():
         files.publish(made, tmp_path / "c")
     assert [path.name for path in tmp_path.iterdir()] == [".c.tmp" if ours else "c"]
+
+
+def test_a_json_file_without_an_object_is_as_if_it_were_not_there(tmp_path):
+    """As one that a full disk has cut, or another program's."""
+    path = tmp_path / "status.json"
+    assert files.read_json(path) == {}
+    for text in (b'{"step": 3', b"[3]", b"3", b"\xff", b""):
+        path.write_bytes(text)
+        assert files.read_json(path) == {}
+    path.write_text('{"step": 3}')
+    assert files.read_json(path) == {"step": 3}
