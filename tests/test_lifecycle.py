@@ -228,6 +228,10 @@ def test_a_signal_to_anyone_saves_and_stops_all(write_config, whom, number, npro
         sequences = [8] * step + [4] * 2
         tokens = [32 * sum(sequences[:count]) for count in range(1, step + 3)]
         assert [row["tokens"] for row in rows(run.folder)] == tokens
+        told = f"changed since step {step}: train.global_batch_size 8 -> 4; another run: --run.name"
+        assert told in done.stdout
+        options = (run.folder / "config.toml").read_text()
+        assert options.startswith(f"# until step {step}: train.global_batch_size = 8\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
