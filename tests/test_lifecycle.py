@@ -927,13 +927,43 @@ def test_a_lock_that_belongs_to_another_user_keeps_this_one_out(tmp_path, monkey
     [
         ("checkpoints", pathlib.Path.touch),
         ("logs", pathlib.Path.touch),
+        ("tensorboard", pathlib.Path.touch),
         ("metrics.jsonl", pathlib.Path.mkdir),
+        ("status.json", pathlib.Path.mkdir),
+        ("config.toml", pathlib.Path.mkdir),
+        ("environment.json", pathlib.Path.mkdir),
     ],
 )
 def test_a_folder_with_something_else_in_a_place_is_refused(tmp_path, name, make):
     make(tmp_path / name)
     with pytest.raises(ConfigError, match=rf"{name}:? is a (file|folder); a run needs"):
         check_folder(tmp_path)
+
+
+def test_a_folder_may_be_a_link_to_one_that_is_there(tmp_path):
+    """As to a disk that is not mounted now: made anew, the run would begin again."""
+    (tmp_path / "disk").mkdir()
+    for link in (tmp_path / "runs", tmp_path / "r/checkpoints"):
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(tmp_path / "disk")
+        folder = tmp_path / "runs/r" if link.name == "runs" else tmp_path / "r"
+        check_folder(folder)
+        (tmp_path / "disk").rename(tmp_path / "away")
+        told = rf"output_dir: {link} is a link to {tmp_path}/disk, which is not there$"
+        with pytest.raises(ConfigError, match=told):
+            check_folder(folder)
+        (tmp_path / "away").rename(tmp_path / "disk")
+
+
+def test_a_folder_that_another_run_has_is_refused_and_one_that_it_had_is_not_kept_locked(tmp_path):
+    held = lock(tmp_path)
+    with pytest.raises(ConfigError, match="another run works here"):
+        check_folder(tmp_path)
+    held.release()
+    check_folder(tmp_path)
+    lock(tmp_path).release()
+    check_folder(tmp_path / "nothing/yet")
+    assert not (tmp_path / "nothing").exists()
 
 
 def test_a_folder_that_cannot_be_had_is_refused(tmp_path, write_config, monkeypatch, capsys):
