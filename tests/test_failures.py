@@ -298,12 +298,13 @@ def test_without_checkpoints_a_stop_after_a_step_is_a_failure_and_one_before_los
     run.step = 4
     run.stop.signal = signal.SIGTERM
     assert [*run.steps(5, 9)] == []
-    run.stop.signal = 0
-    steps = run.steps(5, 9)
-    assert (next(steps), next(steps)) == (5, 6)
-    run.stop.signal = signal.SIGTERM
-    with pytest.raises(KeyboardInterrupt, match=r"^stopped after step 6 by signal 15; without "):
-        next(steps)
+    for last in (5, 7):
+        run.stop.signal = 0
+        steps = run.steps(5, 9)
+        assert [next(steps) for _ in range(5, last + 1)] == [*range(5, last + 1)]
+        run.stop.signal = signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt, match=f"^stopped after step {last} by signal 15; "):
+            next(steps)
     run.cfg = make_config(checkpoint={})
     assert [*run.steps(5, 9)] == []
 

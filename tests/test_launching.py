@@ -30,7 +30,7 @@ from launch import launch as launcher
 from launch.command import Ranks, commits, needed_packages, variables_of_a_launcher
 from launch.slurm import attempts_without_step, first_host, on_nodes
 from lifecycle import process_group
-from lifecycle.folder import read_status
+from lifecycle.folder import read_status, write_status
 from lifecycle.process_group import all_gather_reports, check_launcher, raise_file_limit
 from lifecycle.watchdog import Watchdog
 from metrics import Board, peak_memory_gib
@@ -336,13 +336,21 @@ def test_the_ranks_get_what_was_typed_what_was_found_and_no_variables_of_another
         return 9
 
     monkeypatch.setattr("launch.launch.formats.complete", complete)
-    monkeypatch.setattr("launch.launch.check_launch", lambda *_: True)
+
+    def check_launch(cfg: config.Config, *_: object) -> bool:
+        started["resume"] = cfg.checkpoint.resume
+        return True
+
+    monkeypatch.setattr("launch.launch.check_launch", check_launch)
     monkeypatch.setattr("launch.launch.run_ranks", run_ranks)
     monkeypatch.setattr("launch.launch.exit_code", exit_code)
     job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_CPUS_ON_NODE": "6"}
     only(monkeypatch, NPROC="3", MASTER_ADDR="other", RANK="1", TORCHELASTIC_RUN_ID="o", **job)
     argv = [path, "--run.seed=5"]
+    (tmp_path / "outputs/r").mkdir(parents=True)
+    write_status(tmp_path / "outputs/r", "preempted", 5, "7.1.before")  # which went back to step 3
     assert launcher.launch(argv, launcher.Interruption()) == 9
+    assert started["resume"] == "auto"
     launch_id = started["id"]
     assert re.fullmatch(r"7\.2\.[0-9a-f]{32}", launch_id)
     assert started["command"][-6:] == [
