@@ -331,6 +331,37 @@ def test_other_data_is_refused(tmp_path):
         )
 
 
+def test_other_data_is_refused_with_the_option_that_explains_it(tmp_path):
+    """Where what was prepared differs, so do the hashes: those are not named. Growing text is compared as it is read."""
+
+    def data(**identity: str) -> list[dict]:
+        return [
+            {
+                "identity": {"source": "x", "tokenizer": "t", **identity},
+                "sha256": {"train.bin": hash(tuple(identity.items()))},
+            }
+        ]
+
+    cfg = configured(tmp_path)
+    fake(cfg, 10, data=[{**data()[0], "segments": ["a"], "validation_hash": "b"}])
+    compare.check_same_data(cfg, 10, data())
+    for identity, option, named in (
+        ({"tokenizer": "u"}, "tokenizer", "source 1.identity.tokenizer was t, is u"),
+        ({"source": "y"}, "source", "source 1.identity.source was x, is y"),
+        (
+            {"source": "y", "tokenizer": "u"},
+            "source",
+            "source 1.identity.source was x, is y; source 1.identity.tokenizer was t, is u",
+        ),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            compare.check_same_data(cfg, 10, data(**identity))
+        assert str(refused.value) == (
+            f"{catalog.path_of(cfg, 10)}: was trained on other data: {named}; choose another "
+            f'run.name, or allow it: checkpoint.allow_changed = ["data.{option}"]'
+        )
+
+
 def test_later_checkpoints_are_set_aside(tmp_path):
     cfg = configured(tmp_path)
     for step in (10, 20, 30):

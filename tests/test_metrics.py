@@ -390,6 +390,8 @@ def test_unknown_devices_have_no_peak(monkeypatch):
         ("NVIDIA A800-SXM4-80GB", 312e12),
         ("NVIDIA H800", 989e12),
         ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA B200", 2250e12),
+        ("AMD Instinct MI300X", 1307e12),
         ("NVIDIA GeForce RTX 3090", 71e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA H200 NVL", 835e12),
