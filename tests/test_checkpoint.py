@@ -332,7 +332,7 @@ def test_other_data_is_refused(tmp_path):
 
 
 def test_other_data_is_refused_with_the_option_that_explains_it(tmp_path):
-    """Where what was prepared differs, so do the hashes, which are not named. Growing text is compared as it is read."""
+    """Where what was prepared differs, so do the hashes, which are not named. Growing text is compared when read."""
 
     def data(**identity: str) -> list[dict]:
         return [
