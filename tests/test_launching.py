@@ -335,12 +335,11 @@ def test_the_ranks_get_what_was_typed_what_was_found_and_no_variables_of_another
         started["ended"] = (folder, launch_id, ranks, returned)
         return 9
 
-    monkeypatch.setattr("launch.launch.formats.complete", complete)
-
     def check_launch(cfg: config.Config, *_: object) -> bool:
         started["resume"] = cfg.checkpoint.resume
         return True
 
+    monkeypatch.setattr("launch.launch.formats.complete", complete)
     monkeypatch.setattr("launch.launch.check_launch", check_launch)
     monkeypatch.setattr("launch.launch.run_ranks", run_ranks)
     monkeypatch.setattr("launch.launch.exit_code", exit_code)
@@ -448,7 +447,7 @@ def test_a_job_says_where_to_prepare_its_data(monkeypatch, tmp_path, prepared):
             assert checks.check_launch(cfg, ranks, args)
 
 
-@pytest.mark.parametrize(("lengths", "refused"), [([1, 0], True), ([1, 2], False), ([], True)])
+@pytest.mark.parametrize(("lengths", "refused"), [([1, 0], True), ([1, 2], False)])
 def test_validation_text_is_an_input_and_a_target_at_least(lengths, refused):
     streams = [
         SimpleNamespace(length=length, path=pathlib.Path(f"p{number}/heldout.bin"))

@@ -1589,15 +1589,6 @@ def test_where_the_ranks_cannot_be_asked_in_a_file_they_are_terminated(tmp_path,
     )
 
 
-def test_ranks_share_the_cores_of_their_own_node(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "8")
-    assert [Ranks(nodes, 4, 0, None).environment()["OMP_NUM_THREADS"] for nodes in (1, 2)] == [
-        "2",
-        "2",
-    ]
-
-
 def test_one_ctrl_c_while_the_ranks_start_is_one(tmp_path, monkeypatch, own_handlers, capsys):
     """It comes in the middle of starting them. A second one would kill the ranks, which here wait for the stop file."""
     start = subprocess.Popen
