@@ -318,6 +318,7 @@ def test_a_step_without_a_target_has_no_loss_and_leaves_the_mean_alone(tmp_path)
     ]
     assert [row["epochs"] for row in found] == [1 / 7, 3 / 7, 5 / 7]
     assert not any("slowest_rank" in row for row in found)  # of one rank
+    assert recorder.plan is None  # a plan is compared with GPUs alone
 
 
 @pytest.mark.parametrize("no_color", [None, "1"])
@@ -580,6 +581,8 @@ def check_console(console: str, folder: pathlib.Path, steps: int, shards: int) -
         if minutes:
             left = (steps - row["step"]) * row["step_seconds"]
             assert 60 * int(minutes) + int(seconds) == pytest.approx(left, abs=0.51)
+    written = (folder / "metrics.jsonl").read_text().splitlines()
+    assert len(written) == len(found) + len(rows(folder, "eval"))  # and of no other kind
     for row in rows(folder, "eval"):
         assert (
             f"step {row['step']}  validation loss {row['loss']:.4f}, {row['bits_per_byte']:.4f} bits per byte\n"
