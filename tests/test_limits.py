@@ -91,21 +91,13 @@ def test_the_limits_of_each_option():
 
 
 def test_the_words_of_each_option():
-    named = []
     for names, words in WORDS.items():
         for name in names.split():
-            named.append(name)
             for word in words.split():
                 assert config.SCHEMA.fit(name, word) == word
             assert is_refused(name, words.split()[0] + "s")
             (kind,) = schema.members(config.SCHEMA.options[name].annotation)
             assert {*typing.get_args(kind)} == {*words.split()}
-    of_words = []
-    for name, option in config.SCHEMA.options.items():
-        kinds = schema.members(option.annotation)
-        if all(typing.get_origin(kind) is typing.Literal for kind in kinds):
-            of_words.append(name)
-    assert sorted(named) == sorted(of_words)
 
 
 BASE = {"init_from": "x", "dim": 96, "n_heads": 4, "head_dim": 10, "n_kv_heads": 2, "ffn_dim": 64}
