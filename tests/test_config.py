@@ -56,6 +56,11 @@ def test_options_of_removed_extras_are_refused_together(monkeypatch):
     ]
     with pytest.raises(ConfigError, match="lora = {}: needs extras/lora, "):
         config.from_dict({**tables(), "lora": {}}, "t.toml")
+    chat = {"format": "alpaca", "tokenizer": "t.json", "document_mask": True}
+    with pytest.raises(
+        ConfigError, match=rf'^t.toml: .*format = "alpaca": needs extras/chat, {lacking}$'
+    ):
+        config.from_dict({**tables(), "data": chat}, "t.toml")
     # a table that is on anyway, and empty
     config.from_dict({**tables(), "optim": {}, "log": {}}, "t.toml")
     # for a tool that reads a checkpoint

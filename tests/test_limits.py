@@ -186,6 +186,42 @@ RULES = {
         ),
         "mixes text and conversations",
     ),
+    "conversations of a mixture's common format, and text": (
+        {"data": {**CHAT, "format": "alpaca"}},
+        "data.sources",
+        ([[A, B], [A, {**B, "format": "messages"}]], [[A, {**B, "format": "text"}]]),
+        "mixes text and conversations (format = alpaca, text)",
+    ),
+    "conversations of a mixture's common column, and text": (
+        {"data": {**CHAT, "messages_field": "m"}},
+        "data.sources",
+        ([[A, B]], [[A, {**B, "format": "text"}]]),
+        "mixes text and conversations (format = messages, text)",
+    ),
+    "column of messages of a mixture": (
+        {"data": {**CHAT, "sources": [{**A, "format": "alpaca"}, {**B, "format": "alpaca"}]}},
+        "data.messages_field",
+        ([None], ["m"]),
+        'is a column of format = "messages"',
+    ),
+    "tokenizer of a column of messages": (
+        {"data": {"tokenizer": None}},
+        "data.messages_field",
+        ([None], ["m"]),
+        "needs data.tokenizer",
+    ),
+    "tokenizer of a format with its column": (
+        {"data": {"tokenizer": None, "messages_field": "m"}},
+        "data.format",
+        ([], ["messages"]),
+        "needs data.tokenizer",
+    ),
+    "tokenizer of a mixture": (
+        {"data": {"tokenizer": None}},
+        "data.sources",
+        ([[A]], [[{**A, "format": "alpaca"}]]),
+        "needs data.tokenizer",
+    ),
     "weights": (
         {},
         "data.sources",
