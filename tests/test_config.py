@@ -407,8 +407,11 @@ def test_a_mixture_may_take_two_parts_of_one_source():
         "text_field": "body",
         "max_tokens": 9,
     }.items():
-        cfg = make_config(data={"sources": [{"source": "a"}, {"source": "a", key: value}]})
+        sources = [{"source": "a"}, {"source": "a", key: value}]
+        cfg = make_config(data={"sources": sources})
         assert getattr(cfg.data.sources[1], key) == value
+        with pytest.raises(ConfigError, match="names one source twice"):  # said for both
+            make_config(data={"sources": sources, key: value})
 
 
 def test_a_width_of_heads_that_is_odd_is_named_where_it_is_given():

@@ -290,6 +290,12 @@ RULES = {
         ([[]], [["embedding*"]]),
         "requires tp = 1",
     ),
+    "one pool on the host": (
+        {"parallel": {"cpu_offload": True}},
+        "parallel.one_memory_pool",
+        ([False], [True]),
+        "is incompatible with cpu_offload",
+    ),
     "one pool and replicas": (
         {"parallel": {"one_memory_pool": True}},
         "parallel.dp_replicate",
