@@ -315,6 +315,13 @@ RULES = {
         (["none", "elementwise", "selective"], ["full", 1, 2]),
         "must be one of none, elementwise, selective with tp = 2 and compile",
     ),
+    "recompute of a compiled model": (
+        {"parallel": {"compile": True}},
+        "parallel.recompute",
+        (["full", 1], []),
+        "",
+    ),
+    "any sequence": ({}, "train.seq_len", ([1, 33], []), ""),
     "recompute of tp": ({"parallel": {"tp": 2}}, "parallel.recompute", (["full", 1], []), ""),
     "ffn of tp": (
         {"parallel": {"tp": 2}},
@@ -335,10 +342,10 @@ RULES = {
         "must be a multiple of parallel.cp x parallel.tp = 2",
     ),
     "sequence of cp": (
-        {"parallel": {"cp": 3}},
+        {"parallel": {"cp": 2}},
         "train.seq_len",
-        ([36], [33]),
-        "must be a multiple of 2 x parallel.cp = 6",
+        ([36], [33, 34]),
+        "must be a multiple of 2 x parallel.cp = 4",
     ),
     "sequence of cp and tp": (
         {"model": {"n_kv_heads": 4}, "parallel": {"cp": 2, "tp": 4}},
