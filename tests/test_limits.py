@@ -10,7 +10,8 @@ import pytest
 import config
 import schema
 from config import ConfigError
-from tests.conftest import lacks, make_config
+from model.build import meta_model
+from tests.conftest import lacks, make_config, needs_extra
 
 # options: (accepted, refused)
 LIMITS = {
@@ -359,36 +360,6 @@ RULES = {
         ([], [2]),
         "adapters need a base",
     ),
-    "rank of all projections": (
-        {"model": BASE},
-        "lora.rank",
-        ([20], [21]),
-        "must not exceed the smallest side of its matrices, 20",
-    ),
-    "rank of queries": (
-        {"model": BASE, "lora": {"targets": ["o_proj", "q_proj"]}},
-        "lora.rank",
-        ([40], [41]),
-        "smallest side of its matrices, 40",
-    ),
-    "rank of keys": (
-        {"model": BASE, "lora": {"targets": ["k_proj", "q_proj"]}},
-        "lora.rank",
-        ([20], [21]),
-        "smallest side of its matrices, 20",
-    ),
-    "rank of the feed-forward": (
-        {"model": BASE, "lora": {"targets": ["up_proj", "gate_proj", "down_proj"]}},
-        "lora.rank",
-        ([64], [65]),
-        "smallest side of its matrices, 64",
-    ),
-    "rank of a narrow model": (
-        {"model": {**BASE, "dim": 16}},
-        "lora.rank",
-        ([16], [17]),
-        "smallest side of its matrices, 16",
-    ),
     "float8 and tp": (
         {"train": {"seq_len": 32}, "parallel": {"tp": 2}},
         "parallel.float8",
@@ -418,6 +389,12 @@ RULES = {
         "train.seq_len",
         ([16, 48], [40]),
         "must be a multiple of 16 x parallel.cp = 16 with float8",
+    ),
+    "sequence of float8 and cp": (
+        {"parallel": {"float8": "rowwise", "cp": 2}},
+        "train.seq_len",
+        ([32, 64], [48]),
+        "must be a multiple of 16 x parallel.cp = 32 with float8",
     ),
     "float8 and adapters": (
         {"model": BASE, "lora": {"rank": 2}},
@@ -463,6 +440,28 @@ def test_the_limits_of_options_together(rule):
             make_config(**with_value(value))
         problems = [problem for problem in caught.value.problems if told in problem]
         assert len(problems) == 1 and problems[0].startswith(shown), caught.value
+
+
+@needs_extra("huggingface", "lora")
+@pytest.mark.parametrize("dim", [96, 16])
+def test_an_adapter_has_at_most_the_rank_of_its_smallest_matrix(dim):
+    """By the model's own matrices: wider than its projections, and narrower."""
+    sizes = {**BASE, "dim": dim}
+    plain = make_config(model={**sizes, "init_from": None}).model
+    limits = {}
+    for name, parameter in meta_model(plain).blocks[0].named_parameters():
+        if parameter.dim() == 2:
+            limits[name.split(".")[-2]] = min(parameter.shape)
+    assert [*limits] == [*config.PROJECTIONS]
+    for projection, limit in limits.items():
+        lora = {"targets": [projection], "rank": limit}
+        make_config(model=sizes, lora=lora)
+        told = f"rank = {limit + 1}: must not exceed the smallest side of its matrices, {limit}$"
+        with pytest.raises(ConfigError, match=told):
+            make_config(model=sizes, lora={**lora, "rank": limit + 1})
+    make_config(model=sizes, lora={"rank": min(limits.values())})
+    with pytest.raises(ConfigError, match="smallest side"):
+        make_config(model=sizes, lora={"rank": min(limits.values()) + 1})
 
 
 def test_the_limits_of_a_mesh():
