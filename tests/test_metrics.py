@@ -321,6 +321,46 @@ def test_a_step_without_a_target_has_no_loss_and_leaves_the_mean_alone(tmp_path)
     assert recorder.plan is None  # a plan is compared with GPUs alone
 
 
+def test_the_plans_check_counts_each_step_and_its_row_follows_that_of_the_step(tmp_path):
+    class Check:
+        counted = 0
+        closed = False
+
+        def count_step(self) -> None:
+            self.counted += 1
+
+        def row(self, step: int, seconds: float) -> dict | None:
+            assert seconds > 0
+            if step == 1:
+                return None
+            return {"kind": "plan", "step": step, "counted": self.counted}
+
+        def close(self) -> None:
+            self.closed = True
+
+    cfg = make_config(train={"steps": 5}, log={"every_steps": 3})
+    world = SimpleNamespace(rank=0, size=1, cp=1, tp=1, device=torch.device("cpu"))
+    recorder = Recorder(cfg, world, tmp_path, 0, 1, Counter())
+    recorder.plan = Check()
+    for step in range(1, 6):
+        batch = SimpleNamespace(digest=0, valid_tokens=1, epochs=0.5)
+        sums = {"loss": torch.zeros(())}
+        recorder.log_step(step, 0, batch, sums, {"grad_norm": 0.0, "lr": 0.1})
+    recorder.close()
+    written = [
+        (row["kind"], row["step"], row.get("counted"))
+        for row in read_rows(tmp_path / "metrics.jsonl")
+    ]
+    assert written == [
+        ("train", 1, None),
+        ("train", 3, None),
+        ("plan", 3, 3),
+        ("train", 5, None),
+        ("plan", 5, 5),
+    ]
+    assert recorder.plan.closed
+
+
 @pytest.mark.parametrize("no_color", [None, "1"])
 def test_the_loss_is_colored_on_a_terminal_alone(write_config, tmp_path, no_color):
     terminal, child_end = pty.openpty()
