@@ -137,7 +137,7 @@ SHEETS = {
             1,
             2,
             [30, 30, 50, 50],
-            [3, 3, 4, 4],
+            [2**52 + 3, 2**52 + 3, 2**52 + 4, 2**52 + 4],
         ),  # the ranks of a tp group have the same tokens and the same sums
         (
             2,
