@@ -20,7 +20,10 @@ GUARDED = re.compile(
     r"train\.(seq_len|global_batch_size)"
 )
 # Options that determine parameter shapes: even if allowed to change, the checkpoint would not load.
-SHAPES = re.compile(r"model\.(dim|n_layers|ffn_dim|vocab_size|tie_embeddings)|lora\.(rank|targets)")
+SHAPES = re.compile(
+    r"model\.(dim|n_layers|n_heads|n_kv_heads|head_dim|ffn_dim|vocab_size|tie_embeddings|qk_norm)|"
+    r"lora\.(rank|targets)"
+)
 # Options that change the prepared data: allowing one of them to change also allows other data.
 PREPARED = re.compile(
     r"data\.(sources?|subset|split|text_field|tokenizer|max_tokens|validation|format|"

@@ -7,15 +7,19 @@ import os
 import pathlib
 import re
 import shutil
+import typing
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import config
 from checkpoint import catalog, compare, manifest
+from checkpoint.checkpointer import Checkpointer, State
 from checkpoint.load import restore, tensors_of
 from config import ConfigError
 from lifecycle.folder import lock
+from model.build import meta_model
 from model.llama import Llama
 from optim import build_optimizer
 from tests import cases
@@ -182,6 +186,12 @@ def test_a_large_file_has_a_hash_for_every_64_mib(tmp_path):
     ]
 
 
+def test_a_file_has_a_hash_for_each_part_that_it_begins():
+    part = 64 * 2**20
+    sizes = (0, 1, part, part + 1, 2 * part, 2**62 + 1)
+    assert [manifest.part_count(size) for size in sizes] == [0, 1, 1, 2, 2, 2**36 + 1]
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 5, 16])
 def test_ranks_share_the_hashing(saved_by_two, tmp_path, ranks):
     """Whatever file is damaged, one rank finds it, and one alone; ranks without a share find nothing."""
@@ -252,11 +262,13 @@ def test_verify_has_nothing_to_do(tmp_path, capsys):
         with pytest.raises(ConfigError, match="is neither a checkpoint nor a run with one"):
             # which run_tool() prints
             main(["verify", str(nothing)])
-    fake(cfg, 10)
-    assert main(["verify", str(catalog.path_of(cfg, 10))]) == 0
-    assert re.search(
-        r"step-00000010: good, 2 files, [\d,]+ bytes\n1 good, 0 bad", capsys.readouterr().out
-    )
+    folder = fake(cfg, 10)
+    (folder / "an empty file").touch()
+    (folder / "large").write_bytes(bytes(12_345_678))
+    seal(folder)
+    size = sum(file.stat().st_size for file in folder.iterdir() if file.name != "manifest.json")
+    assert main(["verify", str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder}: good, 4 files, {size:,} bytes\n1 good, 0 bad\n"
 
 
 def test_verify_names_each_bad_file(tmp_path, capsys):
@@ -317,6 +329,37 @@ def test_other_data_is_refused(tmp_path):
         # the mask says nothing of the corpus
         compare.check_same_data(
             configured(tmp_path, allow_changed=["data.document_mask"]), 10, [data(3)]
+        )
+
+
+def test_other_data_is_refused_with_the_option_that_explains_it(tmp_path):
+    """Where what was prepared differs, so do the hashes, which are not named. Growing text is compared when read."""
+
+    def data(**identity: str) -> list[dict]:
+        return [
+            {
+                "identity": {"source": "x", "tokenizer": "t", **identity},
+                "sha256": {"train.bin": hash(tuple(identity.items()))},
+            }
+        ]
+
+    cfg = configured(tmp_path)
+    fake(cfg, 10, data=[{**data()[0], "segments": ["a"], "validation_hash": "b"}])
+    compare.check_same_data(cfg, 10, data())
+    for identity, option, named in (
+        ({"tokenizer": "u"}, "tokenizer", "source 1.identity.tokenizer was t, is u"),
+        ({"source": "y"}, "source", "source 1.identity.source was x, is y"),
+        (
+            {"source": "y", "tokenizer": "u"},
+            "source",
+            "source 1.identity.source was x, is y; source 1.identity.tokenizer was t, is u",
+        ),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            compare.check_same_data(cfg, 10, data(**identity))
+        assert str(refused.value) == (
+            f"{catalog.path_of(cfg, 10)}: was trained on other data: {named}; choose another "
+            f'run.name, or allow it: checkpoint.allow_changed = ["data.{option}"]'
         )
 
 
@@ -456,6 +499,56 @@ def test_every_option_of_the_model_is_compared():
     }
 
 
+def test_every_option_of_the_data_and_the_training_is_compared():
+    """Of the data those that prepare other text; of the training those that make another run of one that resumes."""
+    names = [*config.SCHEMA.options]
+
+    def of(*sections: str) -> set[str]:
+        return {name for name in names if name.startswith(sections)}
+
+    text = of("data.") - {"data.path", "data.document_mask", "data.order"}
+    prepared = {name for name in names if compare.PREPARED.fullmatch(name)}
+    assert prepared == text | {"model.vocab_size"}
+    dtypes = {"parallel.param_dtype", "parallel.reduce_dtype", "parallel.output_dtype"}
+    training = of("model.", "data.", "optim.", "lora.", "train.") | dtypes
+    training |= {"parallel.keep_fp32", "parallel.float8", "run.seed"}
+    training -= {"model.init_from", "lora.init_from", "data.path", "data.tokenizer"}
+    training -= {"train.micro_batch_size"}
+    assert {name for name in names if compare.OF_TRAINING.fullmatch(name)} == training
+
+
+def test_an_option_that_changes_the_weights_shapes_is_not_one_to_allow():
+    """Those of the models themselves: whatever is allowed, the checkpoint would not load."""
+
+    def shapes(**model: object) -> dict[str, torch.Size]:
+        parameters = meta_model(make_config(model=model).model).named_parameters()
+        return {name: parameter.shape for name, parameter in parameters}
+
+    others = {
+        "dim": 96,
+        "n_layers": 3,
+        "n_heads": 2,
+        "n_kv_heads": 4,
+        "ffn_dim": 96,
+        "vocab_size": 336,
+        "head_dim": 8,
+        "norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "rope_scaling": {"factor": 2.0},
+        "freeze": ["embedding*"],
+    }
+    for key, (annotation, field) in config.SCHEMA.section("model").items():
+        if isinstance(field.default, bool):
+            others[key] = not field.default
+        elif typing.get_origin(annotation) is typing.Literal:
+            others[key] = typing.get_args(annotation)[-1]
+    assert others.keys() >= {"tie_embeddings", "qk_norm"}
+    ours = shapes()
+    for key, value in others.items():
+        is_shape = compare.SHAPES.fullmatch(f"model.{key}") is not None
+        assert is_shape == (shapes(**{key: value}) != ours), key
+
+
 def test_an_option_that_changes_the_optimizers_state_is_refused_by_name(tmp_path):
     """Before weights are read: those of a folder without the options (an earlier version's) had the defaults."""
     cfg = configured(tmp_path)
@@ -558,6 +651,55 @@ def test_tokens_of_another_tokenizer_are_told(write_config, corpus, tmp_path):
             nproc=2,
         )
         assert done.returncode == 0 and done.stdout.count(told) == times, done.stdout + done.stderr
+
+
+def test_a_precision_that_is_found_is_that_of_the_checkpoint(tmp_path):
+    """The newest whose state can be read, or the one that `resume` names; an import was not trained here."""
+
+    def of_dtype(dtype: str, **keys: object) -> config.Config:
+        cfg = configured(tmp_path, **keys)
+        return dataclasses.replace(
+            cfg, parallel=dataclasses.replace(cfg.parallel, param_dtype=dtype)
+        )
+
+    assert catalog.saved_param_dtype(configured(tmp_path)) is None
+    fake(of_dtype("float32"), 0)
+    assert catalog.saved_param_dtype(configured(tmp_path)) is None
+    fake(of_dtype("bfloat16"), 10)
+    newest = fake(of_dtype("float32"), 20)
+    assert catalog.saved_param_dtype(configured(tmp_path)) == "float32"
+    assert catalog.saved_param_dtype(configured(tmp_path, resume=10)) == "bfloat16"
+    assert catalog.saved_param_dtype(configured(tmp_path, resume=30)) is None
+    (newest / "state.json").write_text("{")
+    assert catalog.saved_param_dtype(configured(tmp_path)) == "bfloat16"
+
+
+def test_a_checkpoint_of_an_earlier_version_has_counted_nothing_but_its_steps(
+    tmp_path, monkeypatch
+):
+    cfg = configured(tmp_path)
+    monkeypatch.setattr("checkpoint.checkpointer.restore", lambda *_: None)
+    monkeypatch.setattr("checkpoint.checkpointer.on_rank_zero", lambda work: work())
+    for step, saved, tokens in ((10, {}, 10 * 8 * 32), (20, {"tokens": 77}, 77)):
+        fake(cfg, step, **saved)
+        checkpointer = SimpleNamespace(start=step, found=[10, step], cfg=cfg)
+        state = Checkpointer.restore(checkpointer, None, None)
+        assert state == State(step=step, tokens=tokens)
+    checkpointer = SimpleNamespace(start=0, found=[], cfg=cfg)
+    assert Checkpointer.restore(checkpointer, None, None) == State()
+
+
+def test_a_save_is_due_every_so_many_steps_at_the_last_and_when_the_run_stops(tmp_path):
+    def due(saver: object, **sections: dict | None) -> list[int]:
+        cfg = make_config(train={"steps": 7}, **sections)
+        checkpointer = SimpleNamespace(saver=saver, cfg=cfg)
+        return [step for step in range(1, 8) if Checkpointer.is_due(checkpointer, step, False)]
+
+    assert due(object(), checkpoint={}) == [7]
+    assert due(object(), checkpoint={"save_every_steps": 3}) == [3, 6, 7]
+    assert due(None, checkpoint={"save_every_steps": 3}) == []  # it is only evaluated
+    stopped = SimpleNamespace(saver=object(), cfg=make_config(checkpoint={}))
+    assert Checkpointer.is_due(stopped, 2, True)
 
 
 def test_another_optimizer_is_refused_in_one_line(saved_by_two):

@@ -40,6 +40,7 @@ def gpus_of(capability: tuple[int, int], count: int = 1, shared_memory: int = 65
     [
         ((9, 0), BFLOAT16, None),
         ((8, 9), BFLOAT16, None),
+        ((8, 0), BFLOAT16, None),
         ((10, 3), BFLOAT16, None),
         ((12, 1), BFLOAT16, None),
         (
@@ -91,6 +92,44 @@ def test_shared_memory_for_masks_in_float32_is_counted(head_dim, refused):
         pick_device(make_config(run={"device": "cuda"}, **sections), 0)  # SDPA needs none of it
     with gpus_of((7, 5), shared_memory=81_920):
         pick_device(cfg, 0)
+    with gpus_of((8, 0)):  # from there on tiles are made to fit
+        pick_device(cfg, 0)
+
+
+def test_a_build_for_amd_has_kernels_of_other_names(monkeypatch):
+    cfg = make_config(run={"device": "cuda"})
+    with gpus_of((9, 4)):
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["gfx942"])
+        with pytest.raises(ConfigError, match="has kernels for gfx942 alone"):
+            pick_device(cfg, 0)
+        monkeypatch.setattr(torch.version, "hip", "7.0")
+        assert pick_device(cfg, 0) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("head_dim, refused", [(14, True), (16, False)])
+def test_masks_on_a_gpu_need_heads_that_are_sixteen_wide(head_dim, refused):
+    mask = {"data": {"document_mask": True}}
+    for sections in (mask, {"parallel": {"cp": 2}}, {}):
+        cfg = make_config(run={"device": "cuda"}, model={"head_dim": head_dim}, **sections)
+        with gpus_of((8, 0)), contextlib.ExitStack() as stack:
+            if refused and sections:
+                told = f"heads are {head_dim} wide; .* need 16 or more"
+                stack.enter_context(pytest.raises(ConfigError, match=told))
+            pick_device(cfg, 0)
+
+
+def test_what_a_driver_supports_is_in_the_line_on_a_torch_that_cannot_use_it(monkeypatch, tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\ncase $1 in\n--list-gpus) printf 'GPU 0: A\\nGPU 1: A\\n';;\n"
+        "--query-gpu=driver_version) printf '535.1\\n535.1\\n';;\n"
+        "*) echo '| Driver Version: 535.1  CUDA Version: 12.2 |';;\nesac\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    told = "nvidia-smi lists 2 GPUs (driver 535.1, for CUDA up to 12.2)"
+    assert gpus.describe_driver(gpus.listed_gpus()) == told
 
 
 def test_kernels_run_on_newer_gpus_of_their_generation():
@@ -111,11 +150,16 @@ def test_gpus_are_counted_without_nvidia_smi(monkeypatch, tmp_path):
     for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert gpus.visible_gpus() == 3
+    assert gpus.describe_driver(3) == "this machine has 3 GPUs (without nvidia-smi)"
+    assert gpus.trains_on_gpus(make_config(run={"device": "auto"}))
+    assert not gpus.trains_on_gpus(make_config(run={"device": "cpu"}))
     (tmp_path / "nvidia10").unlink()
     (tmp_path / "nvidia10").mkdir()  # cannot be opened
     assert gpus.visible_gpus() == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert gpus.visible_gpus() == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not gpus.trains_on_gpus(make_config(run={"device": "auto"}))
 
 
 @pytest.mark.parametrize(

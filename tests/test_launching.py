@@ -1,5 +1,7 @@
 """Launchers, ours and others': who starts the ranks, who they are told to be, whom they wait for."""
 
+import contextlib
+import dataclasses
 import datetime
 import errno
 import os
@@ -23,17 +25,18 @@ import config
 from config import ConfigError
 from data.cores import usable_cores
 from data.encode import encode_in_order
+from launch import checks
 from launch import launch as launcher
-from launch.command import Ranks, variables_of_a_launcher
-from launch.slurm import first_host, on_nodes
+from launch.command import Ranks, commits, needed_packages, variables_of_a_launcher
+from launch.slurm import attempts_without_step, first_host, on_nodes
 from lifecycle import process_group
-from lifecycle.folder import read_status
+from lifecycle.folder import read_status, write_status
 from lifecycle.process_group import all_gather_reports, check_launcher, raise_file_limit
 from lifecycle.watchdog import Watchdog
 from metrics import Board, peak_memory_gib
 from parallel.ranks import printed_if_long
 from parallel.torch_patches import report_wait_for_nodes
-from tests.conftest import REPO, launch, rows
+from tests.conftest import REPO, launch, make_config, rows
 
 
 def without_launcher() -> dict[str, str]:
@@ -171,6 +174,15 @@ def test_a_host_name_that_does_not_resolve_stops_no_ranks_of_this_machine(write_
         ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK below"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT=x"),
         ({"RANK": "", "WORLD_SIZE": ""}, "RANK=, WORLD_SIZE=: a launcher sets all of"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "65535"}, None),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "65536"},
+            "MASTER_PORT=65536",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": "1"},
+            "MASTER_ADDR=, MASTER_PORT=1: a launcher sets all of",
+        ),
         ({"LOCAL_RANK": "0"}, None),
         ({"LOCAL_RANK": ""}, "LOCAL_RANK=: a launcher sets"),
     ],
@@ -199,6 +211,265 @@ def test_torchrun_variables_are_known_by_name(monkeypatch):
     ours = ["NPROC", "MAX_RESTARTS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "RANKS", "MY_RANK", "PETS"]
     monkeypatch.setattr(os, "environ", dict.fromkeys([*others, *ours], "1"))
     assert variables_of_a_launcher() == others
+
+
+def only(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    """The environment of a launch: these variables, and the PATH."""
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], **variables})
+
+
+@pytest.mark.parametrize(
+    ("gpus", "variables", "expected"),
+    [
+        (0, {}, (1, 1)),
+        (3, {}, (1, 3)),
+        (3, {"NPROC": ""}, (1, 3)),
+        (3, {"NPROC": "2"}, (1, 2)),
+        (3, {"SLURM_GPUS_ON_NODE": "5"}, (1, 5)),
+        (3, {"SLURM_GPUS_ON_NODE": "gpu:h100:4"}, (1, 4)),
+        (3, {"SLURM_GPUS_ON_NODE": "0"}, (1, 1)),
+        (3, {"SLURM_GPUS_ON_NODE": "5", "NPROC": "2"}, (1, 2)),
+        (3, {"SLURM_JOB_ID": "7", "SLURM_NNODES": "5"}, (5, 3)),
+        (3, {"WORLD_SIZE": "1", "PET_NNODES": "1:1"}, (1, 3)),  # of a launcher of one process
+        (3, {"WORLD_SIZE": "", "PET_NNODES": "1"}, (1, 3)),
+    ],
+)
+def test_a_process_is_started_for_each_gpu_unless_a_number_is_given(
+    monkeypatch, gpus, variables, expected
+):
+    monkeypatch.setattr("launch.command.visible_gpus", lambda: gpus)
+    only(monkeypatch, **variables)
+    ranks = Ranks.from_environment()
+    assert (ranks.nodes, ranks.local) == expected
+    assert ranks.total == expected[0] * expected[1]
+
+
+def test_the_command_of_several_ranks_has_their_number_and_leaves_term_to_a_jobs_ranks(monkeypatch):
+    for job, restarts in ((None, 0), ("7", 3)):
+        words = Ranks(1, 5, restarts, job).command()
+        assert "--nproc-per-node=5" in words and f"--max-restarts={restarts}" in words
+        (signals,) = [word for word in words if word.startswith("--signals-to-handle=")]
+        assert {"SIGINT", "SIGHUP", "SIGUSR1"} <= {*signals.partition("=")[2].split(",")}
+        assert ("SIGTERM" in signals) == (job is None)
+        assert ('trap "" TERM; exec "$@"' in words) == (job is not None)
+        assert words[-1] == str(REPO / "train.py") and "--log-dir=/dev/null" in words
+
+
+def test_a_job_of_several_nodes_starts_torchrun_on_each(monkeypatch):
+    only(monkeypatch, SLURM_JOB_NODELIST="gpu[007-009]", SLURM_RESTART_COUNT="2")
+    monkeypatch.setattr("launch.slurm.shutil.which", lambda name: name)
+    words = Ranks(3, 5, 1, "7").command()
+    srun = words[: words.index("bash")]
+    assert srun[0] == "srun" and {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1"} < {*srun}
+    torchrun = words[words.index("bash") :]
+    assert {"--nnodes=3", "--nproc-per-node=5", "--rdzv-id=7-2"} < {*torchrun}
+    (endpoint,) = [word for word in torchrun if word.startswith("--rdzv-endpoint=")]
+    assert endpoint.startswith("--rdzv-endpoint=gpu007:")
+    assert "--standalone" not in torchrun and torchrun[-1] == str(REPO / "train.py")
+
+
+def test_each_rank_has_a_share_of_the_cores_and_at_least_one(monkeypatch):
+    for cores, local, threads in ((96, 8, 12), (7, 3, 2), (7, 8, 1), (8, 8, 1)):
+        only(monkeypatch, SLURM_CPUS_ON_NODE=str(cores))
+        assert Ranks(2, local, 0, "7").environment()["OMP_NUM_THREADS"] == str(threads)
+        only(monkeypatch)
+        monkeypatch.setattr("launch.command.usable_cores", lambda cores=cores: cores)
+        assert Ranks(2, local, 0, None).environment()["OMP_NUM_THREADS"] == str(threads)
+
+
+def test_ranks_get_what_restarts_and_srun_need(monkeypatch):
+    only(monkeypatch)
+    environment = Ranks(1, 2, 0, None).environment()
+    assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert "SRUN_CPUS_PER_TASK" not in environment
+    only(monkeypatch, SLURM_CPUS_PER_TASK="12")
+    assert Ranks(1, 2, 0, "7").environment()["SRUN_CPUS_PER_TASK"] == "12"
+
+
+def test_ranks_load_the_commits_that_the_launcher_resolved():
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    cfg = make_config(data={"tokenizer": f"some/tokenizer@{commit}"})
+    assert commits(cfg) == [f"--data.tokenizer=some/tokenizer@{commit}"]
+    model = dataclasses.replace(cfg.model, init_from=f"some/base@{commit}")
+    data = dataclasses.replace(cfg.data, tokenizer=f"a/folder@{commit[:-1]}")  # or a tag
+    assert commits(dataclasses.replace(cfg, model=model, data=data)) == [
+        f"--model.init_from=some/base@{commit}"
+    ]
+    assert commits(make_config()) == []
+
+
+@pytest.mark.parametrize(
+    ("is_prepared", "init_from", "expected"),
+    [
+        (True, None, ["numpy"]),
+        (True, "a/base", ["numpy", "safetensors"]),
+        (False, None, ["numpy", "sentencepiece", "tokenizers", "datasets"]),
+    ],
+)
+def test_a_run_needs_the_packages_of_what_it_does(monkeypatch, is_prepared, init_from, expected):
+    cfg = make_config()
+    model = dataclasses.replace(cfg.model, init_from=init_from)
+    cfg = dataclasses.replace(cfg, model=model)
+    monkeypatch.setattr("launch.command.config.load", lambda *_: cfg)
+    monkeypatch.setattr("data.folder.is_prepared", lambda _: is_prepared)
+    assert needed_packages(["x.toml"]) == expected
+    assert needed_packages(["x.toml", "--dry-run"]) == []
+
+
+def test_the_ranks_get_what_was_typed_what_was_found_and_no_variables_of_another_launcher(
+    write_config, monkeypatch, tmp_path
+):
+    path = str(write_config("r", checkpoint={"resume": 3}))
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    started = {}
+
+    def complete(args: object, cfg: config.Config) -> tuple[config.Config, list[str]]:
+        data = dataclasses.replace(cfg.data, tokenizer=f"a/b@{commit}")
+        return dataclasses.replace(cfg, data=data), ["--data.format=text"]
+
+    def run_ranks(command: list[str], folder: pathlib.Path, launch_id: str, _: object) -> int:
+        started.update(command=command, folder=folder, id=launch_id, environment={**os.environ})
+        return 7
+
+    def exit_code(folder: pathlib.Path, launch_id: str, ranks: int, returned: int) -> int:
+        started["ended"] = (folder, launch_id, ranks, returned)
+        return 9
+
+    def check_launch(cfg: config.Config, *_: object) -> bool:
+        started["resume"] = cfg.checkpoint.resume
+        return True
+
+    monkeypatch.setattr("launch.launch.formats.complete", complete)
+    monkeypatch.setattr("launch.launch.check_launch", check_launch)
+    monkeypatch.setattr("launch.launch.run_ranks", run_ranks)
+    monkeypatch.setattr("launch.launch.exit_code", exit_code)
+    job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_CPUS_ON_NODE": "6"}
+    only(monkeypatch, NPROC="3", MASTER_ADDR="other", RANK="1", TORCHELASTIC_RUN_ID="o", **job)
+    argv = [path, "--run.seed=5"]
+    (tmp_path / "outputs/r").mkdir(parents=True)
+    write_status(tmp_path / "outputs/r", "preempted", 5, "7.1.before")  # which went back to step 3
+    assert launcher.launch(argv, launcher.Interruption()) == 9
+    assert started["resume"] == "auto"
+    launch_id = started["id"]
+    assert re.fullmatch(r"7\.2\.[0-9a-f]{32}", launch_id)
+    assert started["command"][-6:] == [
+        str(REPO / "train.py"),
+        *argv,
+        f"--launch={launch_id}",
+        "--data.format=text",
+        f"--data.tokenizer=a/b@{commit}",
+    ]
+    assert started["folder"] == tmp_path / "outputs/r"
+    assert started["ended"] == (tmp_path / "outputs/r", launch_id, 3, 7)
+    environment = started["environment"]
+    assert environment["OMP_NUM_THREADS"] == "2" and environment["SLURM_JOB_ID"] == "7"
+    assert not environment.keys() & {"MASTER_ADDR", "RANK", "TORCHELASTIC_RUN_ID"}
+
+
+@pytest.mark.parametrize(
+    ("before", "options", "trained", "attempts"),
+    [
+        ({"step": 4}, {}, {"launch": "x", "step": 4}, 1),
+        ({"step": 4}, {}, {"launch": "x", "step": 5}, 0),
+        ({"step": 4}, {}, {"launch": "another", "step": 5}, 1),
+        ({}, {}, {"launch": "x", "step": 1}, 0),
+        ({"step": 4, "attempts_without_step": 2}, {}, {"launch": "x", "step": 4}, 3),
+        ({"step": 4, "attempts_without_step": 2}, {}, {"launch": "x", "step": 5}, 0),
+        ({"step": 9}, {"resume": 2}, {"launch": "x", "step": 3}, 0),  # it went back
+        ({"step": 9}, {"resume": 2}, {"launch": "x", "step": 2}, 1),
+    ],
+)
+def test_attempts_of_a_job_without_a_step_are_counted(before, options, trained, attempts):
+    cfg = make_config(checkpoint=options)
+    assert attempts_without_step(cfg, "x", before, trained) == attempts
+
+
+@pytest.mark.parametrize(
+    ("rank", "told"),
+    [
+        ("0", "waiting for the other ranks to connect at a:77: this is rank 0 of 4"),
+        ("3", "waiting for rank 0 to listen at a:77: this is rank 3 of 4"),
+    ],
+)
+def test_a_rank_that_waits_long_says_who_it_is_and_where_it_waits(monkeypatch, rank, told):
+    """Longer than any of a run's own timeouts."""
+    waits = []
+
+    class Waiting(Exception):
+        pass
+
+    def rendezvous(url: str, timeout: datetime.timedelta) -> None:
+        waits.append(timeout.total_seconds())
+        raise Waiting
+
+    def printed(text: str) -> contextlib.AbstractContextManager:
+        waits.append(text)
+        return contextlib.nullcontext()
+
+    only(monkeypatch, RANK=rank, WORLD_SIZE="4", MASTER_ADDR="a", MASTER_PORT="77")
+    monkeypatch.setattr(dist, "rendezvous", rendezvous)
+    monkeypatch.setattr(process_group, "printed_if_long", printed)
+    monkeypatch.setattr(process_group, "raise_file_limit", lambda: None)
+    cfg = make_config(run={"save_timeout_seconds": 7e4})
+    with pytest.raises(Waiting):
+        process_group.connect(cfg)
+    assert waits[0] == told and waits[1] > 7e4
+
+
+def test_a_job_says_where_to_prepare_its_data(monkeypatch, tmp_path, prepared):
+    """Unless that is growing, or there: its GPUs would wait."""
+    source = {"source": str(tmp_path / "it is.txt"), "path": str(tmp_path / "none")}
+    args = config.parse_arguments(["x y.toml", "--run.seed=3", "--run.output_dir=a b"])
+    told = (
+        "x y.toml: its data is not prepared, and none is inside a job; run ./run_train.sh -m data.prepare "
+        "'x y.toml' --run.seed=3 '--run.output_dir=a b' on the login node"
+    )
+    with pytest.raises(ConfigError) as refused:
+        checks.check_prepared(make_config(data=source), args)
+    assert str(refused.value) == told
+    checks.check_prepared(make_config(data={**source, "order": "growing"}), args)
+    checks.check_prepared(make_config(data={**source, "path": str(prepared)}), args)
+    ranks = SimpleNamespace(job=None, total=1, local=1)
+    for job in (None, "7"):
+        ranks.job = job
+        with (
+            mock.patch.multiple(
+                checks,
+                check_machine=mock.DEFAULT,
+                check_folder=mock.DEFAULT,
+                prepare_training=mock.DEFAULT,
+            ),
+            contextlib.ExitStack() as stack,
+        ):
+            if job:
+                stack.enter_context(pytest.raises(ConfigError, match="none is inside a job"))
+            cfg = make_config(data=source, run={"output_dir": str(tmp_path), "name": "r"})
+            assert checks.check_launch(cfg, ranks, args)
+
+
+@pytest.mark.parametrize(("lengths", "refused"), [([1, 0], True), ([1, 2], False)])
+def test_validation_text_is_an_input_and_a_target_at_least(lengths, refused):
+    streams = [
+        SimpleNamespace(length=length, path=pathlib.Path(f"p{number}/heldout.bin"))
+        for number, length in enumerate(lengths)
+    ]
+    dataset = SimpleNamespace(has_validation=lambda: True, validation=streams)
+    checks.check_validation(make_config(), dataset)  # no [eval]
+    if not refused:
+        checks.check_validation(make_config(eval={}), dataset)
+        return
+    named = ", ".join(f"p{number}" for number in range(len(lengths)))
+    with pytest.raises(ConfigError, match=f"^{named}: holds no validation text; delete"):
+        checks.check_validation(make_config(eval={}), dataset)
+    dataset.has_validation = lambda: False  # it grows: not known yet
+    checks.check_validation(make_config(eval={}), dataset)
+
+
+@pytest.mark.parametrize("section", ["model.freeze", "parallel.replicated"])
+def test_a_pattern_that_matches_nothing_is_refused_before_the_launch(section):
+    table, key = section.split(".")
+    with pytest.raises(ConfigError, match="nothing.like.it"):
+        checks.check_patterns(make_config(**{table: {key: ["nothing.like.it*"]}}))
 
 
 @pytest.mark.parametrize(
@@ -234,6 +505,12 @@ def test_a_job_of_several_nodes_without_srun_is_refused(monkeypatch):
         (errno.EACCES, 2),
         (errno.ENOTDIR, 2),
         (errno.EROFS, 2),
+        (errno.ENOENT, 2),
+        (errno.EISDIR, 2),
+        (errno.EEXIST, 2),
+        (errno.EPERM, 2),
+        (errno.ELOOP, 2),
+        (errno.ENAMETOOLONG, 2),
         (errno.ENOSPC, 1),
         (errno.EDQUOT, 1),
         (errno.EIO, 1),
@@ -292,15 +569,19 @@ def test_torchrun_says_that_it_waits_for_other_nodes(monkeypatch, capfd):
     )
 
 
-def test_rank_zero_names_the_ranks_that_are_missing(monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("size", "told"),
+    [(4, "2 (1 in all)"), (5, "2, 4 (2 in all)"), (13, "2, 4, 5, 6, 7, 8, 9, 10 (10 in all)")],
+)
+def test_rank_zero_names_the_ranks_that_are_missing(monkeypatch, capfd, size, told):
     monkeypatch.setattr("lifecycle.process_group.NOTICE_SECONDS", 0.1)
     store = dist.HashStore()
     for rank in (1, 3):
         store.set(f"device of rank {rank}", "{}")
     store.set_timeout(datetime.timedelta(seconds=0.2))
     with pytest.raises(dist.DistStoreError):
-        all_gather_reports(store, 0, 4, {})
-    assert "waiting for the device of rank 2 (1 in all)" in capfd.readouterr().err
+        all_gather_reports(store, 0, size, {})
+    assert f"waiting for the device of rank {told}\n" in capfd.readouterr().err
 
 
 def test_time_in_which_a_process_was_stopped_is_no_lack_of_progress():
@@ -321,7 +602,8 @@ def test_time_in_which_a_process_was_stopped_is_no_lack_of_progress():
             now[0] += 1
             time.sleep(0.02)
         watch.stop()
-    assert told and "no progress" in told[0]
+    # since the phase began, which the watchdog's thread looks at now and then
+    assert 331 <= int(re.search(r"no progress for (\d+) s: ", told[0])[1]) <= 335
 
 
 def test_text_is_encoded_without_semaphores_too(monkeypatch, capfd):
@@ -485,7 +767,11 @@ def test_more_open_files_are_allowed_where_the_system_allows_them(monkeypatch, r
     raise_file_limit()
     monkeypatch.setattr(process_group.resource, "getrlimit", lambda which: (1024, 4096))
     raise_file_limit()
-    assert asked == [(10_240, infinity), (4096, 4096)]
+    monkeypatch.setattr(process_group.resource, "getrlimit", lambda which: (20_000, infinity))
+    raise_file_limit()
+    monkeypatch.setattr(process_group.resource, "getrlimit", lambda which: (infinity, infinity))
+    raise_file_limit()
+    assert asked == [(10_240, infinity), (4096, 4096), (20_000, infinity)]
 
 
 def test_the_peak_of_memory_is_in_gib_on_macos_too(monkeypatch):

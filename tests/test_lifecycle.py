@@ -212,14 +212,26 @@ def test_a_signal_to_anyone_saves_and_stops_all(write_config, whom, number, npro
     assert code == 75, output
     step = status(run.folder)["step"]
     assert status(run.folder)["state"] == "preempted" and saved(run.folder) == [step] and step >= 1
-    assert f"stopped after step {step} by {number.name}" in output and not leftovers(run.folder)
+    assert f"stopped after step {step} by {number.name}; the same command resumes" in output
+    assert not leftovers(run.folder) and "nothing will be saved" not in output
     assert [row["step"] for row in rows(run.folder)] == list(range(1, step + 1))
     if whom == "rank":
-        done = launch(run.path, f"--train.steps={step + 2}")
+        words = [
+            "--train.global_batch_size=4",
+            '--checkpoint.allow_changed=["train.global_batch_size"]',
+        ]
+        done = launch(run.path, f"--train.steps={step + 2}", *words)
         assert done.returncode == 0 and f"resuming after step {step}" in done.stdout, (
             done.stdout + done.stderr
         )
         assert [row["step"] for row in rows(run.folder)] == list(range(1, step + 3))
+        sequences = [8] * step + [4] * 2
+        tokens = [32 * sum(sequences[:count]) for count in range(1, step + 3)]
+        assert [row["tokens"] for row in rows(run.folder)] == tokens
+        told = f"changed since step {step}: train.global_batch_size 8 -> 4; another run: --run.name"
+        assert told in done.stdout
+        options = (run.folder / "config.toml").read_text()
+        assert options.startswith(f"# until step {step}: train.global_batch_size = 8\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -383,11 +395,14 @@ def test_a_signal_during_a_save_and_during_evaluation(write_config, tmp_path):
 
 def test_stopping_without_checkpoints_is_no_success(write_config, tmp_path):
     done = launch_faulty("term in data:0:2", write_config("lost", train={"steps": 9}))
-    assert (
-        done.returncode == 128 + signal.SIGTERM
-        and "without [checkpoint] nothing was saved" in done.stderr
+    folder = tmp_path / "outputs/lost"
+    assert done.returncode == status(folder)["exit_code"] == 128 + signal.SIGTERM
+    last = rows(folder)[-1]["step"]
+    told = (
+        f"stopped after step {last} by signal {signal.SIGTERM:d}; without [checkpoint] nothing was"
     )
-    assert status(tmp_path / "outputs/lost")["state"] == "failed"
+    assert told in done.stderr and status(folder)["state"] == "failed"
+    assert "has no [checkpoint]; --checkpoint.save_every_steps=100 adds one" in done.stdout
 
 
 def test_a_job_that_makes_no_step_does_not_requeue_for_ever(write_config, tmp_path):
@@ -423,7 +438,7 @@ def test_a_job_that_makes_no_step_does_not_requeue_for_ever(write_config, tmp_pa
     ],
 )
 def test_nor_does_one_that_is_stopped_before_its_ranks(
-    write_config, monkeypatch, own_handlers, before, code, after
+    write_config, monkeypatch, own_handlers, capsys, before, code, after
 ):
     path, interruption = write_config("idle", **FOREVER), Interruption()
     folder = path.parent / "outputs/idle"
@@ -432,6 +447,8 @@ def test_nor_does_one_that_is_stopped_before_its_ranks(
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     interruption(signal.SIGUSR1)
     assert launch_here([str(path)], interruption) == code and status(folder)["state"] == after
+    requeued = "run_train.sh: job 1: stopped, ahead of its time limit; requeueing it, to resume"
+    assert (requeued in capsys.readouterr().err) == (code == 75)
     counted = before.get("attempts_without_step", 0) + 1
     assert after == "finished" or (
         status(folder)["attempts_without_step"],
@@ -540,10 +557,9 @@ def test_going_back_to_a_checkpoint_is_done_once(write_config, tmp_path):
     assert saved(folder) == [2, 4, 6, 8] and [row["step"] for row in rows(folder)] == list(
         range(1, 9)
     )
-    assert (
-        launch_faulty("term in data:0:2", path, back, in_job=True).returncode == 75
-        and saved(folder)[-1] == 5
-    )
+    done = launch_faulty("term in data:0:2", path, back, in_job=True)
+    assert done.returncode == 75 and saved(folder)[-1] == 5
+    assert "to resume, type the same command with --checkpoint.resume=auto" in done.stdout
     # it made steps, though the run had been at step 8 before
     assert status(folder)["attempts_without_step"] == 0
     done = launch_faulty("none", path, back, in_job=True, SLURM_RESTART_COUNT="1")
@@ -911,13 +927,43 @@ def test_a_lock_that_belongs_to_another_user_keeps_this_one_out(tmp_path, monkey
     [
         ("checkpoints", pathlib.Path.touch),
         ("logs", pathlib.Path.touch),
+        ("tensorboard", pathlib.Path.touch),
         ("metrics.jsonl", pathlib.Path.mkdir),
+        ("status.json", pathlib.Path.mkdir),
+        ("config.toml", pathlib.Path.mkdir),
+        ("environment.json", pathlib.Path.mkdir),
     ],
 )
 def test_a_folder_with_something_else_in_a_place_is_refused(tmp_path, name, make):
     make(tmp_path / name)
     with pytest.raises(ConfigError, match=rf"{name}:? is a (file|folder); a run needs"):
         check_folder(tmp_path)
+
+
+def test_a_folder_may_be_a_link_to_one_that_is_there(tmp_path):
+    """As to a disk that is not mounted now: made anew, the run would begin again."""
+    (tmp_path / "disk").mkdir()
+    for link in (tmp_path / "runs", tmp_path / "r/checkpoints"):
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(tmp_path / "disk")
+        folder = tmp_path / "runs/r" if link.name == "runs" else tmp_path / "r"
+        check_folder(folder)
+        (tmp_path / "disk").rename(tmp_path / "away")
+        told = rf"output_dir: {link} is a link to {tmp_path}/disk, which is not there$"
+        with pytest.raises(ConfigError, match=told):
+            check_folder(folder)
+        (tmp_path / "away").rename(tmp_path / "disk")
+
+
+def test_a_folder_that_another_run_has_is_refused_and_one_that_it_had_is_not_kept_locked(tmp_path):
+    held = lock(tmp_path)
+    with pytest.raises(ConfigError, match="another run works here"):
+        check_folder(tmp_path)
+    held.release()
+    check_folder(tmp_path)
+    lock(tmp_path).release()
+    check_folder(tmp_path / "nothing/yet")
+    assert not (tmp_path / "nothing").exists()
 
 
 def test_a_folder_that_cannot_be_had_is_refused(tmp_path, write_config, monkeypatch, capsys):
@@ -948,6 +994,16 @@ def test_a_finished_run_needs_no_writable_folder(write_config, monkeypatch, caps
         assert (
             "kept: finished at step 2; train.steps = 2 asks for no more" in capsys.readouterr().out
         )
+    # of fewer steps; an option that would not count any more is named
+    words = ["--train.steps=1", "--optim.warmup_steps=0", "--optim.warmup_steps=1"]
+    assert launch_here([str(path), *words], Interruption()) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "--optim.warmup_steps is given 2 times; the last counts: 1\n"
+    finished, changed = printed.out.splitlines()
+    assert finished.endswith("kept: finished at step 2; train.steps = 1 asks for no more")
+    assert (
+        changed == "changed since step 2: optim.warmup_steps 2 -> 1; another run: --run.name=NAME"
+    )
     monkeypatch.setenv("NPROC", "1")
     assert launch_here([str(path), "--train.steps=3"], Interruption()) == 2
     assert capsys.readouterr().err.endswith("outputs/kept cannot be written to\n")
@@ -1208,7 +1264,14 @@ def test_a_compiler_is_looked_for_before_the_launch(monkeypatch):
     with pytest.raises(ConfigError, match=r"compiler for C\+\+, and this machine has none"):
         check_compiler(make_config(**compiled, run={"device": "cpu"}))
     check_compiler(make_config(**compiled, run={"device": "cuda"}))
+    # what is offloaded is updated on the host
+    offloaded = {"parallel": {"compile": True, "cpu_offload": True}}
+    with pytest.raises(ConfigError, match=r"compiler for C\+\+, .* \(g\+\+, or what CXX names\)"):
+        check_compiler(make_config(**offloaded, run={"device": "cuda"}))
     there.clear()
+    with pytest.raises(ConfigError) as refused:
+        check_compiler(make_config(**offloaded, run={"device": "cuda"}))
+    assert len(refused.value.problems) == 2
     flex = [{"data": {"document_mask": True}}, {"parallel": {"cp": 2}}]
     for sections in flex:  # on a CPU masks are booleans
         check_compiler(make_config(**sections, run={"device": "cpu"}))
@@ -1427,6 +1490,8 @@ def test_a_python_that_lacks_a_package_is_not_taken(monkeypatch, missing):
         ("2.13.0+cu130", True),
         ("2.15.0", True),
         ("2.16.0", False),
+        ("3.11.0", False),
+        ("1.13.1", False),
         ("git", False),
     ],
 )
@@ -1524,16 +1589,7 @@ def test_where_the_ranks_cannot_be_asked_in_a_file_they_are_terminated(tmp_path,
     )
 
 
-def test_ranks_share_the_cores_of_their_own_node(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "8")
-    assert [Ranks(nodes, 4, 0, None).environment()["OMP_NUM_THREADS"] for nodes in (1, 2)] == [
-        "2",
-        "2",
-    ]
-
-
-def test_one_ctrl_c_while_the_ranks_start_is_one(tmp_path, monkeypatch, own_handlers):
+def test_one_ctrl_c_while_the_ranks_start_is_one(tmp_path, monkeypatch, own_handlers, capsys):
     """It comes in the middle of starting them. A second one would kill the ranks, which here wait for the stop file."""
     start = subprocess.Popen
 
@@ -1548,6 +1604,8 @@ def test_one_ctrl_c_while_the_ranks_start_is_one(tmp_path, monkeypatch, own_hand
     )
     assert run_ranks([sys.executable, "-c", program], tmp_path, "x", Interruption()) == 0
     assert file.read_text() == str(int(signal.SIGINT))
+    told = "stopping after this step; Ctrl-C again within 5 s quits at once\n"
+    assert capsys.readouterr().err == told
 
 
 def test_a_job_that_is_cancelled_while_it_stops_is_not_requeued(tmp_path, own_handlers, capsys):

@@ -1,14 +1,18 @@
 """Rows, logs and figures."""
 
 import contextlib
+import dataclasses
+import datetime
 import io
 import json
 import math
 import os
+import pathlib
 import pty
 import re
 import resource
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -133,7 +137,7 @@ SHEETS = {
             1,
             2,
             [30, 30, 50, 50],
-            [3, 3, 4, 4],
+            [2**52 + 3, 2**52 + 3, 2**52 + 4, 2**52 + 4],
         ),  # the ranks of a tp group have the same tokens and the same sums
         (
             2,
@@ -228,9 +232,20 @@ def test_console_line(changes, loss):
     assert ("12,346 tok/s/GPU  mfu 43.2%" if "mfu" in changes else "12,346 tokens/s/device") in line
     assert ("mfu" in line) == ("mfu" in changes)
     assert loss in line
+    assert ("grad   inf " if "grad_norm" in changes else "grad  1.20 ") in line
+    assert "  141.2 GiB  left" in line
     assert console_line({**ROW, **changes}, 10).endswith("left 0m06s")
+    assert console_line({**ROW, **changes}, 10, shows_time_left=False).endswith("141.2 GiB")
     # a run without an end
     assert "left 51240955760304" in console_line({**ROW, **changes}, 2**63 - 1)
+
+
+def test_a_duration_is_rounded_to_seconds_or_from_an_hour_on_cut_to_minutes():
+    for seconds in (0, 0.4, 0.6, 59.4, 59.6, 61, 3599.4, 3599.6, 3660, 7_186, 36_059, 360_000):
+        whole = math.floor(seconds + 0.5)
+        hours, minutes = whole // 3600, whole % 3600 // 60
+        shown = f"{hours}h{minutes:02}m" if hours else f"{minutes}m{whole % 60:02}s"
+        assert metrics.duration(seconds) == shown
 
 
 @pytest.mark.parametrize("mfu", [None, 0.4321])
@@ -290,16 +305,60 @@ def test_a_step_without_a_target_has_no_loss_and_leaves_the_mean_alone(tmp_path)
         recorder.log_step(
             step,
             0,
-            SimpleNamespace(digest=0, valid_tokens=count, epochs=0.5),
+            SimpleNamespace(digest=0, valid_tokens=count, epochs=step / 7),
             {"loss": torch.tensor(total)},
             {"grad_norm": 0.0, "lr": 0.1},
         )
     recorder.close()
-    assert [(row["step"], row["loss"], row["loss_mean"]) for row in rows(tmp_path)] == [
+    found = rows(tmp_path)
+    assert [(row["step"], row["loss"], row["loss_mean"]) for row in found] == [
         (1, None, None),
         (3, None, 3.0),
         (5, None, 1.6),
     ]
+    assert [row["epochs"] for row in found] == [1 / 7, 3 / 7, 5 / 7]
+    assert not any("slowest_rank" in row for row in found)  # of one rank
+    assert recorder.plan is None  # a plan is compared with GPUs alone
+
+
+def test_the_plans_check_counts_each_step_and_its_row_follows_that_of_the_step(tmp_path):
+    class Check:
+        counted = 0
+        closed = False
+
+        def count_step(self) -> None:
+            self.counted += 1
+
+        def row(self, step: int, seconds: float) -> dict | None:
+            assert seconds > 0
+            if step == 1:
+                return None
+            return {"kind": "plan", "step": step, "counted": self.counted}
+
+        def close(self) -> None:
+            self.closed = True
+
+    cfg = make_config(train={"steps": 5}, log={"every_steps": 3})
+    world = SimpleNamespace(rank=0, size=1, cp=1, tp=1, device=torch.device("cpu"))
+    recorder = Recorder(cfg, world, tmp_path, 0, 1, Counter())
+    recorder.plan = Check()
+    for step in range(1, 6):
+        batch = SimpleNamespace(digest=0, valid_tokens=1, epochs=0.5)
+        sums = {"loss": torch.zeros(())}
+        recorder.log_step(step, 0, batch, sums, {"grad_norm": 0.0, "lr": 0.1})
+    recorder.close()
+    written = [
+        (row["kind"], row["step"], row.get("counted"))
+        for row in read_rows(tmp_path / "metrics.jsonl")
+    ]
+    assert written == [
+        ("train", 1, None),
+        ("train", 3, None),
+        ("plan", 3, 3),
+        ("train", 5, None),
+        ("plan", 5, 5),
+    ]
+    assert recorder.plan.closed
 
 
 @pytest.mark.parametrize("no_color", [None, "1"])
@@ -327,6 +386,10 @@ def test_the_loss_is_colored_on_a_terminal_alone(write_config, tmp_path, no_colo
 def test_the_environment_names_each_host_of_the_launch_once():
     found = metrics.environment(["b", "a", "b", "a"], torch.device("cpu"))
     assert found["hosts"] == ["a", "b"] and found["ranks"] == 4
+    assert found["command"] == sys.argv and found["gpu"] is None
+    assert (found["python"], found["torch"]) == (sys.version.split()[0], torch.__version__)
+    began = datetime.datetime.strptime(found["time"], "%Y-%m-%dT%H:%M:%S%z")
+    assert abs(began.timestamp() - time.time()) < 60
 
 
 def test_the_environment_has_what_is_not_committed(tmp_path, monkeypatch):
@@ -365,6 +428,12 @@ def test_unknown_devices_have_no_peak(monkeypatch):
         ("NVIDIA GeForce RTX 5090", 209e12),
         ("NVIDIA GB200", 2500e12),
         ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA A800-SXM4-80GB", 312e12),
+        ("NVIDIA H800", 989e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA B200", 2250e12),
+        ("AMD Instinct MI300X", 1307e12),
+        ("NVIDIA GeForce RTX 3090", 71e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
@@ -372,6 +441,193 @@ def test_unknown_devices_have_no_peak(monkeypatch):
     ]:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, n=name: n)
         assert metrics.peak_flops(torch.device("cuda", 0)) == peak
+
+
+@pytest.mark.parametrize(
+    "cp, tp, mesh",
+    [
+        (1, 1, "2 replicas x 3 shards"),
+        (1, 2, "2 replicas x 3 shards x cp 1 x tp 2"),
+        (2, 4, "2 replicas x 3 shards x cp 2 x tp 4"),
+    ],
+)
+def test_the_start_line_says_how_many_tokens_a_step_has_and_who_reads_them(
+    tmp_path, monkeypatch, caplog, cp, tp, mesh
+):
+    """Six data ranks, which read ten sequences each: five times two, or all at once."""
+    monkeypatch.setattr(metrics.log, "propagate", True)
+    caplog.set_level("INFO")
+    ranks = 6 * cp * tp
+    world = SimpleNamespace(
+        rank=0,
+        size=ranks,
+        dp_replicate=2,
+        dp_shard=3,
+        dp_size=6,
+        cp=cp,
+        tp=tp,
+        device=torch.device("cpu"),
+    )
+    for micro_batch, count in ((2, 5), (None, 1)):
+        cfg = make_config(
+            train={
+                "steps": 1_500,
+                "seq_len": 1_096,
+                "global_batch_size": 60,
+                "micro_batch_size": micro_batch,
+            }
+        )
+        caplog.clear()
+        recorder = Recorder(cfg, world, tmp_path, 7, 1, Counter())
+        recorder.log_start(1_234_567, "a table", {"web": 1.2345, "code": None}, ["a note"])
+        recorder.close()
+        first, _, tokens, *rest = caplog.messages
+        assert first == f"{tmp_path}: 1,234,567 parameters on {ranks} x cpu ({mesh}), float32"
+        assert tokens == (
+            f"{60 * 1_096:,} tokens per step = {count} micro-batches x 6 data ranks x {10 // count} "
+            "sequences of 1096; 1.23 epochs of web, an unknown part of code in 1,500 steps; "
+            "resuming after step 7"
+        )
+        assert rest == ["a note", "a table"]
+
+
+def test_the_start_line_says_where_the_weights_are_from_and_which_options_are_on(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(metrics.log, "propagate", True)
+    caplog.set_level("INFO")
+    world = SimpleNamespace(
+        rank=0,
+        size=1,
+        dp_replicate=1,
+        dp_shard=1,
+        dp_size=1,
+        cp=1,
+        tp=1,
+        device=torch.device("cpu"),
+    )
+
+    def shown(cfg: config.Config, epochs: float | None) -> tuple[str, str]:
+        """The options, and what the run starts from."""
+        caplog.clear()
+        recorder = Recorder(cfg, world, tmp_path, 0, 1, Counter())
+        recorder.log_start(1, "", epochs, [])
+        recorder.close()
+        _, options, tokens, *_ = caplog.messages
+        return options, tokens.partition("; ")[2]
+
+    plain = "recompute none, prefetch 1 forward, 1 backward (0: implicit)"
+    cfg = make_config()
+    assert shown(cfg, 0.61789) == (plain, "0.618 epochs in 4 steps; from fresh weights")
+    imported = dataclasses.replace(cfg.model, init_from="a/base")
+    cfg = dataclasses.replace(cfg, model=imported)
+    assert shown(cfg, None) == (plain, "from the weights of a/base")
+    parallel = dataclasses.replace(
+        cfg.parallel,
+        recompute=3,
+        prefetch_forward=2,
+        prefetch_backward=0,
+        compile=True,
+        float8="rowwise",
+        cpu_offload=True,
+        sync_every_micro_batch=False,
+    )
+    cfg = dataclasses.replace(cfg, parallel=parallel, lora=config.Lora(rank=11, base_dtype="nf4"))
+    assert shown(cfg, None)[0] == (
+        "recompute 3, prefetch 2 forward, 0 backward (0: implicit), compiled, float8 rowwise, "
+        "offloaded to the host, adapters of rank 11 over a base in nf4, reduced once a step"
+    )
+
+
+def test_an_evaluation_is_logged_with_its_numbers_and_what_has_no_loss_is_named(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(metrics.log, "propagate", True)
+    monkeypatch.setattr(metrics, "on_rank_zero", lambda work: work())
+    caplog.set_level("INFO")
+    world = SimpleNamespace(rank=0, size=1, cp=1, tp=1, device=torch.device("cpu"))
+    recorder = Recorder(make_config(), world, tmp_path, 0, 1, Counter())
+    recorder.log_evaluation(2, None)  # a stop came
+    assert not recorder.has_evaluation(2)
+    result = {"loss": 2.71828, "bits_per_byte": 1.23456, "loss_by_source": {"a": None, "b": 2.5}}
+    recorder.log_evaluation(3, result)
+    recorder.log_evaluation(4, {"loss": 0.5, "bits_per_byte": math.nan})  # of conversations
+    recorder.log_evaluation(5, {"loss": None, "bits_per_byte": math.nan})
+    assert caplog.messages == [
+        "step 3  no validation loss of a: no token of its validation data has a loss",
+        "step 3  validation loss 2.7183, 1.2346 bits per byte",
+        "step 4  validation loss 0.5000",
+        "step 5  no validation loss: no token of the validation data has a loss",
+    ]
+    assert [row["loss"] for row in rows(tmp_path, "eval")] == [2.71828, 0.5, None]
+    recorder.rows.write({"kind": "train", "step": 6})
+    assert recorder.has_evaluation(3) and recorder.has_evaluation(5)
+    assert not recorder.has_evaluation(6)
+    recorder.close()
+
+
+def test_the_first_step_of_a_launch_says_nothing_of_the_time_that_is_left(
+    tmp_path, monkeypatch, caplog
+):
+    """It compiles. Here step 8 after one of 3 s a step: two steps are left."""
+    now = [0.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(metrics.log, "propagate", True)
+    caplog.set_level("INFO")
+    world = SimpleNamespace(rank=0, size=1, cp=1, tp=1, device=torch.device("cpu"))
+    recorder = Recorder(make_config(train={"steps": 10}), world, tmp_path, 6, 1, Counter())
+    for step in (7, 8):
+        now[0] += 3
+        batch = SimpleNamespace(digest=0, valid_tokens=1, epochs=0.5)
+        sums = {"loss": torch.zeros(())}
+        recorder.log_step(step, 0, batch, sums, {"grad_norm": 0.0, "lr": 0.1})
+    recorder.close()
+    first, second = caplog.messages
+    assert first.startswith("step  7/10  ") and first.endswith(" GiB")
+    assert second.startswith("step  8/10  ") and second.endswith("  left 0m06s")
+
+
+def check_console(console: str, folder: pathlib.Path, steps: int, shards: int) -> None:
+    """Each number of the console is that of a row, or of a formula, as far as it is shown. Of a run of TINY."""
+    attention = 48 * (2 * 4 * 12 + 2 * 2 * 12)  # four heads and two, 12 wide
+    block = attention + 3 * 48 * 80 + 2 * 48
+    parameters = 2 * 320 * 48 + 2 * block + 48
+    mesh = f"{shards} x cpu (1 replicas x {shards} shards)"
+    assert f"{folder}: {parameters:,} parameters on {mesh}, float32\n" in console
+    passes = 8 // (2 * shards)
+    assert (
+        f"{8 * 32} tokens per step = {passes} micro-batches x {shards} data ranks x 2 sequences of 32; "
+        in console
+    )
+    found = rows(folder)
+    line = (
+        rf"^step (\d)/{steps}  loss +([\d.]+)  grad +([\d.]+) +([\d,]+) tokens/s/device +([\d.]+) GiB"
+        r"(?:  left (\d+)m(\d\d)s)?$"
+    )
+    lines = re.findall(line, console, re.MULTILINE)
+    assert len(lines) == len(found)
+    for row, (step, loss, norm, rate, memory, minutes, seconds) in zip(found, lines):
+        assert int(step) == row["step"] and row["tokens"] == row["step"] * 8 * 32
+        assert float(loss) == pytest.approx(row["loss_mean"], abs=5.1e-5)
+        assert float(norm) == pytest.approx(row["grad_norm"], abs=5.1e-3)
+        slowest = row["slowest_rank"]["step_seconds"]
+        assert row["tokens_per_second_per_device"] == pytest.approx(8 * 32 / slowest / shards)
+        assert float(rate.replace(",", "")) == pytest.approx(
+            row["tokens_per_second_per_device"], abs=0.51
+        )
+        assert float(memory) == pytest.approx(row["peak_memory_gib"], abs=0.051)
+        assert row["mfu"] is None
+        assert bool(minutes) == (row["step"] > 1)
+        if minutes:
+            left = (steps - row["step"]) * row["step_seconds"]
+            assert 60 * int(minutes) + int(seconds) == pytest.approx(left, abs=0.51)
+    written = (folder / "metrics.jsonl").read_text().splitlines()
+    assert len(written) == len(found) + len(rows(folder, "eval"))  # and of no other kind
+    for row in rows(folder, "eval"):
+        assert (
+            f"step {row['step']}  validation loss {row['loss']:.4f}, {row['bits_per_byte']:.4f} bits per byte\n"
+            in console
+        )
 
 
 @needs_extra("reports")
@@ -391,10 +647,8 @@ def test_rows_at_the_steps_named_logs_of_every_rank_and_a_profile(write_config, 
     assert list((folder / "tensorboard").iterdir())
     logged = (folder / "logs/rank-0.log").read_text()
     assert len(re.findall(r"^20\d\d-\d\d-\d\d \d\d:\d\d:\d\d,\d+ step +\d/7 ", logged, re.M)) == 4
-    assert (
-        "parameters on 2 x cpu (1 replicas x 2 shards), " in done.stdout
-        and (folder / "logs/rank-1.log").exists()
-    )
+    assert (folder / "logs/rank-1.log").exists()
+    check_console(done.stdout, folder, steps=7, shards=2)
     for rank in (0, 1):
         events = json.loads((folder / f"profile/rank-{rank}.json").read_text())["traceEvents"]
         assert any("all_gather" in event.get("name", "") for event in events)
@@ -435,6 +689,7 @@ def test_rows_at_the_steps_named_logs_of_every_rank_and_a_profile(write_config, 
             < length["aten::linear"] + length["MmBackward0"]
         )
     assert done.stdout.count("step 7/7") == 1
+    assert "finished without [checkpoint]: nothing was saved\n" in done.stdout
 
 
 def test_rows_that_cannot_be_written_wait(tmp_path, caplog, monkeypatch):
@@ -511,7 +766,11 @@ def test_what_a_step_returns_is_in_the_row_and_in_tensorboard(tmp_path, monkeypa
         0,
         SimpleNamespace(digest=0, valid_tokens=10, epochs=0.5),
         {"loss": torch.tensor(30.0), "z_loss": torch.tensor(5.0)},
-        {"grad_norm": torch.tensor(0.5), "lr": 0.1, "gate": {"blocks.0": torch.tensor(2.0)}},
+        {
+            "grad_norm": torch.tensor(0.5),
+            "lr": 0.1,
+            "gate": {"blocks.0": torch.tensor(2.0), "blocks.1": torch.tensor(math.inf)},
+        },
     )
     recorder.log_evaluation(
         1, {"loss": 2.0, "bits_per_byte": 1.0, "loss_by_source": {"a.jsonl": 3.0}}
@@ -519,9 +778,11 @@ def test_what_a_step_returns_is_in_the_row_and_in_tensorboard(tmp_path, monkeypa
     recorder.close()
     row = rows(tmp_path)[0]
     assert (row["loss"], row["z_loss"], row["grad_norm"], row["lr"]) == (6, 1, 0.5, 0.1)
-    assert row["gate"] == {"blocks.0": 2} and added["train/gate.blocks.0"] == 2
+    assert row["gate"] == {"blocks.0": 2, "blocks.1": None}
+    assert added["train/gate.blocks.0"] == 2 and "train/gate.blocks.1" not in added
     assert added["train/z_loss"] == 1 and added["eval/loss_by_source.a.jsonl"] == 3
-    assert "train/slowest_rank.step_seconds" in added and "train/batch_digest" not in added
+    assert "train/slowest_rank.step_seconds" in added
+    assert not added.keys() & {"train/batch_digest", "train/step", "train/kind"}
 
 
 def test_a_sync_from_another_thread_neither_doubles_nor_drops_rows(tmp_path):

@@ -381,7 +381,7 @@ def save_with_a_nan_on_rank_one(folder) -> tuple[str, list[str]]:
             with torch.no_grad():
                 next(model.parameters()).to_local()[-1, -1] = float("nan")
         try:
-            checkpointer.save(State(1), model, optimizer, stopping=True, data=[])
+            checkpointer.save(State(7), model, optimizer, stopping=True, data=[])
         except FloatingPointError as error:
             return str(error), catalog.steps(cfg)
     return "none", []
@@ -389,7 +389,8 @@ def save_with_a_nan_on_rank_one(folder) -> tuple[str, list[str]]:
 
 def test_a_nan_in_one_ranks_weights_is_not_saved(on_ranks, tmp_path):
     for message, steps in on_ranks(2, save_with_a_nan_on_rank_one, tmp_path):
-        assert "weights that are not finite" in message and steps == []
+        told = "step 7: the update made weights that are not finite, and they were not saved"
+        assert message.startswith(told) and steps == []
 
 
 def fail_and_continue(folder) -> list:
@@ -458,11 +459,13 @@ def test_the_finite_check_sees_one_element(value, finite, dtype):
 
 
 def save_with_little_room(folder) -> list[str]:
-    """How a save ends with one byte less than all ranks' tensors take, and with room for them."""
+    """How a save ends with one byte less than all ranks' shards take, and with room for just them."""
     found, real = [], shutil.disk_usage
     with ready(folder) as (cfg, model, optimizer, checkpointer):
-        size = sum(t.numel() * t.element_size() for t in tensors_of(model, optimizer).values())
-        for free in (size - 1, 2**30):
+        tensors = tensors_of(model, optimizer).values()
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        needed = size + 4096 * len(tensors) * checkpointer.world.size
+        for free in (needed - 1, needed):
             shutil.disk_usage = lambda path, free=free: real(path)._replace(free=free)
             try:
                 checkpointer.save(State(1), model, optimizer, stopping=True, data=[])
@@ -481,7 +484,8 @@ def test_room_is_needed_for_all_shards(on_ranks, tmp_path):
     # with a header for each shard on two ranks
     needed = sum(t.nbytes for t in tensors) + 4096 * len(tensors) * 2
     for refused, saved in on_ranks(2, save_with_little_room, tmp_path):
-        assert f"OSError: needs {needed / 2**20:,.1f} MiB" in refused and saved == "saved"
+        room = f"{needed / 2**20:,.1f} MiB, {(needed - 1) / 2**20:,.1f} MiB"
+        assert f"OSError: needs {room} are free" in refused and saved == "saved"
 
 
 def keep(folder, cases_of) -> list[tuple[list[int], list[str]]]:
@@ -673,3 +677,14 @@ def test_a_folder_above_that_is_not_ours_needs_no_sync(tmp_path, monkeypatch, nu
     with pytest.raises(OSError, match="no") if ours else contextlib.nullcontext():
         files.publish(made, tmp_path / "c")
     assert [path.name for path in tmp_path.iterdir()] == [".c.tmp" if ours else "c"]
+
+
+def test_a_json_file_without_an_object_is_as_if_it_were_not_there(tmp_path):
+    """As one that a full disk has cut, or another program's."""
+    path = tmp_path / "status.json"
+    assert files.read_json(path) == {}
+    for text in (b'{"step": 3', b"[3]", b"3", b"\xff", b""):
+        path.write_bytes(text)
+        assert files.read_json(path) == {}
+    path.write_text('{"step": 3}')
+    assert files.read_json(path) == {"step": 3}

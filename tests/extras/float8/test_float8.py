@@ -544,9 +544,9 @@ def test_matrices_that_16_does_not_divide_are_refused():
     "capability, compiled, named",
     [
         (
-            (8, 0),
+            (8, 6),
             True,
-            r"\[parallel\] float8 = \"rowwise\": needs a GPU of compute capability 8.9 .* A100 of .* 8.0",
+            r"\[parallel\] float8 = \"rowwise\": needs a GPU of compute capability 8.9 .* A10 of .* 8.6",
         ),
         ((9, 0), False, r"\[parallel\] float8 = \"rowwise\": requires compile = true on a GPU"),
         ((8, 9), True, None),
@@ -561,7 +561,7 @@ def test_a_gpu_that_cannot_is_refused(capability, compiled, named):
         "is_available": True,
         "device_count": 8,
         "get_device_capability": capability,
-        "get_device_name": "A100",
+        "get_device_name": "A10",
     }
     with mock.patch.multiple(
         torch.cuda, **{name: lambda *_, a=a: a for name, a in answers.items()}
