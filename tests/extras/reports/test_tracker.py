@@ -178,7 +178,7 @@ def test_each_tracker_of_a_run_keeps_its_own_run(tmp_path, store):
         launched.write(*written[start : start + 2])
         launched.tracker.close()
     launches = [json.loads(line) for line in (store / "launches").read_text().splitlines()]
-    first, other, third = (id or name for _, name, id, _ in launches)
+    first, other, third = (id or name for _, name, id, *_ in launches)
     assert first == third != other
     for run, last in ((first, 6), (other, 4)):
         sent = [json.loads(line) for line in (store / run).read_text().splitlines()]
