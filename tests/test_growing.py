@@ -233,8 +233,13 @@ def test_the_real_borders(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json.gz", "parquet"])
-def test_the_text_is_that_of_the_model(kind, corpora, configured, tmp_path, prepared):
-    """Its order, what is held out, and the hash of each segment, in files of each kind."""
+def test_the_text_is_that_of_the_model(kind, corpora, configured, tmp_path, prepared, monkeypatch):
+    """Its order, what is held out, where documents end, and the hash of each segment, in files of each kind, which are
+    larger than all buffers; a disk takes a part of what it is given."""
+    write = os.pwrite
+    monkeypatch.setattr("os.pwrite", lambda handle, raw, at: write(handle, raw[:777], at))
+    monkeypatch.setattr("data.writer.BUFFER", 1000)
+    monkeypatch.setattr("data.writer.READ_BYTES", 1024)
     cfg = configured(corpora[kind], tmp_path / "p")
     folder = prepare(cfg, whole=True)[0]
     names = [f"part{number}.{kind}" for number in range(6)]
@@ -249,6 +254,10 @@ def test_the_text_is_that_of_the_model(kind, corpora, configured, tmp_path, prep
     for split, ids in zip(("train", "heldout"), expected):
         stored = b"".join(i.to_bytes(2, "little") for i in ids)
         assert (folder / f"{split}.bin").read_bytes() == stored
+        [eos] = tokenizer.eos
+        document_ends = [i + 1 for i, token in enumerate(ids) if token == eos]
+        stored_ends = b"".join(end.to_bytes(8, "little") for end in document_ends)
+        assert (folder / f"{split}.ends.bin").read_bytes() == stored_ends
     ends = [0]
     while ends[-1] < len(expected[0]):
         ends.append(min(len(expected[0]), order_model.border(len(ends) - 1)))
@@ -258,6 +267,8 @@ def test_the_text_is_that_of_the_model(kind, corpora, configured, tmp_path, prep
         for begin, end in itertools.pairwise(ends)
     ]
     assert read_manifest(folder)["segments"] == hashes and len(hashes) > 6
+    held_out = (folder / "heldout.bin").read_bytes()
+    assert read_manifest(folder)["validation_hash"] == hashlib.sha256(held_out).hexdigest()
     assert len(expected[0]) > VALUES["HOLD_OUT_BEFORE"] * 2  # later documents are not held out
 
 
@@ -290,6 +301,13 @@ def test_a_source_that_waits_reads_what_is_recorded_alone(corpora, configured, w
         def recorded(writer):
             record(writer)
             source = GrowingSource(tmp_path / "new", cfg, 0, Mixture([1.0]))
+            if not source.is_recorded:
+                told = r"new: segment (\d+), ([\d,]+) of ([\d,]+) tokens prepared$"
+                found = re.search(told, source.waits_for()).groups()
+                segment, tokens, end = [int(number.replace(",", "")) for number in found]
+                assert tokens == read_manifest(tmp_path / "new")["tokens"]["train"]
+                assert end == order_model.border(segment) > tokens
+                assert segment == 0 or order_model.border(segment - 1) <= tokens
             readable = source.order.segment_ends[-1] // 8 if source.order.segment_ends else 0
             seen.append(readable)
             text = growing.GrowingText(cfg, [tmp_path / "new"])
@@ -570,8 +588,11 @@ def test_text_that_was_read_and_has_changed_is_refused_by_file(
     first.write_text(text + "\n")  # a blank line: other bytes, the same documents
     prepare(cfg, whole=True)
     assert is_complete(read_manifest(tmp_path / "p"))
-    (tmp_path / "texts/new.jsonl").write_text(text)
-    with pytest.raises(ConfigError, match=r"new\.jsonl came after .*p was begun"):
+    new = [tmp_path / f"texts/new{i}.jsonl" for i in range(5)]
+    for path in new:
+        path.write_text(text)
+    listed = f"{new[0]}, {new[1]}, {new[2]} and 2 more came after {tmp_path / 'p'} was begun"
+    with pytest.raises(ConfigError, match=re.escape(listed)):
         prepare(cfg, whole=True)
 
 
@@ -595,6 +616,60 @@ def test_a_wait_without_progress_ends_and_is_not_the_text_s_fault(
     os.kill(child.pid, signal.SIGSTOP)
     loader.close()
     assert child.returncode == -signal.SIGKILL
+
+
+def test_a_wait_in_which_something_is_recorded_may_last_longer_than_the_limit(
+    corpora, configured, tmp_path, monkeypatch
+):
+    """An hour in all, of which never more than nine seconds are without progress; the tenth replaces the process."""
+    cfg = configured(corpora["jsonl"], tmp_path / "p", run={"start_timeout_seconds": 20.0})
+    prepare(cfg)
+    text = open_dataset(cfg).growing
+    clock = SimpleNamespace(now=time.monotonic())
+    monkeypatch.setattr("data.growing.time.monotonic", lambda: clock.now)
+    replaced: list[float] = []
+    monkeypatch.setattr(text.preparer, "poll", lambda is_needed: None)
+    monkeypatch.setattr(text.preparer, "replace", lambda: replaced.append(text.waited))
+    [source] = text.sources
+    monkeypatch.setattr(source, "refresh", lambda: None)
+    for second in range(3600):
+        clock.now += 1
+        if second % 10 == 0:
+            source.manifest["tokens"]["train"] += 1
+        text.poll(is_waiting=True)
+    assert not replaced
+    for waited in range(10, 21):  # the last record was nine seconds ago
+        clock.now += 1
+        text.poll(is_waiting=True)
+        assert replaced == [*range(11, waited + 1)]
+    clock.now += 1
+    with pytest.raises(PreparingFailed, match="nothing was recorded for 21 s"):
+        text.poll(is_waiting=True)
+
+
+def test_a_mixture_waits_for_the_sources_of_which_a_step_needs_more(corpora, configured, tmp_path):
+    """Counted sample by sample, of three sources that are recorded up to different samples."""
+    names = {"jsonl": 0.45, "json.gz": 0.45, "parquet": 0.1}
+    weighted = [{"source": str(corpora[k]), "weight": weight} for k, weight in names.items()]
+    cfg = configured("x", tmp_path / "p", data={"sources": weighted, "source": None})
+    prepare(cfg)
+    text = open_dataset(cfg).growing
+    recorded = [37, 40, 9]
+    for source, samples in zip(text.sources, recorded):
+        source.order.segment_ends = [samples // 2, samples]
+    taken = [0, 0, 0]
+    for step in range(1, 13):
+        for number in range(8 * step - 8, 8 * step):
+            source, index = text.mixture(number)
+            assert index == taken[source]
+            taken[source] += 1
+        missing = [i for i in range(3) if taken[i] > recorded[i]]
+        assert text.covers(step) == (not missing)
+        folders = [text.sources[i].folder for i in missing or range(3)]
+        assert [told.partition(": ")[0] for told in text.waits_for(step).split("; ")] == [
+            *map(str, folders)
+        ]
+    assert len(missing) == 2
 
 
 def test_trouble_of_the_process_that_prepares(corpora, configured, tmp_path, monkeypatch, capfd):
@@ -661,13 +736,16 @@ def test_a_record_is_trusted_once_its_bytes_are_there(corpora, configured, whole
     cfg = configured(corpora["jsonl"], tmp_path / "p")
     prepare(cfg)
     source = GrowingSource(tmp_path / "p", cfg, 0, Mixture([1.0]))
-    manifest = content(folder)["manifest.json"]
-    for name, bytes_ in content(folder).items():
-        (tmp_path / "p" / name).write_bytes(bytes_[:1000] if name == "train.bin" else bytes_)
-    source.refresh()
-    assert not source.is_recorded and not source.order.segment_ends
-    (tmp_path / "p/train.bin").write_bytes(content(folder)["train.bin"])
-    assert (tmp_path / "p/manifest.json").read_bytes() == manifest
+    files_of = content(folder)
+    for late in [name for name in files_of if name.endswith(".bin")]:
+        for name, whole_file in files_of.items():
+            (tmp_path / "p" / name).write_bytes(whole_file[:-1] if name == late else whole_file)
+        source.refresh()
+        assert not source.is_recorded and not source.order.segment_ends, late
+        (tmp_path / "p" / late).unlink()
+        source.refresh()
+        assert not source.is_recorded, late
+        (tmp_path / "p" / late).write_bytes(files_of[late])
     source.refresh()
     assert source.is_recorded and digests(cfg, 9) == expected[:9]
 
@@ -1088,6 +1166,7 @@ def test_a_stop_ends_a_wait_for_text_that_stands_still(run_config, tmp_path):
         assert run.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.02)
     stopped = preparers_of(path)
+    assert os.getpriority(os.PRIO_PROCESS, stopped[0]) == 19  # behind the ranks
     os.kill(stopped[0], signal.SIGSTOP)
     while "waiting for text: " not in (tmp_path / "first").read_text():
         assert run.poll() is None and time.monotonic() < deadline, log.read_text()
