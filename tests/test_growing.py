@@ -239,7 +239,7 @@ def test_the_text_is_that_of_the_model(kind, corpora, configured, tmp_path, prep
     write = os.pwrite
     monkeypatch.setattr("os.pwrite", lambda handle, raw, at: write(handle, raw[:777], at))
     monkeypatch.setattr("data.writer.BUFFER", 1000)
-    monkeypatch.setattr("data.writer.READ_BYTES", 1024)
+    monkeypatch.setattr("data.writer.READ_BYTES", 64)
     cfg = configured(corpora[kind], tmp_path / "p")
     folder = prepare(cfg, whole=True)[0]
     names = [f"part{number}.{kind}" for number in range(6)]
@@ -625,8 +625,8 @@ def test_a_wait_in_which_something_is_recorded_may_last_longer_than_the_limit(
     cfg = configured(corpora["jsonl"], tmp_path / "p", run={"start_timeout_seconds": 20.0})
     prepare(cfg)
     text = open_dataset(cfg).growing
-    clock = SimpleNamespace(now=time.monotonic())
-    monkeypatch.setattr("data.growing.time.monotonic", lambda: clock.now)
+    clock = SimpleNamespace(now=text.last_poll)
+    monkeypatch.setattr("data.growing.time", SimpleNamespace(monotonic=lambda: clock.now))
     replaced: list[float] = []
     monkeypatch.setattr(text.preparer, "poll", lambda is_needed: None)
     monkeypatch.setattr(text.preparer, "replace", lambda: replaced.append(text.waited))
