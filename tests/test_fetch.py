@@ -126,8 +126,10 @@ def test_a_job_without_a_network_names_the_command_that_fetches(
 FULL_DISK = """
 import collections, shutil, sys
 import config
+from data import hub
 from data.prepare import main
 
+hub.GIB = 1  # sizes in bytes
 shutil.disk_usage = lambda folder: collections.namedtuple("Usage", "free")(2_000)
 config.run_tool(main)
 """
@@ -147,5 +149,9 @@ def test_room_is_checked_before_anything_large_is_fetched(server, path, tmp_path
     *_, count, line = done.stderr.splitlines()
     # the first one, for the format of its rows
     assert done.returncode == 2 and fetched(server) == {IN_ORDER[0]}
-    assert count == "me/texts: 8 of 8 files are needed, 0.00 GiB"
-    assert line == f"{tmp_path}/home/hub: 0.00 GiB are needed, 0.00 GiB are free"
+    [files] = server.commits.values()
+    sizes = {name: len(files[name]) for name in [*NAMES, "en/val.jsonl"]}
+    size = sum(sizes[name] for name in NAMES)
+    assert count == f"me/texts: 8 of 8 files are needed, {size:,.2f} GiB"
+    missing = sum(sizes.values()) - sizes[IN_ORDER[0]]
+    assert line == f"{tmp_path}/home/hub: {missing:,.2f} GiB are needed, 2,000.00 GiB are free"

@@ -351,6 +351,44 @@ def test_two_processes_that_prepare_at_once_write_the_same(
     assert sum(text.count("has prepared more of it") for text in printed) <= 1  # then one waits
 
 
+@pytest.mark.parametrize("decision", ["a document", "tokens", "the end"])
+def test_no_sample_is_read_before_it_is_decided_what_is_held_out(
+    decision, corpora, configured, tmp_path
+):
+    """By a document that is, or by so many tokens without one, or at the text's end. What is written but not recorded
+    is not read."""
+    cfg = configured(corpora["jsonl"], tmp_path / "p")
+    [(folder, _)] = begin_all(cfg)
+    writer = TokenWriter(folder, growing=True)
+
+    def append_up_to(tokens: int) -> None:
+        while writer.tokens["train"] < tokens:
+            writer.append("train", bytes(2 * 101))
+
+    append_up_to(order_model.border(0) + 1)
+    writer.record()
+    source = GrowingSource(folder, cfg, 0, Mixture([1.0]))
+    assert not source.order.covers(0) and source.stream is None
+    if decision == "a document":
+        writer.append("heldout", bytes(2 * 5))
+        writer.record()
+    elif decision == "tokens":
+        append_up_to(VALUES["HOLD_OUT_BEFORE"])
+        writer.record()
+    else:
+        writer.end()
+    recorded = writer.tokens["train"]
+    documents = writer.documents["train"]
+    append_up_to(recorded + 1000)
+    for file in writer.files:
+        file.sync()
+    writer.close()
+    source.refresh()
+    assert source.order.covers(0)
+    assert (source.stream.length, source.stream.document_count) == (recorded, documents)
+    assert source.stream.documents(0, 202) == [(0, 0, 101), (1, 101, 202)]
+
+
 def test_killed_at_random_moments_it_goes_on(corpora, configured, whole, tmp_path):
     """Under a run that waits: the process that prepares is killed, and another is started."""
     folder, expected = whole
@@ -703,6 +741,47 @@ def test_trouble_of_the_process_that_prepares(corpora, configured, tmp_path, mon
         shutil.rmtree(tmp_path / "q")
 
 
+def test_a_failure_over_what_no_step_waits_for_is_told_once(
+    corpora, configured, tmp_path, monkeypatch, capfd
+):
+    """All text is there, and only its hashes are missing: the run goes on."""
+    monkeypatch.setattr(background, "CHILD", "raise SystemExit(7)")
+    monkeypatch.setattr(background, "FIRST_PAUSE", 0.0)
+    preparer = background.Preparer(configured(corpora["jsonl"], tmp_path / "p"))
+    preparer.poll(is_needed=False)
+    assert preparer.child.wait(30) == 7
+    for _ in range(3):
+        preparer.poll(is_needed=False)
+    preparer.close()
+    assert capfd.readouterr().err == "the process that prepares text ended with code 7\n"
+
+
+def test_token_files_that_are_cut_in_use_fail_on_all_ranks_together(
+    corpora, configured, whole, tmp_path
+):
+    """Not in the rank that reads them alone: all save first."""
+    folder = shutil.copytree(whole[0], tmp_path / "p")
+    cfg = configured(corpora["jsonl"], folder)
+    dataset = open_dataset(cfg)
+    os.truncate(folder / "train.bin", 100)
+    loader = Loader(cfg, dataset, data_rank(), 1)
+    with pytest.raises(ConfigError, match="it was cut while it was in use"):
+        loader.pending[1].result()
+    assert loader.readiness(0) == FAILED
+    assert "it was cut while it was in use" in str(loader.failure)
+    loader.close()
+
+
+def test_only_an_evaluation_waits_for_validation_text(corpora, configured, whole):
+    cfg = configured(corpora["jsonl"], whole[0], eval={"every_steps": 2})
+    loader = Loader(cfg, open_dataset(cfg), data_rank(), 1)
+    loader.dataset.has_validation = lambda: False
+    for step, expected in ((0, READY), (1, READY), (2, WAITING)):
+        assert loader.readiness(step) == expected
+        next(loader)
+    loader.close()
+
+
 def test_a_folder_that_is_deleted_or_begun_anew_is_noticed(
     corpora, configured, tmp_path, monkeypatch
 ):
@@ -757,14 +836,22 @@ def test_a_file_server_s_clock_does_not_matter(corpora, configured, whole, tmp_p
     prepare(cfg)
     source = GrowingSource(tmp_path / "new", cfg, 0, Mixture([1.0]))
     record = TokenWriter.record
+    path = tmp_path / "new/manifest.json"
+    records: list[bytes] = []
     seen = []
 
     def recorded(writer):
         record(writer)
         year = random.Random(len(seen)).choice([1, 60])
-        os.utime(tmp_path / "new/manifest.json", (year * 31_557_600,) * 2)
+        os.utime(path, (year * 31_557_600,) * 2)
         source.refresh()
         seen.append(source.manifest["tokens"] == writer.manifest["tokens"])
+        # as a network's file system may, it shows the record before this one again
+        records.append(path.read_bytes())
+        path.write_bytes(records[max(0, len(records) - 2)])
+        source.refresh()
+        seen.append(source.manifest["tokens"] == writer.manifest["tokens"])
+        path.write_bytes(records[-1])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data.encode.CHUNK", 20_000)

@@ -239,6 +239,20 @@ def test_what_a_source_leaves_out_is_that_of_the_table():
     assert first.items() >= given.items() and second.items() >= own.items()
 
 
+def test_a_tokenizer_that_was_trained_for_a_folder_may_be_named_later(corpus, prepared, tmp_path):
+    """The token files are the same; another one is refused."""
+    given = {"source": str(corpus), "path": str(prepared)}
+    tokenizer = tmp_path / "copy.model"
+    tokenizer.write_bytes((prepared / "tokenizer.model").read_bytes())
+    named = make_config(data={**given, "tokenizer": str(tokenizer)})
+    assert (
+        open_data(named, "train")[0].length == open_data(make_config(data=given), "train")[0].length
+    )
+    tokenizer.write_bytes(train_tokenizer(["the cat sat on the mat " * 99], 290))
+    with pytest.raises(ConfigError, match="was prepared with tokenizer = 'trained here'"):
+        open_data(named, "train")
+
+
 def test_another_identity_in_the_same_folder_is_refused(corpus, tmp_path):
     prepare_one(config_for(corpus, tmp_path))
     with pytest.raises(ConfigError, match="max_tokens = None, the configuration says 7"):
