@@ -126,10 +126,10 @@ def test_a_job_without_a_network_names_the_command_that_fetches(
 FULL_DISK = """
 import collections, shutil, sys
 import config
-from data import hub
+from data import hub, hub_sources
 from data.prepare import main
 
-hub.GIB = 1  # sizes in bytes
+hub.GIB = hub_sources.GIB = 1  # sizes in bytes
 shutil.disk_usage = lambda folder: collections.namedtuple("Usage", "free")(2_000)
 config.run_tool(main)
 """
@@ -152,6 +152,10 @@ def test_room_is_checked_before_anything_large_is_fetched(server, path, tmp_path
     [files] = server.commits.values()
     sizes = {name: len(files[name]) for name in [*NAMES, "en/val.jsonl"]}
     size = sum(sizes[name] for name in NAMES)
+    assert (
+        f"me/texts: 8 files, {size:,.2f} GiB; each is fetched when it is needed, into "
+        f"{tmp_path}/home/hub\n"
+    ) in done.stderr
     assert count == f"me/texts: 8 of 8 files are needed, {size:,.2f} GiB"
     missing = sum(sizes.values()) - sizes[IN_ORDER[0]]
     assert line == f"{tmp_path}/home/hub: {missing:,.2f} GiB are needed, 2,000.00 GiB are free"

@@ -463,6 +463,7 @@ def test_under_a_document_mask_positions_and_documents_come_along(prepared):
     stream = open_stream(prepared, "train", 320)
     ends = {end for _, _, end in stream.documents(0, stream.length)}
     loader = loader_of(cfg, stream)
+    second = loader_of(cfg, stream, rank=1, ranks=2)  # which counts the first one's, too
     number = 0
     seen = set()
     for step in (1, 2, 3):
@@ -488,7 +489,8 @@ def test_under_a_document_mask_positions_and_documents_come_along(prepared):
                     place += 1
                 seen.add(int(positions[row, 0]))
                 number += 1
-        assert valid == batch.valid_tokens
+        assert valid == batch.valid_tokens == second.batch(step).valid_tokens
+    second.close()
     assert seen == {0}  # a document that began before the window counts from the window's start
     begins_last = 0  # windows whose last target is the first token of a document
     for step in range(1, window_count(stream.length, 100) // 8):
