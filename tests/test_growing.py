@@ -573,6 +573,9 @@ def test_all_wrong_rows_of_a_file_are_listed_with_a_limit(tmp_path, configured, 
         prepare(configured(path, tmp_path / "q", data={"order": "global"}))
     assert len(refused.value.problems) == sources.FIRST_PROBLEMS + 1
     assert not (tmp_path / "q").exists()
+    with pytest.raises(ConfigError):
+        prepare(configured(path, tmp_path / "r"), whole=True)
+    assert (tmp_path / "r").exists()  # a run may be waiting for it
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json.gz", "parquet"])
@@ -685,29 +688,31 @@ def test_a_wait_in_which_something_is_recorded_may_last_longer_than_the_limit(
         text.poll(is_waiting=True)
 
 
-def test_a_mixture_waits_for_the_sources_of_which_a_step_needs_more(corpora, configured, tmp_path):
-    """Counted sample by sample, of three sources that are recorded up to different samples."""
+def test_a_mixture_waits_for_the_source_of_which_a_step_needs_one_sample_more(
+    corpora, configured, tmp_path
+):
+    """Counted sample by sample, of three sources; a step that has all of its samples waits for none."""
     names = {"jsonl": 0.45, "json.gz": 0.45, "parquet": 0.1}
     weighted = [{"source": str(corpora[k]), "weight": weight} for k, weight in names.items()]
     cfg = configured("x", tmp_path / "p", data={"sources": weighted, "source": None})
     prepare(cfg)
     text = open_dataset(cfg).growing
-    recorded = [37, 40, 9]
-    for source, samples in zip(text.sources, recorded):
-        source.order.segment_ends = [samples // 2, samples]
     taken = [0, 0, 0]
     for step in range(1, 13):
         for number in range(8 * step - 8, 8 * step):
             source, index = text.mixture(number)
             assert index == taken[source]
             taken[source] += 1
-        missing = [i for i in range(3) if taken[i] > recorded[i]]
-        assert text.covers(step) == (not missing)
-        folders = [text.sources[i].folder for i in missing or range(3)]
-        assert [told.partition(": ")[0] for told in text.waits_for(step).split("; ")] == [
-            *map(str, folders)
-        ]
-    assert len(missing) == 2
+        for source, samples in zip(text.sources, taken):
+            source.order.segment_ends = [samples // 2, samples]
+        assert text.covers(step)
+        for source, samples in zip(text.sources, taken):
+            if samples:
+                source.order.segment_ends = [samples // 2, samples - 1]
+                assert not text.covers(step)
+                assert text.waits_for(step) == source.waits_for()
+                source.order.segment_ends = [samples // 2, samples]
+    assert min(taken) > 0
 
 
 def test_trouble_of_the_process_that_prepares(corpora, configured, tmp_path, monkeypatch, capfd):
@@ -739,6 +744,29 @@ def test_trouble_of_the_process_that_prepares(corpora, configured, tmp_path, mon
         with pytest.raises(PreparingFailed, match=told):
             digests(fresh, 3)
         shutil.rmtree(tmp_path / "q")
+
+
+def test_a_process_that_is_killed_again_and_again_is_started_ever_more_slowly(
+    corpora, configured, tmp_path, monkeypatch, capfd
+):
+    """After one second, two, four, up to a minute; polled ten times a second."""
+    monkeypatch.setattr(background, "LONGEST_PAUSE", 60.0)
+    started: list[float] = []
+    clock = SimpleNamespace(tenths=0)
+    killed = SimpleNamespace(poll=lambda: -9, stdin=SimpleNamespace(write=len, flush=list))
+
+    def start(*unused: object, **options: object) -> SimpleNamespace:
+        started.append(clock.tenths / 10)
+        return killed
+
+    monkeypatch.setattr("data.background.subprocess", SimpleNamespace(Popen=start, PIPE=None))
+    monotonic = SimpleNamespace(monotonic=lambda: clock.tenths / 10)
+    monkeypatch.setattr("data.background.time", monotonic)
+    preparer = background.Preparer(configured(corpora["jsonl"], tmp_path / "p"))
+    for clock.tenths in range(2000):
+        preparer.poll(is_needed=True)
+    assert started == [0, 1, 3, 7, 15, 31, 63, 123, 183]
+    assert capfd.readouterr().err.count("was killed by signal 9 (is the host out") == 8
 
 
 def test_a_failure_over_what_no_step_waits_for_is_told_once(
