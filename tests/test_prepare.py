@@ -396,6 +396,38 @@ def test_progress_is_the_larger_share_of_the_text_and_of_the_limit(
     assert told[-1][0] == 1.0 if limit else told[-1][0] > 0.9
 
 
+@pytest.mark.parametrize("terminal, pause", [(False, 12), (True, 3)])
+def test_progress_is_told_every_ten_seconds_and_recorded_every_five(
+    terminal, pause, with_tokenizer, monkeypatch
+):
+    """Reading a chunk takes three. A terminal's line is always new."""
+    clock = SimpleNamespace(now=0)
+
+    def timed(*arguments):
+        for chunk in encode.chunks(*arguments):
+            clock.now += 3
+            yield chunk
+
+    told, recorded = [], []
+    record = TokenWriter.record
+    monkeypatch.setattr(
+        TokenWriter, "record", lambda writer: (recorded.append(clock.now), record(writer))
+    )
+    for name, value in {
+        "data.encode.CHUNK": 5000,
+        "data.prepare.chunks": timed,
+        "data.prepare.on_terminal": lambda: terminal,
+        "data.prepare.progress": lambda *unused: told.append(clock.now),
+        "data.prepare.time": SimpleNamespace(monotonic=lambda: clock.now),
+    }.items():
+        monkeypatch.setattr(name, value)
+    prepare_text(begin_all(with_tokenizer), 0)
+    last_chunk = clock.now - 3  # the one behind it has no document
+    assert last_chunk > 36
+    assert told == [*range(pause, last_chunk + 1, pause)]
+    assert recorded == [*range(6, last_chunk + 1, 6), clock.now]
+
+
 class Endless:
     """A source that is not to be read for long."""
 
