@@ -4,6 +4,7 @@ import concurrent.futures.process
 import contextlib
 import dataclasses
 import errno
+import hashlib
 import io
 import itertools
 import json
@@ -1107,6 +1108,31 @@ def test_what_is_held_out_has_an_input_and_its_target(held_out, with_tokenizer):
     writer.close()
     expected = ["heldout", 0, 2] if held_out == 2 else ["train", 495, 500]
     assert read_manifest(folder)["validation"] == expected
+
+
+@pytest.mark.parametrize(
+    "sizes", [[37] * 40, [300, 690, 400], [990, 10, 5], [995, 5, 7], [400, 100], [7, 993]], ids=str
+)
+def test_conversations_are_held_out_whole(sizes, with_tokenizer, monkeypatch):
+    """Those that hold a token of the last hundredth of the first tokens, here 1,000, and end in these; else the last
+    that does."""
+    monkeypatch.setattr("data.record.FIRST_BORDER", 1000)
+    [(folder, _)] = begin_all(with_tokenizer)
+    writer = TokenWriter(folder, growing=False, whole_documents=True)
+    for size in sizes:
+        writer.append("train", os.urandom(2 * size))
+    writer.end()
+    writer.close()
+    end = min(1000, sum(sizes))
+    first = end - end // 100
+    borders = itertools.pairwise([0, *itertools.accumulate(sizes)])
+    whole = [document for document in borders if document[1] <= end]
+    held_out = [document for document in whole if document[1] > first] or whole[-1:]
+    begin, end = held_out[0][0], held_out[-1][1]
+    manifest = read_manifest(folder)
+    assert manifest["validation"] == ["train", begin, end]
+    text = (folder / "train.bin").read_bytes()[2 * begin : 2 * end]
+    assert manifest["validation_hash"] == hashlib.sha256(text).hexdigest()
 
 
 def test_token_files_end_where_their_record_does(with_tokenizer):
