@@ -185,6 +185,9 @@ def test_chunks_hold_all_texts_in_order():
     ] == [[]]
 
 
+OF_EVEN_ROWS = ("jsonl", "json", "txt", "parquet", "two parquets", "two files")
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -253,6 +256,10 @@ def test_a_source_resumes_from_any_place(kind, corpus, tmp_path, monkeypatch):
         assert list(itertools.islice(source, read)) == whole[:read]
         state, share = json.loads(json.dumps(source.resume_state())), source.fraction_read()
         assert 0 <= share <= 1 and (share == 0) == (read == 0)
+        if read == len(whole):
+            assert share > 0.99
+        if read == len(whole) // 2 and kind in OF_EVEN_ROWS:
+            assert share == pytest.approx(0.5, abs=0.1)
         assert list(open_source(d, state)) == whole[read:]
 
 
@@ -295,9 +302,20 @@ def test_an_array_is_read_in_blocks_of_any_size(monkeypatch):
                 assert before.count(b"\n") + 1 >= element.line and element.number == number
                 rest = json_array.elements(io.BytesIO(content), 1 << 20, number, element.byte)
                 assert list(rest) == read[number:]
+    even = json.dumps(["x" * 58] * 99).encode()  # 60 bytes each
+    assert [e.problem for e in json_array.elements(io.BytesIO(even), 60)] == [None] * 99
+    [refused] = json_array.elements(io.BytesIO(even), 59)
+    assert refused.number == 1 and "is longer than" in refused.problem
     long = b'[{"a": 1}, {"a": "' + b"x" * 5000
     *_, last = json_array.elements(io.BytesIO(long), 4096)
     assert last.number == 2 and "is longer than 0 MiB" in last.problem
+
+
+@pytest.mark.parametrize("space", [b"", b"\n" * 5000, b" " * 4095 + b"\n"], ids=len)
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_an_array_is_known_by_its_first_character(mark, space):
+    for content, expected in ((b"[1]", True), (b'{"a": [1]}', False), (b"", False)):
+        assert json_array.holds_array(io.BytesIO(mark + space + content)) is expected
 
 
 def test_of_what_save_to_disk_wrote_a_split_is_read(tmp_path):
