@@ -662,7 +662,8 @@ def test_a_wait_without_progress_ends_and_is_not_the_text_s_fault(
 def test_a_wait_in_which_something_is_recorded_may_last_longer_than_the_limit(
     corpora, configured, tmp_path, monkeypatch
 ):
-    """An hour in all, of which never more than nine seconds are without progress; the tenth replaces the process."""
+    """An hour in all, of which never more than nine seconds are without progress. More than half of the limit without it
+    replaces the process."""
     cfg = configured(corpora["jsonl"], tmp_path / "p", run={"start_timeout_seconds": 20.0})
     prepare(cfg)
     text = open_dataset(cfg).growing
