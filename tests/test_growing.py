@@ -369,6 +369,10 @@ def test_no_sample_is_read_before_it_is_decided_what_is_held_out(
     writer.record()
     source = GrowingSource(folder, cfg, 0, Mixture([1.0]))
     assert not source.order.covers(0) and source.stream is None
+    assert source.waits_for() == (
+        f"{folder}: segment 0, {writer.tokens['train']:,} tokens prepared, none of them validation "
+        f"text; {VALUES['HOLD_OUT_BEFORE']:,} at most are waited for"
+    )
     if decision == "a document":
         writer.append("heldout", bytes(2 * 5))
         writer.record()
@@ -662,8 +666,8 @@ def test_a_wait_without_progress_ends_and_is_not_the_text_s_fault(
 def test_a_wait_in_which_something_is_recorded_may_last_longer_than_the_limit(
     corpora, configured, tmp_path, monkeypatch
 ):
-    """An hour in all, of which never more than nine seconds are without progress. More than half of the limit without it
-    replaces the process."""
+    """An hour in all, of which never more than nine seconds are without progress. The process is replaced after half of
+    the limit without any."""
     cfg = configured(corpora["jsonl"], tmp_path / "p", run={"start_timeout_seconds": 20.0})
     prepare(cfg)
     text = open_dataset(cfg).growing
