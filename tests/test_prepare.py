@@ -1395,34 +1395,29 @@ def test_processes_that_are_killed_now_and_then_end_no_preparation(monkeypatch, 
         next(encode.encode_in_order(iter(cut), 1))
 
 
+class InChunks:
+    """What _interleave() needs of a preparation: chunks of a letter, so many times, with their numbers."""
+
+    def __init__(self, letter: str, sizes: list[int]):
+        self.made = [
+            encode.Chunk([letter * size], len, number, None) for number, size in enumerate(sizes)
+        ]
+
+    def chunks(self):
+        return iter(self.made)
+
+
 def test_sources_are_prepared_side_by_side():
     """The texts of neither are far ahead of the other's, while both last; each comes in its order."""
-
-    def preparation(name: str, sizes: list[int]) -> SimpleNamespace:
-        made = [encode.Chunk([name * size], len, number, None) for number, size in enumerate(sizes)]
-        return Named(name, made)
-
-    a, b = preparation("a", [97] * 5), preparation("b", [13] * 30)
     read = {"a": 0, "b": 0}
     numbers: dict[str, list[int]] = {"a": [], "b": []}
-    for chunk in _interleave([a, b]):
+    for chunk in _interleave([InChunks("a", [97] * 5), InChunks("b", [13] * 30)]):
         [text] = chunk.documents
         read[text[0]] += len(text)
         numbers[text[0]].append(chunk.target)
         if read["b"] < 13 * 30:
             assert abs(read["a"] - read["b"]) <= 97
     assert numbers == {"a": [*range(5)], "b": [*range(30)]}
-
-
-class Named:
-    """A preparation as far as the order of its chunks goes."""
-
-    def __init__(self, name: str, made: list[encode.Chunk]):
-        self.name = name
-        self.made = made
-
-    def chunks(self):
-        return iter(self.made)
 
 
 def test_a_file_system_that_does_not_sync_folders_is_used(with_tokenizer, monkeypatch, capsys):
