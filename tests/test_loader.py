@@ -224,10 +224,12 @@ def test_cut_token_file_is_noticed(prepared, tmp_path):
 
 
 def test_dataset_smaller_than_a_batch(prepared):
-    with pytest.raises(
-        ConfigError,
-        match=r"of train\.seq_len = 8000, but one batch of train\.global_batch_size = 8 ",
-    ):
+    tokens = (prepared / "train.bin").stat().st_size // 2
+    told = (
+        f"train.bin: {tokens} tokens give {(tokens - 1) // 8000} samples of train.seq_len = 8000, but "
+        "one batch of train.global_batch_size = 8 takes 8 of them"
+    )
+    with pytest.raises(ConfigError, match=told):
         make_order(make_config(train={"seq_len": 8000}), [open_stream(prepared, "train", 320)])
 
 
