@@ -335,15 +335,22 @@ def test_of_what_save_to_disk_wrote_a_split_is_read(tmp_path):
         open_source(d)
 
 
-def test_a_long_parquet_resumes_in_any_of_its_batches(tmp_path):
-    """It is read 1,024 rows at a time."""
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_long_table_resumes_in_any_of_its_batches(kind, tmp_path):
+    """It is read 1,024 rows at a time, also where a batch of the file has more."""
     import pyarrow
     import pyarrow.parquet
 
     texts = [f"row {i}" for i in range(3000)]
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "long.parquet")
-    d = config_for(tmp_path / "long.parquet", tmp_path).data
-    for read in (1000, 1024, 1500, 2900):
+    table = pyarrow.table({"text": texts})
+    path = tmp_path / f"long.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_file(path, table.schema) as file:
+            file.write_table(table, max_chunksize=2600)
+    d = config_for(path, tmp_path).data
+    for read in (1000, 1024, 1500, 2600, 2900):
         source = open_source(d)
         assert list(itertools.islice(source, read)) == texts[:read]
         assert list(open_source(d, source.resume_state())) == texts[read:]
