@@ -488,7 +488,10 @@ BAD_INPUT = {
     "number for text": (GOOD + '{"text": 5}\n', "line 2: field 'text' must be text, not int"),
     "null": (GOOD + '{"text": null}\n', "line 2: field 'text' must be text, not NoneType"),
     "list for a row": (GOOD + "[1]\n", "line 2: has no field"),
-    "lone surrogate": (GOOD * 2 + '{"text": "a\\ud800"}\n', "line 3: is not valid Unicode"),
+    "lone surrogate": (
+        GOOD * 2 + '{"text": "a\\ud800"}\n',
+        "line 3: is not valid Unicode: surrogates not allowed at character 1$",
+    ),
     "empty file": ("", "holds no text"),
     "documents all empty": ('{"text": ""}\n' * 5, "holds no text"),
     "too little text": (
