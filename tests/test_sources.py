@@ -165,6 +165,36 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
         list(open_source(config_for(tmp_path / "texts.csv", tmp_path).data))
 
 
+def written(folder: pathlib.Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"# {name}\n")
+
+
+def test_of_the_library_tests_and_packages_are_left_out(tmp_path, monkeypatch):
+    written(tmp_path, "a.py", "email/b.py", "email/test.py", "email/c.txt")
+    written(tmp_path, "site-packages/d.py", "dist-packages/e.py", "test/f.py", "email/tests/g.py")
+    monkeypatch.setattr("data.sources.stdlib_folder", lambda: tmp_path)
+    assert stdlib_files() == [tmp_path / name for name in ("a.py", "email/b.py", "email/test.py")]
+
+
+def test_a_library_that_lies_elsewhere_is_no_new_text(tmp_path, monkeypatch):
+    """As a Python of the same version on another machine; of the same one a new file is."""
+    d = make_config().data
+    place = tmp_path / "here"
+    monkeypatch.setattr("data.sources.stdlib_folder", lambda: place)
+    written(place, "a.py", "b.py")
+    written(tmp_path / "there", "a.py", "b.py")
+    begun = Files(d)
+    assert len(list(begun)) == 2
+    place = tmp_path / "there"
+    Files(d, begun.state, {"files": begun.files}).compare_with_text(tmp_path)
+    place = tmp_path / "here"
+    written(place, "new.py")
+    with pytest.raises(ConfigError, match=r"here/new\.py came after"):
+        Files(d, begun.state, {"files": begun.files}).compare_with_text(tmp_path)
+
+
 class Texts(list):
     """What chunks() needs of a source."""
 
