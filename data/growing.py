@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import config
 from config import ConfigError
+from data import record
 from data.background import Preparer, PreparingFailed
 from data.mixture import Mixture
 from data.order import Order, SourceOrder, make_mixture, problems_of
@@ -228,9 +229,7 @@ class GrowingSource:
         """Extends `stream` and `order` by the segments that the manifest now records. Raises
         ConfigError if all text is there, and too little to train on."""
         manifest = self.manifest
-        # until it is decided what is held out, the first tokens may become validation text
-        is_decided = validation_range(manifest) or holds_out_documents(manifest)
-        if self.is_recorded or not manifest["segments"] or not is_decided:
+        if self.is_recorded or not manifest["segments"] or not self._can_be_read():
             return
         self._check_required()
         # opened again: a network's file system shows new bytes to a new open() only
@@ -249,6 +248,11 @@ class GrowingSource:
             if problems:
                 raise ConfigError(*problems)
             self.order.windows = count
+
+    def _can_be_read(self) -> bool:
+        """Whether it is decided what is held out: until then the first tokens may become validation
+        text."""
+        return self.has_validation() or holds_out_documents(self.manifest)
 
     def _check_required(self) -> None:
         self._check_segments(self.manifest["segments"], self.required_segments)
@@ -274,4 +278,9 @@ class GrowingSource:
         segment = len(self.order.segment_ends)
         tokens = self.manifest["tokens"]["train"]
         end = border_of(segment)
+        if tokens >= end and not self._can_be_read():
+            return (
+                f"{self.folder}: segment {segment}, {tokens:,} tokens prepared, none of them "
+                f"validation text; {record.HOLD_OUT_BEFORE:,} at most are waited for"
+            )
         return f"{self.folder}: segment {segment}, {tokens:,} of {end:,} tokens prepared"

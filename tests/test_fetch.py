@@ -1,14 +1,21 @@
 """data.prepare --fetch-only against the fake hub of tests/hub.py: a run without a network has what it needs."""
 
+import dataclasses
+import json
+import pathlib
 import subprocess
 import sys
 
 import pytest
 
 import config
+from data.fetch import end_of_needed
+from data.hub_sources import HubFiles
 from data.record import read_manifest
+from data.sources import Files, FilesState
+from data.tokenizer import Tokenizer
 from tests import order_model
-from tests.conftest import REPO, words
+from tests.conftest import REPO, make_config, words
 from tests.hub import Hub
 from tests.test_growing import digests, environment, small_borders  # noqa: F401  a fixture
 from tests.test_hub_data import CARD, json_lines
@@ -126,8 +133,10 @@ def test_a_job_without_a_network_names_the_command_that_fetches(
 FULL_DISK = """
 import collections, shutil, sys
 import config
+from data import hub, hub_sources
 from data.prepare import main
 
+hub.GIB = hub_sources.GIB = 1  # sizes in bytes
 shutil.disk_usage = lambda folder: collections.namedtuple("Usage", "free")(2_000)
 config.run_tool(main)
 """
@@ -147,5 +156,50 @@ def test_room_is_checked_before_anything_large_is_fetched(server, path, tmp_path
     *_, count, line = done.stderr.splitlines()
     # the first one, for the format of its rows
     assert done.returncode == 2 and fetched(server) == {IN_ORDER[0]}
-    assert count == "me/texts: 8 of 8 files are needed, 0.00 GiB"
-    assert line == f"{tmp_path}/home/hub: 0.00 GiB are needed, 0.00 GiB are free"
+    [files] = server.commits.values()
+    sizes = {name: len(files[name]) for name in [*NAMES, "en/val.jsonl"]}
+    size = sum(sizes[name] for name in NAMES)
+    assert (
+        f"me/texts: 8 files, {size:,.2f} GiB; each is fetched when it is needed, into "
+        f"{tmp_path}/home/hub\n"
+    ) in done.stderr
+    assert count == f"me/texts: 8 of 8 files are needed, {size:,.2f} GiB"
+    missing = sum(sizes.values()) - sizes[IN_ORDER[0]]
+    assert line == f"{tmp_path}/home/hub: {missing:,.2f} GiB are needed, 2,000.00 GiB are free"
+
+
+class Local(HubFiles):
+    """A dataset's files that are here."""
+
+    list_files = Files.list_files
+    path_of = Files.path_of
+    with_current_version = Files.with_current_version
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_as_many_files_are_fetched_as_the_limit_takes(first, tmp_path, prepared, monkeypatch):
+    """And one or two more, as an estimate from a part of the first one needs; of files of any sizes, also where some
+    were read before."""
+    monkeypatch.setattr("data.fetch.SAMPLE_TOKENS", 1500)
+    monkeypatch.setattr("data.encode.CHUNK", 3000)
+    for name, documents in zip("abcdefgh", [31, 7, 101, 53, 2, 67, 19, 43]):
+        texts = [words(ord(name) + i, 60) for i in range(documents)]
+        (tmp_path / f"{name}.jsonl").write_bytes(json_lines(texts))
+    d = make_config(data={"source": f"{tmp_path}/*.jsonl", "order": "growing"}).data
+    tokenizer = Tokenizer(prepared)
+    tokens = []
+    for file in Local(d).files:
+        lines = pathlib.Path(file.path).read_text().splitlines()
+        encoded = tokenizer.encode([json.loads(line)["text"] for line in lines])
+        tokens.append(sum(len(ids) + 2 for ids in encoded))
+    opened = FilesState(file=first)
+    monkeypatch.setattr("data.fetch.open_recorded", lambda *unused: Local(d, opened))
+    read = sum(tokens[:first])
+    manifest = {**read_manifest(prepared), "tokens": {"train": read, "heldout": 0}}
+    for missing in (1, 2000, 5000, 9000, 12_000, 10**6):
+        limited = dataclasses.replace(d, max_tokens=read + missing)
+        end = end_of_needed(prepared, manifest, limited)
+        enough = [m for m in range(first + 1, 8) if sum(tokens[first:m]) >= missing]
+        fewest = min([*enough, 8])
+        assert fewest <= end <= min(8, fewest + 2)
+    assert end_of_needed(prepared, manifest, d) == 8

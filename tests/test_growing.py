@@ -233,8 +233,13 @@ def test_the_real_borders(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json.gz", "parquet"])
-def test_the_text_is_that_of_the_model(kind, corpora, configured, tmp_path, prepared):
-    """Its order, what is held out, and the hash of each segment, in files of each kind."""
+def test_the_text_is_that_of_the_model(kind, corpora, configured, tmp_path, prepared, monkeypatch):
+    """Its order, what is held out, where documents end, and the hash of each segment, in files of each kind, which are
+    larger than all buffers; a disk takes a part of what it is given."""
+    write = os.pwrite
+    monkeypatch.setattr("os.pwrite", lambda handle, raw, at: write(handle, raw[:777], at))
+    monkeypatch.setattr("data.writer.BUFFER", 1000)
+    monkeypatch.setattr("data.writer.READ_BYTES", 64)
     cfg = configured(corpora[kind], tmp_path / "p")
     folder = prepare(cfg, whole=True)[0]
     names = [f"part{number}.{kind}" for number in range(6)]
@@ -249,6 +254,10 @@ def test_the_text_is_that_of_the_model(kind, corpora, configured, tmp_path, prep
     for split, ids in zip(("train", "heldout"), expected):
         stored = b"".join(i.to_bytes(2, "little") for i in ids)
         assert (folder / f"{split}.bin").read_bytes() == stored
+        [eos] = tokenizer.eos
+        document_ends = [i + 1 for i, token in enumerate(ids) if token == eos]
+        stored_ends = b"".join(end.to_bytes(8, "little") for end in document_ends)
+        assert (folder / f"{split}.ends.bin").read_bytes() == stored_ends
     ends = [0]
     while ends[-1] < len(expected[0]):
         ends.append(min(len(expected[0]), order_model.border(len(ends) - 1)))
@@ -258,6 +267,8 @@ def test_the_text_is_that_of_the_model(kind, corpora, configured, tmp_path, prep
         for begin, end in itertools.pairwise(ends)
     ]
     assert read_manifest(folder)["segments"] == hashes and len(hashes) > 6
+    held_out = (folder / "heldout.bin").read_bytes()
+    assert read_manifest(folder)["validation_hash"] == hashlib.sha256(held_out).hexdigest()
     assert len(expected[0]) > VALUES["HOLD_OUT_BEFORE"] * 2  # later documents are not held out
 
 
@@ -297,6 +308,13 @@ def test_a_source_that_waits_reads_what_is_recorded_alone(corpora, configured, w
             source = GrowingSource(tmp_path / "new", cfg, 0, Mixture([1.0]))
             ends = source.order.segment_ends
             assert ends == segment_ends[: len(ends)]
+            if not source.is_recorded:
+                told = r"new: segment (\d+), ([\d,]+) of ([\d,]+) tokens prepared$"
+                found = re.search(told, source.waits_for()).groups()
+                segment, tokens, end = [int(number.replace(",", "")) for number in found]
+                assert tokens == read_manifest(tmp_path / "new")["tokens"]["train"]
+                assert end == order_model.border(segment) > tokens
+                assert segment == 0 or order_model.border(segment - 1) <= tokens
             readable = ends[-1] // 8 if ends else 0
             seen.append(readable)
             text = growing.GrowingText(cfg, [tmp_path / "new"])
@@ -375,6 +393,48 @@ def test_two_processes_that_prepare_at_once_write_the_same(
     assert [first.returncode, second.returncode] == [0, 0], printed
     assert content(tmp_path / "new") == content(folder)
     assert sum(text.count("has prepared more of it") for text in printed) <= 1  # then one waits
+
+
+@pytest.mark.parametrize("decision", ["a document", "tokens", "the end"])
+def test_no_sample_is_read_before_it_is_decided_what_is_held_out(
+    decision, corpora, configured, tmp_path
+):
+    """By a document that is, or by so many tokens without one, or at the text's end. What is written but not recorded
+    is not read."""
+    cfg = configured(corpora["jsonl"], tmp_path / "p")
+    [(folder, _)] = begin_all(cfg)
+    writer = TokenWriter(folder, growing=True)
+
+    def append_up_to(tokens: int) -> None:
+        while writer.tokens["train"] < tokens:
+            writer.append("train", bytes(2 * 101))
+
+    append_up_to(order_model.border(0) + 1)
+    writer.record()
+    source = GrowingSource(folder, cfg, 0, Mixture([1.0]))
+    assert not source.order.covers(0) and source.stream is None
+    assert source.waits_for() == (
+        f"{folder}: segment 0, {writer.tokens['train']:,} tokens prepared, none of them validation "
+        f"text; {VALUES['HOLD_OUT_BEFORE']:,} at most are waited for"
+    )
+    if decision == "a document":
+        writer.append("heldout", bytes(2 * 5))
+        writer.record()
+    elif decision == "tokens":
+        append_up_to(VALUES["HOLD_OUT_BEFORE"])
+        writer.record()
+    else:
+        writer.end()
+    recorded = writer.tokens["train"]
+    documents = writer.documents["train"]
+    append_up_to(recorded + 1000)
+    for file in writer.files:
+        file.sync()
+    writer.close()
+    source.refresh()
+    assert source.order.covers(0)
+    assert (source.stream.length, source.stream.document_count) == (recorded, documents)
+    assert source.stream.documents(0, 202) == [(0, 0, 101), (1, 101, 202)]
 
 
 def test_killed_at_random_moments_it_goes_on(corpora, configured, whole, tmp_path):
@@ -561,6 +621,9 @@ def test_all_wrong_rows_of_a_file_are_listed_with_a_limit(tmp_path, configured, 
         prepare(configured(path, tmp_path / "q", data={"order": "global"}))
     assert len(refused.value.problems) == sources.FIRST_PROBLEMS + 1
     assert not (tmp_path / "q").exists()
+    with pytest.raises(ConfigError):
+        prepare(configured(path, tmp_path / "r"), whole=True)
+    assert (tmp_path / "r").exists()  # a run may be waiting for it
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json.gz", "parquet"])
@@ -568,7 +631,10 @@ def test_a_row_that_is_too_long_is_refused_by_its_line(kind, tmp_path, configure
     """Without holding it in memory; the rows behind it are looked at."""
     monkeypatch.setattr(sources, "LARGEST_ROW", 10_000)
     path = tmp_path / f"a.{kind}"
-    write_rows(path, ["short", "x" * 9_000, "y" * 30_000, "also short", "z" * 50_000])
+    # of JSON the line counts, with its end
+    longest = 10_000 if kind == "parquet" else 10_000 - len('{"text": ""}\n')
+    texts = ["short", "x" * longest, "y" * (longest + 1), "also short", "z" * 50_000]
+    write_rows(path, texts)
     with pytest.raises(ConfigError) as refused:
         list(open_source(configured(path, tmp_path / "p").data))
     unit = "row" if kind == "parquet" else "line"
@@ -621,8 +687,11 @@ def test_text_that_was_read_and_has_changed_is_refused_by_file(
         first.write_text(text + "\n")  # a blank line: other bytes, the same documents
     prepare(cfg, whole=True)
     assert is_complete(read_manifest(tmp_path / "p"))
-    (tmp_path / "texts/new.jsonl").write_text(text)
-    with pytest.raises(ConfigError, match=r"new\.jsonl came after .*p was begun"):
+    new = [tmp_path / f"texts/new{i}.jsonl" for i in range(5)]
+    for path in new:
+        path.write_text(text)
+    listed = f"{new[0]}, {new[1]}, {new[2]} and 2 more came after {tmp_path / 'p'} was begun"
+    with pytest.raises(ConfigError, match=re.escape(listed)):
         prepare(cfg, whole=True)
 
 
@@ -648,33 +717,63 @@ def test_a_wait_without_progress_ends_and_is_not_the_text_s_fault(
     assert child.returncode == -signal.SIGKILL
 
 
-def test_what_is_recorded_renews_the_time_that_a_run_waits(corpora, configured, tmp_path):
-    """And so does a step that it trains: only waiting counts, in which nothing came."""
-    cfg = configured(corpora["jsonl"], tmp_path / "p", run={"start_timeout_seconds": 2.5})
+def test_a_wait_in_which_something_is_recorded_may_last_longer_than_the_limit(
+    corpora, configured, tmp_path, monkeypatch
+):
+    """An hour in all, of which never more than nine seconds are without progress. The process is replaced after half of
+    the limit without any."""
+    cfg = configured(corpora["jsonl"], tmp_path / "p", run={"start_timeout_seconds": 20.0})
     prepare(cfg)
-    now = [1000.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(growing, "time", clock)
-        patch.setattr(background.Preparer, "poll", lambda *_: None)
-        patch.setattr(background.Preparer, "replace", lambda *_: None)
-        text = growing.GrowingText(cfg, [tmp_path / "p"])
-        (source,) = text.sources
+    text = open_dataset(cfg).growing
+    clock = SimpleNamespace(now=text.last_poll)
+    monkeypatch.setattr("data.growing.time", SimpleNamespace(monotonic=lambda: clock.now))
+    replaced: list[float] = []
+    monkeypatch.setattr(text.preparer, "poll", lambda is_needed: None)
+    monkeypatch.setattr(text.preparer, "replace", lambda: replaced.append(text.waited))
+    [source] = text.sources
+    monkeypatch.setattr(source, "refresh", lambda: None)
+    for second in range(3600):
+        clock.now += 1
+        if second % 10 == 0:
+            source.manifest["tokens"]["train"] += 1
+        text.poll(is_waiting=True)
+    assert not replaced
+    for waited in range(10, 21):  # the last record was nine seconds ago
+        clock.now += 1
+        text.poll(is_waiting=True)
+        assert replaced == [*range(11, waited + 1)]
+    clock.now += 1
+    with pytest.raises(PreparingFailed, match="nothing was recorded for 21 s"):
+        text.poll(is_waiting=True)
+    text.poll(is_waiting=False)  # of a step that is trained
+    assert text.waited == 0.0
 
-        def wait(seconds: int, is_waiting: bool = True) -> float:
-            for _ in range(2 * seconds):
-                now[0] += 0.5
-                text.poll(is_waiting)
-            return text.waited
 
-        assert wait(2) == pytest.approx(1.5)  # it was not known before what had come
-        for tokens in range(10, 14):  # eight seconds in all
-            source.manifest["tokens"]["train"] = tokens
-            assert wait(2) == pytest.approx(1.5)
-        assert wait(1, is_waiting=False) == 0.0
-        assert wait(2) == pytest.approx(2.0)
-        with pytest.raises(PreparingFailed, match="nothing was recorded for 3 s"):
-            wait(1)
+def test_a_mixture_waits_for_the_source_of_which_a_step_needs_one_sample_more(
+    corpora, configured, tmp_path
+):
+    """Counted sample by sample, of three sources; a step that has all of its samples waits for none."""
+    names = {"jsonl": 0.45, "json.gz": 0.45, "parquet": 0.1}
+    weighted = [{"source": str(corpora[k]), "weight": weight} for k, weight in names.items()]
+    cfg = configured("x", tmp_path / "p", data={"sources": weighted, "source": None})
+    prepare(cfg)
+    text = open_dataset(cfg).growing
+    taken = [0, 0, 0]
+    for step in range(1, 13):
+        for number in range(8 * step - 8, 8 * step):
+            source, index = text.mixture(number)
+            assert index == taken[source]
+            taken[source] += 1
+        for source, samples in zip(text.sources, taken):
+            source.order.segment_ends = [samples // 2, samples]
+        assert text.covers(step)
+        for source, samples in zip(text.sources, taken):
+            if samples:
+                source.order.segment_ends = [samples // 2, samples - 1]
+                assert not text.covers(step)
+                assert text.waits_for(step) == source.waits_for()
+                source.order.segment_ends = [samples // 2, samples]
+    assert min(taken) > 0
 
 
 def test_trouble_of_the_process_that_prepares(corpora, configured, tmp_path, monkeypatch, capfd):
@@ -706,6 +805,70 @@ def test_trouble_of_the_process_that_prepares(corpora, configured, tmp_path, mon
         with pytest.raises(PreparingFailed, match=told):
             digests(fresh, 3)
         shutil.rmtree(tmp_path / "q")
+
+
+def test_a_process_that_is_killed_again_and_again_is_started_ever_more_slowly(
+    corpora, configured, tmp_path, monkeypatch, capfd
+):
+    """After one second, two, four, up to a minute; polled ten times a second."""
+    monkeypatch.setattr(background, "LONGEST_PAUSE", 60.0)
+    started: list[float] = []
+    clock = SimpleNamespace(tenths=0)
+    killed = SimpleNamespace(poll=lambda: -9, stdin=SimpleNamespace(write=len, flush=list))
+
+    def start(*unused: object, **options: object) -> SimpleNamespace:
+        started.append(clock.tenths / 10)
+        return killed
+
+    monkeypatch.setattr("data.background.subprocess", SimpleNamespace(Popen=start, PIPE=None))
+    monotonic = SimpleNamespace(monotonic=lambda: clock.tenths / 10)
+    monkeypatch.setattr("data.background.time", monotonic)
+    preparer = background.Preparer(configured(corpora["jsonl"], tmp_path / "p"))
+    for clock.tenths in range(2000):
+        preparer.poll(is_needed=True)
+    assert started == [0, 1, 3, 7, 15, 31, 63, 123, 183]
+    assert capfd.readouterr().err.count("was killed by signal 9 (is the host out") == 8
+
+
+def test_a_failure_over_what_no_step_waits_for_is_told_once(
+    corpora, configured, tmp_path, monkeypatch, capfd
+):
+    """All text is there, and only its hashes are missing: the run goes on."""
+    monkeypatch.setattr(background, "CHILD", "raise SystemExit(7)")
+    monkeypatch.setattr(background, "FIRST_PAUSE", 0.0)
+    preparer = background.Preparer(configured(corpora["jsonl"], tmp_path / "p"))
+    preparer.poll(is_needed=False)
+    assert preparer.child.wait(30) == 7
+    for _ in range(3):
+        preparer.poll(is_needed=False)
+    preparer.close()
+    assert capfd.readouterr().err == "the process that prepares text ended with code 7\n"
+
+
+def test_token_files_that_are_cut_in_use_fail_on_all_ranks_together(
+    corpora, configured, whole, tmp_path
+):
+    """Not in the rank that reads them alone: all save first."""
+    folder = shutil.copytree(whole[0], tmp_path / "p")
+    cfg = configured(corpora["jsonl"], folder)
+    dataset = open_dataset(cfg)
+    os.truncate(folder / "train.bin", 100)
+    loader = Loader(cfg, dataset, data_rank(), 1)
+    with pytest.raises(ConfigError, match="it was cut while it was in use"):
+        loader.pending[1].result()
+    assert loader.readiness(0) == FAILED
+    assert "it was cut while it was in use" in str(loader.failure)
+    loader.close()
+
+
+def test_only_an_evaluation_waits_for_validation_text(corpora, configured, whole):
+    cfg = configured(corpora["jsonl"], whole[0], eval={"every_steps": 2})
+    loader = Loader(cfg, open_dataset(cfg), data_rank(), 1)
+    loader.dataset.has_validation = lambda: False
+    for step, expected in ((0, READY), (1, READY), (2, WAITING)):
+        assert loader.readiness(step) == expected
+        next(loader)
+    loader.close()
 
 
 def test_a_folder_that_is_deleted_or_begun_anew_is_noticed(
@@ -741,14 +904,16 @@ def test_a_record_is_trusted_once_its_bytes_are_there(corpora, configured, whole
     cfg = configured(corpora["jsonl"], tmp_path / "p")
     prepare(cfg)
     source = GrowingSource(tmp_path / "p", cfg, 0, Mixture([1.0]))
-    manifest = content(folder)["manifest.json"]
-    for late in ("train.bin", "train.ends.bin", "heldout.bin", "heldout.ends.bin"):
-        for name, bytes_ in content(folder).items():
-            (tmp_path / "p" / name).write_bytes(bytes_[:-1] if name == late else bytes_)
+    files_of = content(folder)
+    for late in [name for name in files_of if name.endswith(".bin")]:
+        for name, whole_file in files_of.items():
+            (tmp_path / "p" / name).write_bytes(whole_file[:-1] if name == late else whole_file)
         source.refresh()
         assert not source.is_recorded and not source.order.segment_ends, late
-    (tmp_path / "p" / late).write_bytes(content(folder)[late])
-    assert (tmp_path / "p/manifest.json").read_bytes() == manifest
+        (tmp_path / "p" / late).unlink()
+        source.refresh()
+        assert not source.is_recorded, late
+        (tmp_path / "p" / late).write_bytes(files_of[late])
     source.refresh()
     assert source.is_recorded and digests(cfg, 9) == expected[:9]
 
@@ -760,14 +925,22 @@ def test_a_file_server_s_clock_does_not_matter(corpora, configured, whole, tmp_p
     prepare(cfg)
     source = GrowingSource(tmp_path / "new", cfg, 0, Mixture([1.0]))
     record = TokenWriter.record
+    path = tmp_path / "new/manifest.json"
+    records: list[bytes] = []
     seen = []
 
     def recorded(writer):
         record(writer)
         year = random.Random(len(seen)).choice([1, 60])
-        os.utime(tmp_path / "new/manifest.json", (year * 31_557_600,) * 2)
+        os.utime(path, (year * 31_557_600,) * 2)
         source.refresh()
         seen.append(source.manifest["tokens"] == writer.manifest["tokens"])
+        # as a network's file system may, it shows the record before this one again
+        records.append(path.read_bytes())
+        path.write_bytes(records[max(0, len(records) - 2)])
+        source.refresh()
+        seen.append(source.manifest["tokens"] == writer.manifest["tokens"])
+        path.write_bytes(records[-1])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data.encode.CHUNK", 20_000)
@@ -1169,6 +1342,7 @@ def test_a_stop_ends_a_wait_for_text_that_stands_still(run_config, tmp_path):
         assert run.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.02)
     stopped = preparers_of(path)
+    assert os.getpriority(os.PRIO_PROCESS, stopped[0]) == 19  # behind the ranks
     os.kill(stopped[0], signal.SIGSTOP)
     while "waiting for text: " not in (tmp_path / "first").read_text():
         assert run.poll() is None and time.monotonic() < deadline, log.read_text()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import operator
@@ -25,6 +26,7 @@ from data.record import read_manifest
 from data.tokenizer import Tokenizer
 from data.tokens import TokenStream, open_stream, window_count
 from files import printable
+from tests import order_model
 from tests.conftest import (
     REPO,
     config_for,
@@ -174,14 +176,15 @@ def test_evaluation_reads_every_held_out_target_once(prepared, ranks, batches):
     assert {len(part) for part in found} == {
         min(in_all, batches or in_all) * config.accumulation_steps(cfg, ranks)
     }
-    valid = []
-    for part in found:
-        for _, targets in part:
-            valid += targets[targets != IGNORE].tolist()
     _, ids = stream.read(0, stream.length)
-    expected = ids[1 : (batches or in_all) * 8 * 32 + 1].tolist()
-    assert sorted(valid) == sorted(expected)
-    assert ranks > 1 or valid == expected
+    targets_read = min(8 * 32 * (batches or in_all), stream.length - 1)
+    read: list[list[int]] = [[], []]
+    for number in range(len(found[0])):
+        for part in found:  # the ranks take turns
+            inputs, targets = part[number]
+            read[0] += inputs[targets != IGNORE].tolist()
+            read[1] += targets[targets != IGNORE].tolist()
+    assert read == [ids[:targets_read].tolist(), ids[1 : targets_read + 1].tolist()]
 
 
 @pytest.mark.parametrize("tokens, steps", [(1, 0), (2, 1), (256, 1), (257, 1), (258, 2)])
@@ -211,9 +214,12 @@ def test_evaluation_keeps_to_documents_as_training_does(prepared):
 def test_cut_token_file_is_noticed(prepared, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(prepared, copy)
-    (copy / "train.bin").write_bytes((copy / "train.bin").read_bytes()[:-2])
-    with pytest.raises(ConfigError, match="cut or changed"):
-        open_stream(copy, "train", 320)
+    whole = (copy / "train.bin").read_bytes()
+    for changed in (whole[:-2], whole + bytes(2)):
+        (copy / "train.bin").write_bytes(changed)
+        told = f"has {len(changed)} bytes, its manifest says {len(whole)}: it was cut or changed"
+        with pytest.raises(ConfigError, match=told):
+            open_stream(copy, "train", 320)
     (copy / "train.bin").unlink()
     with pytest.raises(ConfigError, match=r"train\.bin: cannot be read"):
         open_stream(copy, "train", 320)
@@ -222,10 +228,12 @@ def test_cut_token_file_is_noticed(prepared, tmp_path):
 
 
 def test_dataset_smaller_than_a_batch(prepared):
-    with pytest.raises(
-        ConfigError,
-        match=r"of train\.seq_len = 8000, but one batch of train\.global_batch_size = 8 ",
-    ):
+    tokens = (prepared / "train.bin").stat().st_size // 2
+    told = (
+        f"train.bin: {tokens} tokens give {(tokens - 1) // 8000} samples of train.seq_len = 8000, but "
+        "one batch of train.global_batch_size = 8 takes 8 of them"
+    )
+    with pytest.raises(ConfigError, match=told):
         make_order(make_config(train={"seq_len": 8000}), [open_stream(prepared, "train", 320)])
 
 
@@ -240,21 +248,34 @@ def test_random_windows_equal_the_file(prepared):
         assert stream.read(start, start + 40)[1].tolist() == list(ids[start : start + 40])
 
 
-def test_documents_of_any_span(prepared):
-    """Against a search through the tokens themselves: each document ends with EOS, which text never gives."""
-    stream = open_stream(prepared, "train", 320)
-    _, ids = stream.read(0, stream.length)
+@pytest.mark.parametrize("block", [1, 7, 394, 512])
+def test_documents_of_any_span(block, prepared, monkeypatch):
+    """Of the file and of a range of it, against a search through the tokens themselves: each document ends with EOS,
+    which text never gives. With an index of one entry, of several, with one that is full, and with none."""
+    monkeypatch.setattr("data.tokens.ENDS_PER_BLOCK", block)
+    whole = open_stream(prepared, "train", 320)
+    ids = whole.read(0, whole.length)[1].tolist()
     [eos] = Tokenizer(prepared / "tokenizer.model").eos
-    ends = [i + 1 for i, token in enumerate(ids.tolist()) if token == eos]
-    assert len(ends) == read_manifest(prepared)["documents"]["train"] and ends[-1] == stream.length
-    whole = list(zip(range(len(ends)), [0, *ends], ends))
-    assert stream.documents(0, stream.length) == whole
+    borders = [0, *(i + 1 for i, token in enumerate(ids) if token == eos)]
+    assert len(borders) - 1 == read_manifest(prepared)["documents"]["train"] == 394
+    assert borders[-1] == whole.length
     draw = random.Random(0)
-    for _ in range(200):
-        start = draw.randrange(stream.length)
-        stop = min(stream.length, start + draw.randrange(1, 400))
-        assert stream.documents(start, stop) == [d for d in whole if d[1] < stop and d[2] > start]
-    assert stream.documents(5, 5) == []
+    for first, end in ((0, whole.length), (1001, whole.length - 1003)):
+        stream = dataclasses.replace(whole, first=first, length=end - first)
+        documents = []
+        for number, (begins, stops) in enumerate(itertools.pairwise(borders)):
+            if stops > first and begins < end:
+                documents.append((number, max(begins, first) - first, min(stops, end) - first))
+        assert stream.documents(0, stream.length) == documents
+        assert stream.documents(5, 5) == []
+        for _ in range(100):
+            start = draw.randrange(stream.length)
+            stop = min(stream.length, start + draw.randrange(1, 400))
+            assert stream.read(start, stop)[1].tolist() == ids[first + start : first + stop]
+            overlapping = [d for d in documents if d[1] < stop and d[2] > start]
+            assert stream.documents(start, stop) == overlapping
+            first_tokens = [begins for _, begins, _ in documents if start < begins < stop]
+            assert stream.targets_without_loss(start, stop) == len(first_tokens)
 
 
 def test_a_step_can_be_read_on_a_terminal_without_its_characters(tmp_path):
@@ -300,10 +321,22 @@ def test_documents_are_shown_with_what_is_cut_off(prepared, write_config):
     stops = [stop for *_, stop in stream.documents(0, stream.length - 99)]
     # of samples, so that the last token of one ends a document
     length = next(n for n in range(32, 99) if any((stop - 1) % n == 0 for stop in stops))
-    cfg = config.load(str(write_config("shown")), [f"--train.seq_len={length}"])
-    for step in range(1, stream.length // length // 8 + 2):
-        for sample in data.show.samples(cfg, step):
-            first, last = map(int, re.search(r"tokens (\d+) to (\d+)\n", sample).groups())
+    cfg = config.load(str(write_config("shown")), [f"--train.seq_len={length}", "--run.seed=3"])
+    steps = stream.length // length // 8 + 2
+    places = order_model.global_samples(stream.length, length, 3, 0, None, 8 * steps)
+    assert places[-1][0] == 1  # in a second epoch
+    for step in range(1, steps + 1):
+        for sample, number in zip(
+            data.show.samples(cfg, step), range(8 * step - 8, 8 * step), strict=True
+        ):
+            heading = (
+                r"=== step (\d+), sample (\d+): epoch (\d+), window (\d+), tokens (\d+) to (\d+)\n"
+            )
+            found = [int(word) for word in re.match(heading, sample).groups()]
+            *place, first, last = found
+            window = places[number][1]
+            assert place == [step, number, *places[number]]
+            assert (first, last) == (window * length, window * length + length)
             expected = [
                 (
                     number,
@@ -436,6 +469,7 @@ def test_under_a_document_mask_positions_and_documents_come_along(prepared):
     stream = open_stream(prepared, "train", 320)
     ends = {end for _, _, end in stream.documents(0, stream.length)}
     loader = loader_of(cfg, stream)
+    second = loader_of(cfg, stream, rank=1, ranks=2)  # which counts the first one's, too
     number = 0
     seen = set()
     for step in (1, 2, 3):
@@ -461,7 +495,8 @@ def test_under_a_document_mask_positions_and_documents_come_along(prepared):
                     place += 1
                 seen.add(int(positions[row, 0]))
                 number += 1
-        assert valid == batch.valid_tokens
+        assert valid == batch.valid_tokens == second.batch(step).valid_tokens
+    second.close()
     assert seen == {0}  # a document that began before the window counts from the window's start
     begins_last = 0  # windows whose last target is the first token of a document
     for step in range(1, window_count(stream.length, 100) // 8):

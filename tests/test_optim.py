@@ -1,13 +1,22 @@
 """The schedule in closed form, the parameter groups, and updates that a non-finite gradient must not make."""
 
 import math
+import re
 
 import pytest
 import torch
 
 from model.build import meta_model
 from model.llama import Llama
-from optim import FiniteGuard, build_optimizer, gradient_norm, learning_rate
+from optim import (
+    FiniteGuard,
+    NoTargets,
+    StepsWithoutTarget,
+    build_optimizer,
+    clip_gradients,
+    gradient_norm,
+    learning_rate,
+)
 from parallel.parallelize import parallelize
 from tests import cases
 from tests.conftest import make_config, needs_extra
@@ -190,6 +199,35 @@ def test_a_non_finite_gradient_changes_nothing(kind, bad):
     step(4, bad), step(5, bad)
     with pytest.raises(FloatingPointError, match="step 5: the gradient is not finite"):
         guard.counts()
+
+
+@pytest.mark.parametrize("limit, factor", [(2.0, 0.25), (7.9, 7.9 / 8), (8.1, 1.0), ("off", 1.0)])
+@pytest.mark.parametrize("kind", ["fused", "plain"])
+def test_a_gradient_is_made_shorter_and_never_longer(kind, limit, factor):
+    """As the first moment has it, a tenth of it: one optimizer scales in its update."""
+    parameter = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = OPTIMIZERS[kind](parameter)
+    parameter.grad = torch.full_like(parameter, -2.0)
+    norm = clip_gradients(torch.nn.ParameterList([parameter]), optimizer, limit)
+    optimizer.step()
+    assert norm.item() == 8.0
+    moment = optimizer.state[parameter]["exp_avg"]
+    assert torch.allclose(moment, torch.full((4, 4), -0.2 * factor), rtol=1e-6)
+
+
+def test_steps_without_a_target_are_told_now_and_then_and_a_hundred_in_a_row_end_a_run(caplog):
+    """Also if the run was stopped among them."""
+    counted = StepsWithoutTarget()
+    for step in range(1, 200):
+        counted.count(step, valid_tokens=7 if step == 100 else 0)
+    told = re.findall(r"step (\d+): no token .* \(such steps so far: (\d+)\)", caplog.text)
+    powers = [(number, number) for number in (1, 2, 4, 8, 16, 32, 64)]
+    assert [(int(step), int(total)) for step, total in told] == [*powers, (129, 128)]
+    with pytest.raises(NoTargets, match="^step 200: no token of the last 100 steps has a loss"):
+        counted.count(200, 0)
+    with pytest.raises(NoTargets, match="^step 7: "):
+        StepsWithoutTarget(total=99, in_a_row=99).count(7, 0)
+    assert StepsWithoutTarget(total=99, in_a_row=98).count(7, 0) is None
 
 
 def test_on_ranks_all_see_it_and_none_updates(on_ranks):

@@ -173,6 +173,8 @@ def test_a_run_reads_on_as_earlier_versions_did():
         (0, 0, 97),
         (0, 6930, 76),
     ]
+    thirds = Mixture([1, 1, 1])  # of equal deadlines the first source's comes first
+    assert [thirds(number) for number in range(6)] == [(k % 3, k // 3) for k in range(6)]
     far = Permutation(10**9 + 7, 5, 2, 1)
     assert [far(number) for number in (0, 1, 10**9)] == [293501951, 802955616, 794189453]
     assert (sample_digest(5, b"abc"), sample_digest(2**40, b"")) == (724713162302, 811618590936)

@@ -1,8 +1,10 @@
 """Preparation: whole or not at all, resumable, of one source or a mixture; wrong input named."""
 
 import concurrent.futures.process
+import contextlib
 import dataclasses
 import errno
+import hashlib
 import io
 import itertools
 import json
@@ -31,13 +33,23 @@ from data.dataset import open_data, open_dataset
 from data.encode import is_validation, worker_count
 from data.folder import begin_all, data_folders, is_prepared, source_names
 from data.identity import identity
-from data.prepare import Preparation, main, prepare
-from data.record import MANIFEST, is_complete, read_manifest
+from data.prepare import Preparation, Turn, _interleave, main, prepare, prepare_text
+from data.record import MANIFEST, is_complete, read_manifest, write_manifest
 from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import open_stream
+from data.writer import TokenWriter
 from launch.checks import check_launch
 from launch.command import Ranks
-from tests.conftest import REPO, config_for, launch, make_config, prepare_one, run_tool, words
+from tests.conftest import (
+    REPO,
+    config_for,
+    launch,
+    make_config,
+    needs_extra,
+    prepare_one,
+    run_tool,
+    words,
+)
 from tests.warm import warm_python
 
 pytestmark = pytest.mark.early
@@ -74,8 +86,13 @@ def test_prepared_once(with_tokenizer, tmp_path, capsys):
     folder = prepare_one(with_tokenizer)
     before = {p: p.stat().st_mtime_ns for p in folder.iterdir()}
     told = capsys.readouterr().err.splitlines()
+    tokens, held_out = (
+        (folder / f"{name}.bin").stat().st_size // 2 for name in ("train", "heldout")
+    )
     # no progress of what takes no time
-    assert len(told) == 1 and told[0].startswith(f"prepared {folder}: ")
+    assert told == [
+        f"prepared {folder}: {tokens:,} tokens to train on, {held_out:,} for validation"
+    ]
     assert {p.name for p in tmp_path.iterdir()} == {"out", ".out.lock"}
     prepare_one(with_tokenizer)
     assert (
@@ -111,13 +128,50 @@ def test_name_of_a_mixture_s_tokenizer_made_before():
     assert str(common_tokenizer(cfg)) == "prepared/tokenizer-75cf6508cb91.model"
 
 
-def test_identity_decides_the_folder(corpus):
-    def name(**data):
-        return data_folders(make_config(data={"source": str(corpus), **data}))[0].name
+def folder_name(**data) -> str:
+    return data_folders(make_config(data={"source": "a.jsonl", **data}))[0].name
 
-    names = [name(), name(max_tokens=5), name(text_field="body"), name(subset="x")]
-    assert len(set(names)) == 4 and name() == names[0]
+
+OF_CONVERSATIONS = {"format", "messages_field", "chat_template"}
+
+
+def test_each_option_of_the_data_decides_the_folder_or_changes_no_token(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    deciding = {
+        "source": "b.jsonl",
+        "subset": "de",
+        "split": "test",
+        "text_field": "body",
+        "tokenizer": str(tmp_path),
+        "max_tokens": 7,
+        "order": "growing",
+        "validation": "c.jsonl",
+    }
+    options = {field.name for field in dataclasses.fields(config.Data)}
+    assert options == {*deciding, *OF_CONVERSATIONS, "path", "document_mask", "sources"}
+    names = [folder_name(), *(folder_name(**{name: deciding[name]}) for name in deciding)]
+    assert len({*names}) == len(names)
+    assert folder_name(document_mask=True) == names[0]
+    elsewhere = [make_config(data={"source": "a.jsonl", "path": path}) for path in (None, "here")]
+    assert identity(elsewhere[0]) == identity(elsewhere[1])
     assert data_folders(make_config())[0].name.startswith("python-stdlib-")
+
+
+@needs_extra("chat")
+def test_each_option_of_conversations_decides_the_folder(tmp_path):
+    """A template by its content, wherever it lies."""
+    for name, content in {"a": "first", "copy": "first", "b": "second"}.items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    def name(template: str = "a", **data) -> str:
+        return folder_name(tokenizer=str(tmp_path), chat_template=str(tmp_path / template), **data)
+
+    names = [name(format=each) for each in ("messages", "alpaca", "prompt_completion")]
+    names += [name(messages_field=field) for field in ("turns", "messages")]
+    names.append(name("b", format="alpaca"))
+    assert len({*names}) == len(names)
+    assert name("copy", format="alpaca") == names[1]
 
 
 def test_a_tokenizer_is_identified_by_its_content_and_not_by_the_models_rows(tmp_path):
@@ -166,11 +220,38 @@ def test_a_mixture_s_tokenizer_is_named_by_all_that_decides_the_text_it_is_train
 def test_what_a_source_leaves_out_is_that_of_the_table():
     from data.folder import sources_of
 
-    given = {"subset": "en", "split": "test", "text_field": "body", "max_tokens": 9}
-    own = {"subset": "de", "split": "dev", "text_field": "content", "max_tokens": 7}
+    given = {
+        "subset": "en",
+        "split": "test",
+        "text_field": "body",
+        "max_tokens": 9,
+        "format": "text",
+    }
+    own = {
+        "subset": "de",
+        "split": "dev",
+        "text_field": "content",
+        "max_tokens": 7,
+        "format": "text",
+        "validation": "own.jsonl",
+    }
     cfg = make_config(data={**given, "sources": [{"source": "a"}, {"source": "b", **own}]})
     first, second = (config.to_dict(part)["data"] for part in sources_of(cfg, None))
     assert first.items() >= given.items() and second.items() >= own.items()
+
+
+def test_a_tokenizer_that_was_trained_for_a_folder_may_be_named_later(corpus, prepared, tmp_path):
+    """The token files are the same; another one is refused."""
+    given = {"source": str(corpus), "path": str(prepared)}
+    tokenizer = tmp_path / "copy.model"
+    tokenizer.write_bytes((prepared / "tokenizer.model").read_bytes())
+    named = make_config(data={**given, "tokenizer": str(tokenizer)})
+    assert (
+        open_data(named, "train")[0].length == open_data(make_config(data=given), "train")[0].length
+    )
+    tokenizer.write_bytes(train_tokenizer(["the cat sat on the mat " * 99], 290))
+    with pytest.raises(ConfigError, match="was prepared with tokenizer = 'trained here'"):
+        open_data(named, "train")
 
 
 def test_another_identity_in_the_same_folder_is_refused(corpus, tmp_path):
@@ -268,9 +349,84 @@ def test_text_that_changed_while_it_was_prepared_stays_refused(corpus, tmp_path,
         prepare_one(config_for(copy, tmp_path))
 
 
-def test_max_tokens_and_wide_ids(corpus, tmp_path):
-    folder = prepare_one(config_for(corpus, tmp_path, max_tokens=1000))
-    assert 1000 <= open_stream(folder, "train", 320).length < 1100
+@pytest.mark.parametrize("characters", [1 << 18, 5000, 1])
+def test_max_tokens_end_the_text_at_a_document(
+    characters, corpus, with_tokenizer, prepared, tmp_path, monkeypatch
+):
+    """Also what is held out of it, however many documents are tokenized at once."""
+    monkeypatch.setattr("data.encode.CHUNK", characters)
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    tokenizer = Tokenizer(prepared / "tokenizer.model")
+    documents = [[*tokenizer.bos, *ids, *tokenizer.eos] for ids in tokenizer.encode(texts)]
+    held_out = [number for number, text in enumerate(texts) if is_validation(text)]
+    train: list[int] = []
+    for number in range(held_out[1]):  # the second one is the first that isn't read
+        if number not in held_out:
+            train += documents[number]
+    data = dataclasses.replace(with_tokenizer.data, max_tokens=len(train))
+    prepare_text(begin_all(dataclasses.replace(with_tokenizer, data=data)), 0)
+    for split, expected in (("train", train), ("heldout", documents[held_out[0]])):
+        stream = open_stream(tmp_path / "out", split, 320)
+        assert stream.read(0, stream.length)[1].tolist() == expected
+
+
+@pytest.mark.parametrize("limit", [None, 3000])
+def test_progress_is_the_larger_share_of_the_text_and_of_the_limit(
+    limit, corpus, with_tokenizer, tmp_path, monkeypatch
+):
+    lines = corpus.read_text().splitlines(keepends=True)
+    for name, part in {"a": lines[:31], "b": [], "c": lines[31:]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    sizes = [(tmp_path / f"{name}.jsonl").stat().st_size for name in "abc"]
+    told = []
+
+    def progress(name: str, manifest: dict, share: float, before: int, seconds: float) -> str:
+        file, _, _, byte, _ = manifest["place"]
+        of_text = (sum(sizes[:file]) + byte) / sum(sizes)
+        of_limit = manifest["tokens"]["train"] / limit if limit else 0
+        told.append((share, max(of_text, min(1, of_limit))))
+        return name
+
+    monkeypatch.setattr("data.prepare.progress", progress)
+    monkeypatch.setattr("data.prepare.LOG_SECONDS", 0.0)
+    monkeypatch.setattr("data.encode.CHUNK", 1000)
+    options = {"source": str(tmp_path / "?.jsonl"), "max_tokens": limit}
+    data = dataclasses.replace(with_tokenizer.data, **options)
+    prepare_text(begin_all(dataclasses.replace(with_tokenizer, data=data)), 0)
+    assert len(told) > 5 and [share for share, _ in told] == [share for _, share in told]
+    assert told[-1][0] == 1.0 if limit else told[-1][0] > 0.9
+
+
+@pytest.mark.parametrize("terminal, pause", [(False, 12), (True, 3)])
+def test_progress_is_told_every_ten_seconds_and_recorded_every_five(
+    terminal, pause, with_tokenizer, monkeypatch
+):
+    """Reading a chunk takes three. A terminal's line is always new."""
+    clock = SimpleNamespace(now=0)
+
+    def timed(*arguments):
+        for chunk in encode.chunks(*arguments):
+            clock.now += 3
+            yield chunk
+
+    told, recorded = [], []
+    record = TokenWriter.record
+    monkeypatch.setattr(
+        TokenWriter, "record", lambda writer: (recorded.append(clock.now), record(writer))
+    )
+    for name, value in {
+        "data.encode.CHUNK": 5000,
+        "data.prepare.chunks": timed,
+        "data.prepare.on_terminal": lambda: terminal,
+        "data.prepare.progress": lambda *unused: told.append(clock.now),
+        "data.prepare.time": SimpleNamespace(monotonic=lambda: clock.now),
+    }.items():
+        monkeypatch.setattr(name, value)
+    prepare_text(begin_all(with_tokenizer), 0)
+    last_chunk = clock.now - 3  # the one behind it has no document
+    assert last_chunk > 36
+    assert told == [*range(pause, last_chunk + 1, pause)]
+    assert recorded == [*range(6, last_chunk + 1, 6), clock.now]
 
 
 class Endless:
@@ -332,7 +488,10 @@ BAD_INPUT = {
     "number for text": (GOOD + '{"text": 5}\n', "line 2: field 'text' must be text, not int"),
     "null": (GOOD + '{"text": null}\n', "line 2: field 'text' must be text, not NoneType"),
     "list for a row": (GOOD + "[1]\n", "line 2: has no field"),
-    "lone surrogate": (GOOD * 2 + '{"text": "a\\ud800"}\n', "line 3: is not valid Unicode"),
+    "lone surrogate": (
+        GOOD * 2 + '{"text": "a\\ud800"}\n',
+        "line 3: is not valid Unicode: surrogates not allowed at character 1$",
+    ),
     "empty file": ("", "holds no text"),
     "documents all empty": ('{"text": ""}\n' * 5, "holds no text"),
     "too little text": (
@@ -599,10 +758,14 @@ def test_a_mixture_trains_one_tokenizer_and_keeps_its_sources_apart(corpus, tmp_
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "mixed").rglob("*")} == before
 
 
-@pytest.mark.parametrize("entries, million", [(320, 4), (4000, 8)])
+@pytest.mark.parametrize(
+    "entries, order, million",
+    [(320, "global", 4), (4000, "global", 8), (10_000, "growing", 8), (320, "growing", 4)],
+)
 def test_a_mixture_s_tokenizer_reads_of_each_source_its_share(
-    entries, million, corpus, tmp_path, monkeypatch
+    entries, order, million, corpus, tmp_path, monkeypatch, capsys
 ):
+    """Less where a run waits for it."""
     read: dict[str, int] = {}
 
     def endless(data: config.Data, *unused):
@@ -625,9 +788,13 @@ def test_a_mixture_s_tokenizer_reads_of_each_source_its_share(
         prepare(
             make_config(
                 model={"vocab_size": entries},
-                data={"sources": sources, "path": str(tmp_path / "mixed")},
+                data={"sources": sources, "path": str(tmp_path / "mixed"), "order": order},
             )
         )
+    assert capsys.readouterr().err == (
+        f"training a tokenizer of {entries:,} vocabulary entries on up to {million} MB of "
+        f"{corpus}, {corpus.parent}\n"
+    )
     assert read == {str(corpus): million * 3 * 10**5, str(corpus.parent): million * 7 * 10**5}
 
 
@@ -834,7 +1001,10 @@ def test_progress_overwrites_itself_on_a_terminal_and_is_lines_in_a_log(terminal
     stream = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
     for tokens in (400, 500):
-        state = {"tokens": {"train": tokens}, "documents": {"train": tokens // 10}}
+        state = {
+            "tokens": {"train": tokens - 9, "heldout": 9},
+            "documents": {"train": tokens // 10 - 1, "heldout": 1},
+        }
         report(progress("words", state, tokens / 1000, 100, 2.0), stays=False)
     report("done")
     found = stream.getvalue()
@@ -843,15 +1013,13 @@ def test_progress_overwrites_itself_on_a_terminal_and_is_lines_in_a_log(terminal
     )
     assert ("\r" in found) == terminal
     *_, before, last = [part for part in re.split(r"[\r\n]|\x1b\[K", found) if "words" in part]
-    for part, share, tokens, documents in (
-        (before, "40%", "400/1.00k", 40),
-        (last, "50%", "500/1.00k", 50),
+    # a rate is of what was made now: 300 tokens in two seconds
+    for part, share, tokens, rate, documents in (
+        (before, "40%", "400/1.00k", "150 tokens/s", 40),
+        (last, "50%", "500/1.00k", "200 tokens/s", 50),
     ):
-        assert (
-            part.startswith(f"words:  {share}|")
-            and tokens in part
-            and f" tokens/s, {documents} documents]" in part
-        )
+        assert part.startswith(f"words:  {share}|")
+        assert tokens in part and part.endswith(f"{rate}, {documents} documents]")
 
 
 def test_an_error_is_printed_on_a_line_that_progress_left_clear(prepared, tmp_path, monkeypatch):
@@ -946,7 +1114,7 @@ def killed(*unused):
     raise Killed
 
 
-def test_killed_at_the_end_it_resumes_at_the_end(corpus, prepared, tmp_path, monkeypatch):
+def test_killed_at_the_end_it_resumes_at_the_end(corpus, prepared, tmp_path, monkeypatch, capsys):
     cfg = config_for(corpus, tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr("data.prepare.sha256_of", killed)
@@ -954,7 +1122,79 @@ def test_killed_at_the_end_it_resumes_at_the_end(corpus, prepared, tmp_path, mon
             prepare_one(cfg)
     monkeypatch.setattr("data.folder._train_tokenizer", killed)
     monkeypatch.setattr("data.writer.TokenWriter.append", killed)
+    capsys.readouterr()
     assert content(prepare_one(cfg)) == content(prepared)
+    assert capsys.readouterr().err.startswith(f"resuming after 400 documents of {corpus}\n")
+
+
+@pytest.mark.parametrize("held_out", [0, 1, 2])
+def test_what_is_held_out_has_an_input_and_its_target(held_out, with_tokenizer):
+    """One token has none: then it is of train.bin."""
+    [(folder, _)] = begin_all(with_tokenizer)
+    writer = TokenWriter(folder, growing=False)
+    if held_out:
+        writer.append("heldout", bytes(2 * held_out))
+    writer.append("train", bytes(2 * 500))
+    writer.end()
+    writer.close()
+    expected = ["heldout", 0, 2] if held_out == 2 else ["train", 495, 500]
+    assert read_manifest(folder)["validation"] == expected
+
+
+@pytest.mark.parametrize(
+    "sizes", [[37] * 40, [300, 690, 400], [990, 10, 5], [995, 5, 7], [400, 100], [7, 993]], ids=str
+)
+def test_conversations_are_held_out_whole(sizes, with_tokenizer, monkeypatch):
+    """Those that hold a token of the last hundredth of the first tokens, here 1,000, and end in these; else the last
+    that does."""
+    monkeypatch.setattr("data.record.FIRST_BORDER", 1000)
+    [(folder, _)] = begin_all(with_tokenizer)
+    writer = TokenWriter(folder, growing=False, whole_documents=True)
+    for size in sizes:
+        writer.append("train", os.urandom(2 * size))
+    writer.end()
+    writer.close()
+    end = min(1000, sum(sizes))
+    first = end - end // 100
+    borders = itertools.pairwise([0, *itertools.accumulate(sizes)])
+    whole = [document for document in borders if document[1] <= end]
+    held_out = [document for document in whole if document[1] > first] or whole[-1:]
+    begin, end = held_out[0][0], held_out[-1][1]
+    manifest = read_manifest(folder)
+    assert manifest["validation"] == ["train", begin, end]
+    text = (folder / "train.bin").read_bytes()[2 * begin : 2 * end]
+    assert manifest["validation_hash"] == hashlib.sha256(text).hexdigest()
+
+
+def test_token_files_end_where_their_record_does(with_tokenizer):
+    """Behind it may be more, of an attempt on text that was mended since; where there is less, it is named."""
+    [(folder, _)] = begin_all(with_tokenizer)
+
+    def writer_of(documents: int) -> TokenWriter:
+        writer = TokenWriter(folder, growing=False)
+        for split in ("train", "heldout"):
+            for _ in range(documents):
+                writer.append(split, bytes(2 * 7))
+        return writer
+
+    first = writer_of(2)
+    first.record()
+    first.close()
+    killed_later = writer_of(9)
+    for file in killed_later.files:
+        file.sync()
+    killed_later.close()
+    last = writer_of(3)
+    last.end()
+    last.close()
+    sizes = {path.name: path.stat().st_size for path in folder.glob("*.bin")}
+    ends = dict.fromkeys(["train.ends.bin", "heldout.ends.bin"], 8 * 5)
+    assert sizes == {"train.bin": 2 * 7 * 5, "heldout.bin": 2 * 7 * 5, **ends}
+    for name, size in sizes.items():
+        os.truncate(folder / name, size - 1)
+        with pytest.raises(ConfigError, match=f"{name}: has {size - 1} bytes, .* says {size}: "):
+            TokenWriter(folder, growing=False)
+        os.truncate(folder / name, size)
 
 
 def test_a_mixture_goes_on_that_was_killed_as_its_tokenizer_was_written(
@@ -1160,6 +1400,57 @@ def test_a_killed_process_of_the_pool_is_reported_and_loses_nothing(
     prepare_one(with_tokenizer)
 
 
+def test_processes_that_are_killed_now_and_then_end_no_preparation(monkeypatch, capsys):
+    """Twice over each of five chunks, which come in their order; three times over one is too often."""
+    attempts: dict[str, int] = {}
+
+    def result(text: str) -> encode.Encoded:
+        attempts[text] = attempts.get(text, 0) + 1
+        if attempts[text] <= kills:
+            raise concurrent.futures.process.BrokenProcessPool
+        return [(False, text.encode())]
+
+    def submit(function: object, documents: list[str]) -> SimpleNamespace:
+        return SimpleNamespace(result=lambda: result(*documents))
+
+    pool = SimpleNamespace(submit=submit, shutdown=lambda **options: None)
+    monkeypatch.setattr("data.encode._start_pool", lambda workers: pool)
+    kills = 2
+    cut = [encode.Chunk([str(i)], len, None, None) for i in range(5)]
+    done = [*encode.encode_in_order(iter(cut), 1)]
+    assert done == [(chunk, [(False, str(i).encode())]) for i, chunk in enumerate(cut)]
+    assert capsys.readouterr().err.count("was killed (is the host out of memory?); starting") == 10
+    attempts.clear()
+    kills = 3
+    with pytest.raises(OSError, match="the same command resumes here"):
+        next(encode.encode_in_order(iter(cut), 1))
+
+
+class InChunks:
+    """What _interleave() needs of a preparation: chunks of a letter, so many times, with their numbers."""
+
+    def __init__(self, letter: str, sizes: list[int]):
+        self.made = [
+            encode.Chunk([letter * size], len, number, None) for number, size in enumerate(sizes)
+        ]
+
+    def chunks(self):
+        return iter(self.made)
+
+
+def test_sources_are_prepared_side_by_side():
+    """The texts of neither are far ahead of the other's, while both last; each comes in its order."""
+    read = {"a": 0, "b": 0}
+    numbers: dict[str, list[int]] = {"a": [], "b": []}
+    for chunk in _interleave([InChunks("a", [97] * 5), InChunks("b", [13] * 30)]):
+        [text] = chunk.documents
+        read[text[0]] += len(text)
+        numbers[text[0]].append(chunk.target)
+        if read["b"] < 13 * 30:
+            assert abs(read["a"] - read["b"]) <= 97
+    assert numbers == {"a": [*range(5)], "b": [*range(30)]}
+
+
 def test_a_file_system_that_does_not_sync_folders_is_used(with_tokenizer, monkeypatch, capsys):
     """CIFS and gocryptfs refuse it, each with an error of its own; files are synced, and one line says so."""
     fsync = os.fsync
@@ -1230,4 +1521,34 @@ def test_a_lock_that_is_held_too_long_is_not_waited_for(
     told = capsys.readouterr().err
     assert f"{tmp_path / '.out.lock'}: held for 0 s: preparing {folder} too" in told
     assert is_complete(read_manifest(folder))
+    held.release()
+
+
+def test_a_process_that_records_now_and_then_is_waited_for(
+    with_tokenizer, tmp_path, monkeypatch, capsys
+):
+    """Five minutes in all; a minute without a record is too long."""
+    [(folder, _)] = begin_all(with_tokenizer)
+    held = files.lock(tmp_path / ".out.lock")
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("data.prepare.time", SimpleNamespace(monotonic=lambda: clock.now))
+    turn = Turn(folder)
+    manifest = read_manifest(folder)
+
+    def has_come() -> bool:
+        clock.now += 1
+        with contextlib.ExitStack() as locks:
+            return turn.has_come(locks)
+
+    for second in range(5 * 59 + 1):
+        if second % 59 == 0:
+            manifest["tokens"]["train"] += 1
+            write_manifest(folder, manifest)
+        assert not has_come()
+    assert not any(has_come() for _ in range(60))
+    assert capsys.readouterr().err == (
+        f"waiting for another process that prepares {folder}: another process\n"
+    )
+    assert has_come()
+    assert "has not recorded anything for 60 s\n" in capsys.readouterr().err
     held.release()

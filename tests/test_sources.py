@@ -165,6 +165,36 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
         list(open_source(config_for(tmp_path / "texts.csv", tmp_path).data))
 
 
+def written(folder: pathlib.Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"# {name}\n")
+
+
+def test_of_the_library_tests_and_packages_are_left_out(tmp_path, monkeypatch):
+    written(tmp_path, "a.py", "email/b.py", "email/test.py", "email/c.txt")
+    written(tmp_path, "site-packages/d.py", "dist-packages/e.py", "test/f.py", "email/tests/g.py")
+    monkeypatch.setattr("data.sources.stdlib_folder", lambda: tmp_path)
+    assert stdlib_files() == [tmp_path / name for name in ("a.py", "email/b.py", "email/test.py")]
+
+
+def test_a_library_that_lies_elsewhere_is_no_new_text(tmp_path, monkeypatch):
+    """As a Python of the same version on another machine; of the same one a new file is."""
+    d = make_config().data
+    place = tmp_path / "here"
+    monkeypatch.setattr("data.sources.stdlib_folder", lambda: place)
+    written(place, "a.py", "b.py")
+    written(tmp_path / "there", "a.py", "b.py")
+    begun = Files(d)
+    assert len(list(begun)) == 2
+    place = tmp_path / "there"
+    Files(d, begun.state, {"files": begun.files}).compare_with_text(tmp_path)
+    place = tmp_path / "here"
+    written(place, "new.py")
+    with pytest.raises(ConfigError, match=r"here/new\.py came after"):
+        Files(d, begun.state, {"files": begun.files}).compare_with_text(tmp_path)
+
+
 class Texts(list):
     """What chunks() needs of a source."""
 
@@ -183,6 +213,9 @@ def test_chunks_hold_all_texts_in_order():
     assert all(sum(map(len, chunk[:-1])) < CHUNK for chunk in cut) and [
         chunk.documents for chunk in chunks(Texts(), len)
     ] == [[]]
+
+
+OF_EVEN_ROWS = ("jsonl", "json", "txt", "parquet", "two parquets", "two files")
 
 
 @pytest.mark.parametrize(
@@ -253,6 +286,10 @@ def test_a_source_resumes_from_any_place(kind, corpus, tmp_path, monkeypatch):
         assert list(itertools.islice(source, read)) == whole[:read]
         state, share = json.loads(json.dumps(source.resume_state())), source.fraction_read()
         assert 0 <= share <= 1 and (share == 0) == (read == 0)
+        if read == len(whole):
+            assert share > 0.99
+        if read == len(whole) // 2 and kind in OF_EVEN_ROWS:
+            assert share == pytest.approx(0.5, abs=0.1)
         assert list(open_source(d, state)) == whole[read:]
 
 
@@ -295,9 +332,20 @@ def test_an_array_is_read_in_blocks_of_any_size(monkeypatch):
                 assert before.count(b"\n") + 1 >= element.line and element.number == number
                 rest = json_array.elements(io.BytesIO(content), 1 << 20, number, element.byte)
                 assert list(rest) == read[number:]
+    even = json.dumps(["x" * 58] * 99).encode()  # 60 bytes each
+    assert [e.problem for e in json_array.elements(io.BytesIO(even), 60)] == [None] * 99
+    [refused] = json_array.elements(io.BytesIO(even), 59)
+    assert refused.number == 1 and "is longer than" in refused.problem
     long = b'[{"a": 1}, {"a": "' + b"x" * 5000
     *_, last = json_array.elements(io.BytesIO(long), 4096)
     assert last.number == 2 and "is longer than 0 MiB" in last.problem
+
+
+@pytest.mark.parametrize("space", [b"", b"\n" * 5000, b" " * 4095 + b"\n"], ids=len)
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_an_array_is_known_by_its_first_character(mark, space):
+    for content, expected in ((b"[1]", True), (b'{"a": [1]}', False), (b"", False)):
+        assert json_array.holds_array(io.BytesIO(mark + space + content)) is expected
 
 
 def test_of_what_save_to_disk_wrote_a_split_is_read(tmp_path):
@@ -317,15 +365,22 @@ def test_of_what_save_to_disk_wrote_a_split_is_read(tmp_path):
         open_source(d)
 
 
-def test_a_long_parquet_resumes_in_any_of_its_batches(tmp_path):
-    """It is read 1,024 rows at a time."""
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_long_table_resumes_in_any_of_its_batches(kind, tmp_path):
+    """It is read 1,024 rows at a time, also where a batch of the file has more."""
     import pyarrow
     import pyarrow.parquet
 
     texts = [f"row {i}" for i in range(3000)]
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "long.parquet")
-    d = config_for(tmp_path / "long.parquet", tmp_path).data
-    for read in (1000, 1024, 1500, 2900):
+    table = pyarrow.table({"text": texts})
+    path = tmp_path / f"long.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_file(path, table.schema) as file:
+            file.write_table(table, max_chunksize=2600)
+    d = config_for(path, tmp_path).data
+    for read in (1000, 1024, 1500, 2600, 2900):
         source = open_source(d)
         assert list(itertools.islice(source, read)) == texts[:read]
         assert list(open_source(d, source.resume_state())) == texts[read:]
