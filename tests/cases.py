@@ -112,6 +112,25 @@ def train_all(cases: dict[str, dict], output: str, kernels: bool = False) -> dic
     return found
 
 
+def train_in_turn(runs: list[dict]) -> list[str]:
+    """Trains these, one after the other in one process group. What refused each, "" where nothing did."""
+    found = []
+    with process_group() as world, without_kernels():
+        for sections in runs:
+            cfg = make_config(**sections)
+            torch._dynamo.reset()  # another model is no other shape of this one
+            found.append("")
+            TT = time.process_time(); T2 = time.time()  # TEMP
+            try:
+                run_training(cfg, world_for(cfg, world))
+            except ConfigError as error:
+                found[-1] = str(error)
+            except BaseException as error:
+                raise RuntimeError(f"of {sections}") from error.__context__ or error
+            open(f"/tmp/times-{world.size}-{world.rank}", "a").write(f"{time.process_time()-TT:.3f} {time.time()-T2:.3f} {sections['run']['name']} {sections['parallel']['compile']}\n")  # TEMP
+    return found
+
+
 def train_forked(change: str, *arguments) -> dict[str, list[dict]]:
     """train_all() of a fork: `change` names it in tests/forks.py."""
     with getattr(forks, change)():

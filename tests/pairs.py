@@ -40,8 +40,6 @@ MESHES = {
     "replicate 2 x 2": (4, {"dp_replicate": 2}),
     "2 x tp 2": (4, {"dp_shard": 2, "tp": 2}),
     "cp 2 x tp 2": (4, {"cp": 2, "tp": 2}),
-    "cp 4": (4, {"cp": 4}),
-    "tp 4": (4, {"tp": 4}),
 }
 MESH_OPTIONS = ("parallel.dp_replicate", "parallel.dp_shard", "parallel.cp", "parallel.tp")
 
@@ -85,7 +83,7 @@ OPTIONS: dict[str, list] = {
             {"source": "@a.jsonl", "weight": 1.5, "text_field": "title", "max_tokens": 521},
         ],
     ],
-    "train.seq_len": [16, 24, 19],
+    "train.seq_len": [32, 24, 19],
     "train.global_batch_size": [8, 12, 5],
     "train.micro_batch_size": [None, 1, 2],
     "train.max_grad_norm": [1.0, "off", 0.1],
@@ -425,16 +423,20 @@ def joined(case: Case, option: str, index: int) -> Case | None:
 
 
 def is_accepted(case: Case, folder: pathlib.Path) -> bool:
-    """Whether config.py and the model take it."""
+    """Whether config.py takes it, and the model what names its parameters."""
+    from model.build import meta_model
     from parallel.fsdp import replicated_parameters
 
     try:
         cfg = make_config(**sections_of(case, folder))
         config.mesh_shape(cfg, ranks_of(case))
-        if cfg.parallel.replicated:
-            from model.build import meta_model
+        p = cfg.parallel
+        if p.replicated:
+            replicated_parameters(meta_model(cfg.model, cfg.lora), p)
+        if p.float8 != "none":
+            from extras.float8.matmul import use_float8
 
-            replicated_parameters(meta_model(cfg.model, cfg.lora), cfg.parallel)
+            use_float8(meta_model(cfg.model).blocks, p.float8, "cpu")
     except config.ConfigError:
         return False
     return True

@@ -60,7 +60,11 @@ def texts_of(pattern: str, field: str, growing: bool) -> list[str]:
 
 @functools.cache
 def tokenizer_of(path: str) -> sentencepiece.SentencePieceProcessor:
-    return sentencepiece.SentencePieceProcessor(model_file=path)
+    """Of a file, or of the folder that it is in."""
+    file = pathlib.Path(path)
+    if file.is_dir():
+        file = file / "tokenizer.model"
+    return sentencepiece.SentencePieceProcessor(model_file=str(file))
 
 
 def joined(documents: list[list[int]], held_out: tuple[int, int] | None = None) -> Text:
@@ -430,9 +434,10 @@ class Run:
                 "lr": lr,
                 "batch_digest": digests % 2**53,
                 "targets": targets,
+                "tokens": t.global_batch_size * t.seq_len,
             }
             due = cfg.eval and cfg.eval.every_steps and step % cfg.eval.every_steps == 0
-            if cfg.eval and (due or step == last):
+            if cfg.eval and (due or step == t.steps):
                 self.evaluations[step] = self.evaluate(cfg, sources)
 
     def losses(self, cfg: config.Config, rows: list[tuple]) -> tuple[Tensor, int]:
