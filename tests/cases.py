@@ -118,16 +118,15 @@ def train_in_turn(runs: list[dict]) -> list[str]:
     with process_group() as world, without_kernels():
         for sections in runs:
             cfg = make_config(**sections)
-            torch._dynamo.reset()  # another model is no other shape of this one
+            torch._dynamo.reset()  # another model is no other shape of the one before
             found.append("")
-            TT = time.process_time(); T2 = time.time()  # TEMP
             try:
                 run_training(cfg, world_for(cfg, world))
-            except ConfigError as error:
-                found[-1] = str(error)
-            except BaseException as error:
-                raise RuntimeError(f"of {sections}") from error.__context__ or error
-            open(f"/tmp/times-{world.size}-{world.rank}", "a").write(f"{time.process_time()-TT:.3f} {time.time()-T2:.3f} {sections['run']['name']} {sections['parallel']['compile']}\n")  # TEMP
+            except (ConfigError, SystemExit) as error:
+                cause = error if isinstance(error, ConfigError) else error.__context__
+                if not isinstance(cause, ConfigError):
+                    raise RuntimeError(f"of {sections}") from cause
+                found[-1] = str(cause)
     return found
 
 

@@ -46,7 +46,7 @@ MESH_OPTIONS = ("parallel.dp_replicate", "parallel.dp_shard", "parallel.cp", "pa
 # By option: its value in most runs, then the others. None: absent. A path that begins with @ is in the folder of
 # materials(). Of "mesh" see MESHES.
 OPTIONS: dict[str, list] = {
-    "mesh": ["2", *(mesh for mesh in MESHES if mesh != "2")],
+    "mesh": ["2", "1", "replicate 2", "cp 2", "tp 2", "replicate 2 x 2", "cp 2 x tp 2", "2 x tp 2"],
     "run.seed": [0, 7, 2**40 + 1],
     "model.dim": [32, 48],
     "model.n_layers": [2, 3],
@@ -112,7 +112,7 @@ OPTIONS: dict[str, list] = {
     "parallel.cpu_offload": [False, True],
     "parallel.one_memory_pool": [False, True],
     "parallel.sync_every_micro_batch": [True, False],
-    "parallel.recompute": ["none", "elementwise", "selective", "full", 1, 2],
+    "parallel.recompute": ["none", "elementwise", "selective", "full", 2],
     "parallel.compile": [False, True],
     "parallel.float8": ["none", "tensorwise", "rowwise"],
     "lora": [False, True],
@@ -147,12 +147,15 @@ NEEDS: dict[tuple[str, Any], dict[str, Any]] = {
     ("checkpoint.keep_every_steps", ...): {"checkpoint.keep_last": 1},
     ("checkpoint.resume", 1): {"checkpoint.save_every_steps": 1},
 }
+# Values of the nightly array alone.
+NIGHTLY = {("parallel.compile", True), ("mesh", "2 x tp 2")}
 # The options that turn a table on.
 SWITCHES = ("model.rope_scaling", "lora", "checkpoint", "eval")
 # Of the model, not from the folder that init_from names.
 OF_THE_RUN = ("model.init_from", "model.freeze", "model.vocab_size")
 # In as few runs as can be: these take longest.
 COSTLY = {("parallel.compile", True), *(("mesh", mesh) for mesh in MESHES if MESHES[mesh][0] > 2)}
+QUICK = 40
 # Options that no run of a few steps shows: the test that observes each.
 TESTS = "tests/test_{}.py: test_{}".format
 ELSEWHERE = {
@@ -296,8 +299,6 @@ def write_base(folder: pathlib.Path, kind: str, more: dict) -> None:
         generator = torch.Generator().manual_seed(number)
         weight = 0.1 * torch.randn(p.shape, generator=generator)
         theirs = name_in_folder(name)
-        if more and name == "head.weight":
-            theirs = name_in_folder("embedding.weight")
         weights[theirs] = weight + 1 if p.ndim == 1 else weight
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -431,6 +432,9 @@ def is_accepted(case: Case, folder: pathlib.Path) -> bool:
         cfg = make_config(**sections_of(case, folder))
         config.mesh_shape(cfg, ranks_of(case))
         p = cfg.parallel
+        c = cfg.checkpoint
+        if c and isinstance(c.resume, int) and (c.save_every_steps != 1 or c.keep_last == 1):
+            return False  # it isn't there
         if p.replicated:
             replicated_parameters(meta_model(cfg.model, cfg.lora), p)
         if p.float8 != "none":
@@ -447,8 +451,15 @@ class Array:
     Greedy: each case begins with a pair that is in none yet, and takes of each other option the value that adds most."""
 
     def __init__(self, folder: pathlib.Path, whole: bool = False):
-        """whole: of any two options, whether they share a room or not."""
+        """whole: of any two options, whether they share a room or not, and the NIGHTLY values."""
         self.folder = folder
+        self.values = {}
+        for option, values in OPTIONS.items():
+            self.values[option] = [
+                index
+                for index, value in enumerate(values)
+                if whole or not any(option == o and value == v for o, v in NIGHTLY)
+            ]
         self.partners = {option: partners_of(option, whole) for option in OPTIONS}
         self.missing = dict.fromkeys(self._all_pairs())
         self.pairs = len(self.missing)
@@ -456,14 +467,13 @@ class Array:
         self.cases: list[Case] = []
         while self.missing:
             self._add_case()
+        self._sort()
 
     def _all_pairs(self) -> Iterator[Pair]:
         for option, others in self.partners.items():
             for other in others:
                 if option < other:
-                    for i, j in itertools.product(
-                        range(len(OPTIONS[option])), range(len(OPTIONS[other]))
-                    ):
+                    for i, j in itertools.product(self.values[option], self.values[other]):
                         yield (option, i), (other, j)
 
     def _add_case(self) -> None:
@@ -489,7 +499,8 @@ class Array:
 
     def _with_best(self, case: Case, option: str) -> Case:
         gains = []
-        for index, value in enumerate(OPTIONS[option]):
+        for index in self.values[option]:
+            value = OPTIONS[option][index]
             is_costly = any(option == o and value == v for o, v in COSTLY)
             gain = sum(
                 pair_of((option, index), (other, case[other])) in self.missing
@@ -503,6 +514,19 @@ class Array:
             if found and is_accepted(found, self.folder):
                 return found
         return case
+
+    def _sort(self) -> None:
+        """First the case that has most pairs, then the one that adds most to it, and so on."""
+        left = [(case, {*self.covered(case)} & {*self._all_pairs()}) for case in self.cases]
+        seen: set[Pair] = set()
+        self.cases = []
+        self.pairs_after = []
+        while left:
+            best = max(range(len(left)), key=lambda i: len(left[i][1] - seen))
+            case, its_pairs = left.pop(best)
+            seen |= its_pairs
+            self.cases.append(case)
+            self.pairs_after.append(len(seen))
 
     def covered(self, case: Case) -> Iterator[Pair]:
         values = [(option, case.get(option, 0)) for option in OPTIONS if counts(case, option)]

@@ -224,8 +224,9 @@ def logits_of(
     same = documents[:, :, None] == documents[:, None, :]  # (B, T, T)
     sees = same & (index[:, None] >= index)
     positions = index - same.int().argmax(-1)  # from the first token of the document
-    head = weights["head.weight"]
-    x = weights.get("embedding.weight", head)[inputs]
+    embedding = weights["embedding.weight"]
+    head = weights.get("head.weight", embedding)
+    x = embedding[inputs]
     groups = m.n_heads // m.n_kv_heads
     for i in range(m.n_layers):
 
@@ -282,19 +283,22 @@ def name_in_adapter(name: str) -> str:
 
 
 def first_weights(cfg: config.Config) -> dict[str, Tensor]:
-    fresh = meta_model(cfg.model, cfg.lora)
-    materialize(fresh, cfg.run.seed, torch.device("cpu"))
-    weights = {name: p.detach() for name, p in fresh.named_parameters()}
+    """Of a base, of adapters, and fresh ones."""
+    weights = {}
+    stored = {}
     if cfg.model.init_from:
         stored = load_file(f"{cfg.model.init_from}/model.safetensors")
-        for name in weights:
-            if "lora_" not in name:
-                weights[name] = kept(name, stored[name_in_folder(name)], cfg.lora)
+        for name, _ in meta_model(cfg.model).named_parameters():
+            weights[name] = kept(name, stored[name_in_folder(name)], cfg.lora)
     if cfg.lora and cfg.lora.init_from:
         stored = load_file(f"{cfg.lora.init_from}/adapter_model.safetensors")
-        for name in weights:
-            if "lora_" in name:
-                weights[name] = stored[name_in_adapter(name)]
+    fresh = meta_model(cfg.model, cfg.lora)
+    materialize(fresh, cfg.run.seed, torch.device("cpu"))
+    for name, p in fresh.named_parameters():
+        if "lora_" in name:
+            weights[name] = stored.get(name_in_adapter(name), p.detach())
+        elif not cfg.model.init_from:
+            weights[name] = p.detach()
     return {name: weight.double() for name, weight in weights.items()}
 
 
@@ -475,13 +479,10 @@ class Run:
             "bits_per_byte": sum(nats) / math.log(2) / sum(sizes),
         }
         if cfg.data.sources:
-            names = [source.name for source in sources]
-            found["loss_by_source"] = {
-                name: n / t for name, n, t in zip(names, nats, targets)
-            }
-            found["bits_per_byte_by_source"] = {
-                name: n / math.log(2) / size for name, n, size in zip(names, nats, sizes)
-            }
+            found["loss_by_source"] = [n / t for n, t in zip(nats, targets)]
+            found["bits_per_byte_by_source"] = [
+                n / math.log(2) / size for n, size in zip(nats, sizes)
+            ]
         return found
 
 

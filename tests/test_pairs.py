@@ -70,7 +70,7 @@ def folder(tmp_path_factory, prepared):
 
 @pytest.fixture(scope="module")
 def trained(folder, on_ranks) -> list[Trained]:
-    return train(pairs.Array(folder).cases, folder, on_ranks)
+    return train(pairs.Array(folder).cases[: pairs.QUICK], folder, on_ranks)
 
 
 def train(array: list[pairs.Case], folder, on_ranks) -> list[Trained]:
@@ -82,6 +82,8 @@ def train(array: list[pairs.Case], folder, on_ranks) -> list[Trained]:
         sections["run"] |= {"name": f"case-{number}", "output_dir": str(folder / "runs")}
         run = Trained(case, f"case-{number}", legs_of(sections), [])
         found.setdefault(pairs.ranks_of(case), []).append(run)
+    import os  # TEMP
+    found = {r: v for r, v in found.items() if str(r) in os.environ.get("PR", "1,2,4")}  # TEMP
     for ranks, runs in sorted(found.items()):
         launches = []
         for run in runs:
@@ -184,7 +186,8 @@ def check(run: Trained, folder) -> None:
     assert [row["step"] for row in evaluations] == [*wanted.evaluations]
     for ours, theirs in zip(evaluations, wanted.evaluations.values()):
         for key, value in theirs.items():
-            assert ours[key] == pytest.approx(value, rel=tolerance.loss), key
+            its = [*ours[key].values()] if key.endswith("_by_source") else ours[key]
+            assert its == pytest.approx(value, rel=tolerance.loss), key
     folders = sorted((output / "checkpoints").glob("step-????????"))
     assert [int(path.name[5:]) for path in folders] == sorted(saved)
     if saved and tolerance.loss == 1e-5:
