@@ -1,19 +1,17 @@
-"""Every option at its values, and any two options that touch the same code together: which runs tests/test_pairs.py makes.
+"""Every option at its values, and any two that touch the same code together: the runs of tests/test_pairs.py.
 
     python -m tests.pairs          the options, their values, the pairs and the cases as a table
 
-A new option of config.py needs a line in OPTIONS, with a room in ROOMS for each part of the code that it touches, or, if
-no run of a few steps can show it, one in ELSEWHERE.
+A new option of config.py needs a line in OPTIONS, with a room in ROOMS for each part of the code that it touches, or,
+if no run of a few steps can show it, one in ELSEWHERE.
 """
 
 import dataclasses
 import fnmatch
-import functools
 import itertools
 import json
 import pathlib
 import random
-import re
 import sys
 import tempfile
 import time
@@ -24,8 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 import config
-import schema
-from tests.conftest import REPO, make_config, words
+from tests.conftest import make_config, words
 
 STEPS = 4
 FIRST_LEG = 2  # steps before a run with [checkpoint] is started again
@@ -92,7 +89,7 @@ OPTIONS: dict[str, list] = {
     "optim.lr": [3e-3, 1e-2, 5e-4],
     "optim.muon_lr": [None, 6e-3, 1e-3],
     "optim.muon_momentum": [0.95, 0.8, 0.0],
-    "optim.betas": [[0.9, 0.95], [0.0, 0.99], [0.8, 0.0]],
+    "optim.betas": [[0.9, 0.95], [0.0, 0.99], [0.7, 0.8]],
     "optim.eps": [1e-8, 1e-2, 1e-4],
     "optim.weight_decay": [0.1, 0.0, 3.0],
     "optim.warmup_steps": [0, 1, 2],
@@ -140,9 +137,7 @@ NEEDS: dict[tuple[str, Any], dict[str, Any]] = {
     ("optim.decay_steps", ...): {"optim.schedule": "wsd"},
     ("optim.muon_lr", ...): {"optim.name": "muon"},
     ("optim.muon_momentum", ...): {"optim.name": "muon"},
-    ("parallel.replicated", ...): {
-        "model.freeze": ["embedding*", "*q_proj.weight", "blocks.0.*"]
-    },
+    ("parallel.replicated", ...): {"model.freeze": ["embedding*", "*q_proj.weight", "blocks.0.*"]},
     ("lora", True): {"model.init_from": "@llama"},
     ("checkpoint.keep_every_steps", ...): {"checkpoint.keep_last": 1},
     ("checkpoint.resume", 1): {"checkpoint.save_every_steps": 1},
@@ -153,13 +148,64 @@ NIGHTLY = {("parallel.compile", True), ("mesh", "2 x tp 2")}
 SWITCHES = ("model.rope_scaling", "lora", "checkpoint", "eval")
 # Of the model, not from the folder that init_from names.
 OF_THE_RUN = ("model.init_from", "model.freeze", "model.vocab_size")
+# Of the folder that lora.init_from names.
+FROM_ADAPTER = ("lora.rank", "lora.alpha", "lora.targets")
 # In as few runs as can be: these take longest.
 COSTLY = {("parallel.compile", True), *(("mesh", mesh) for mesh in MESHES if MESHES[mesh][0] > 2)}
 QUICK = 40
-# Options that no run of a few steps shows: the test that observes each.
-TESTS = "tests/test_{}.py: test_{}".format
+# Options that are in every run, and where they show.
+IN_EVERY_RUN = {
+    "run.name": "of the folder that the rows are read from",
+    "run.output_dir": "above it",
+    "run.device": "cpu",
+    "data.path": "where the data of each case is prepared",
+    "train.steps": "how many rows there are, in both launches of a run that resumes",
+}
+# Options that no run of a few steps shows, or not at all their values: the tests that observe them.
 ELSEWHERE = {
-    "run.name": TESTS("training", "checkpoint_belongs"),
+    "run.device": "tests/test_mesh.py: test_ranks_with_other_devices_are_refused_on_all",
+    "run.deterministic": "tests/test_training.py: test_deterministic_algorithms_are_asked_for",
+    "run.start_timeout_seconds": (
+        "tests/test_lifecycle.py: test_the_first_step_of_any_launch_has_the_time_to_compile"
+    ),
+    "run.step_timeout_seconds": (
+        "tests/test_lifecycle.py: test_a_failure_on_one_rank_ends_all_with_the_first_cause_last"
+    ),
+    "run.save_timeout_seconds": (
+        "tests/test_lifecycle.py: "
+        "test_a_save_has_time_to_wait_for_another_and_to_verify_what_is_kept"
+    ),
+    "data.subset": (
+        "tests/test_fetch.py: test_a_growing_run_without_a_network_trains_on_what_was_fetched"
+    ),
+    "data.split": "tests/test_sources.py: test_of_what_save_to_disk_wrote_a_split_is_read",
+    "data.format": (
+        "tests/extras/chat/test_formats.py: "
+        "test_a_mixture_finds_each_source_s_format_and_its_own_validation"
+    ),
+    "data.messages_field": (
+        "tests/extras/chat/test_chat.py: test_each_token_s_loss_is_that_of_transformers"
+    ),
+    "data.chat_template": "tests/extras/chat/test_templates.py: test_masks_found_by_hand",
+    "data.sources.subset": (
+        "tests/test_config.py: test_a_mixture_may_take_two_parts_of_one_source"
+    ),
+    "data.sources.split": ("tests/test_config.py: test_a_mixture_may_take_two_parts_of_one_source"),
+    "parallel.cp": "tests/test_meshes.py: test_a_run_does_not_depend_on_the_mesh",
+    "parallel.tp": "tests/test_meshes.py: test_a_run_does_not_depend_on_the_mesh",
+    "log.tracker": (
+        "tests/extras/reports/test_tracker.py: test_three_launches_are_one_run_without_a_step_twice"
+    ),
+    "log.project": (
+        "tests/extras/reports/test_tracker.py: test_three_launches_are_one_run_without_a_step_twice"
+    ),
+    "profile.at_step": (
+        "tests/extras/reports/test_profiler.py: test_a_launch_after_the_steps_to_trace_says_so"
+    ),
+    "profile.steps": (
+        "tests/extras/reports/test_profiler.py: "
+        "test_on_a_gpu_the_memory_of_the_same_steps_is_recorded"
+    ),
 }
 # The parts of the code, by the options that they read. Any two options of a room are together in a run.
 ROOMS = {
@@ -230,7 +276,9 @@ ROOMS = {
     ],
 }
 
-Case = dict[str, int]  # which value of each option, as its index; those that are absent have their first
+Case = dict[
+    str, int
+]  # which value of each option, as its index; those that are absent have their first
 Pair = tuple[tuple[str, int], tuple[str, int]]
 
 
@@ -257,6 +305,7 @@ def materials(folder: pathlib.Path) -> None:
     if config.has_extra("huggingface"):
         write_base(folder / "llama", "llama", {})
         write_base(folder / "qwen3", "qwen3", {"tie_word_embeddings": True})
+    if config.has_extra("huggingface") and config.has_extra("lora"):
         write_adapter(folder / "adapter", 4, 6, config.PROJECTIONS)
         write_adapter(folder / "few", 5, 5, ("o_proj", "up_proj"))
 
@@ -354,7 +403,7 @@ def counts(case: Case, option: str) -> bool:
         return True
     if option.startswith("model.") and option not in OF_THE_RUN:
         return not value_of(case, "model.init_from")
-    if option in ("lora.rank", "lora.alpha", "lora.targets"):
+    if option in FROM_ADAPTER:
         return not value_of(case, "lora.init_from")
     if option in ("data.source", "data.validation"):
         return not value_of(case, "data.sources")
@@ -428,6 +477,8 @@ def is_accepted(case: Case, folder: pathlib.Path) -> bool:
     from model.build import meta_model
     from parallel.fsdp import replicated_parameters
 
+    if value_of(case, "lora.init_from") and {*FROM_ADAPTER} & {*case}:
+        return False
     try:
         cfg = make_config(**sections_of(case, folder))
         config.mesh_shape(cfg, ranks_of(case))
@@ -448,7 +499,8 @@ def is_accepted(case: Case, folder: pathlib.Path) -> bool:
 
 class Array:
     """Cases in which any two values of two options that share a room are together, but for those that are refused.
-    Greedy: each case begins with a pair that is in none yet, and takes of each other option the value that adds most."""
+    Greedy: each case begins with a pair that is in none yet, and takes of each other option the value that adds
+    most."""
 
     def __init__(self, folder: pathlib.Path, whole: bool = False):
         """whole: of any two options, whether they share a room or not, and the NIGHTLY values."""
@@ -549,3 +601,49 @@ def rooms_of(option: str) -> set[str]:
 def partners_of(option: str, whole: bool) -> list[str]:
     rooms = rooms_of(option)
     return [other for other in OPTIONS if other != option and (whole or rooms & rooms_of(other))]
+
+
+def options() -> dict[str, dataclasses.Field]:
+    """Every option of config.py, those of a source in a mixture too."""
+    found = {name: option.field for name, option in config.SCHEMA.options.items()}
+    for field in dataclasses.fields(config.Source):
+        found[f"data.sources.{field.name}"] = field
+    return found
+
+
+def in_a_mixture() -> set[str]:
+    """The options of sources that a value of data.sources has."""
+    found = set()
+    for sources in OPTIONS["data.sources"]:
+        for source in sources:
+            found |= {f"data.sources.{key}" for key in source}
+    return found
+
+
+def main() -> None:
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        materials(pathlib.Path(folder))
+        arrays = {"rooms": Array(pathlib.Path(folder))}
+        if "--whole" in sys.argv:
+            arrays["whole"] = Array(pathlib.Path(folder), whole=True)
+    print(f"{'option':52} {'rooms':40} values")
+    for option, values in OPTIONS.items():
+        print(f"{option:52} {' '.join(sorted(rooms_of(option))):40} {values}")
+    print(f"\n{'in every run:':20}", *IN_EVERY_RUN)
+    print(f"{'in other tests:':20}", *ELSEWHERE)
+    for name, array in arrays.items():
+        ranks = [ranks_of(case) for case in array.cases]
+        pairs = array.pairs - len(array.refused)
+        print(
+            f"\n{name}: {len(OPTIONS)} options, {array.pairs:,} pairs of values, of which "
+            f"{len(array.refused):,} are refused; {len(ranks)} cases, "
+            + ", ".join(f"{ranks.count(n)} on {n}" for n in (1, 2, 4))
+        )
+        share = array.pairs_after[min(QUICK, len(ranks)) - 1] / pairs
+        print(f"the first {QUICK} cases hold {share:.1%}")
+    print(f"{time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

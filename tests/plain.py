@@ -1,7 +1,7 @@
 """A second implementation of a run: from its configuration and its raw text to losses, gradient norms, digests,
-evaluations and weights, in one process, in float64, the whole batch at once. It knows nothing of ranks, units, dtypes and
-chunks, and uses nothing of the trainer but its options and its fresh weights, which tests/test_minimal.py holds against
-minimal.py's.
+evaluations and weights, in one process, in float64, the whole batch at once. It knows nothing of ranks, units, dtypes
+and chunks, and uses nothing of the trainer but its options and its fresh weights, which tests/test_minimal.py holds
+against minimal.py's.
 
 The order of the data is tests/order_model.py's.
 """
@@ -129,8 +129,8 @@ def sources_of(cfg: config.Config) -> list[Source]:
 
 @functools.cache
 def mixed(weights: tuple[str, ...], count: int) -> list[tuple[int, int]]:
-    """(source, number within it) of the first `count` samples. Of share w, sample j of a source comes at floor((j-1) / w)
-    or later and is due by ceil(j / w); of those that may come the one that is due first is next."""
+    """(source, number within it) of the first `count` samples. Of share w, sample j of a source comes at
+    floor((j-1) / w) or later and is due by ceil(j / w); of those that may come the one that is due first is next."""
     shares = [Fraction(weight) for weight in weights]
     shares = [share / sum(shares) for share in shares]
     taken = [0] * len(shares)
@@ -179,9 +179,7 @@ def window(text: Text, start: int, length: int, masked: bool) -> tuple[list[int]
 
 
 def digest(number: int, text: Text, start: int, length: int) -> int:
-    raw = b"".join(
-        token.to_bytes(2, "little") for token in text.ids[start : start + length + 1]
-    )
+    raw = b"".join(token.to_bytes(2, "little") for token in text.ids[start : start + length + 1])
     salt = number.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(raw, digest_size=5, salt=salt).digest(), "big")
 
@@ -429,9 +427,7 @@ class Run:
             if t.max_grad_norm != "off":
                 scale = min(1.0, t.max_grad_norm / (norm + 1e-6))
             lr = learning_rate(cfg.optim, cfg.optim.schedule_steps or t.steps, step)
-            self.optimizer.step(
-                {name: g * scale for name, g in zip(self.trained, gradients)}, lr
-            )
+            self.optimizer.step({name: g * scale for name, g in zip(self.trained, gradients)}, lr)
             self.rows[step] = {
                 "loss": loss.item(),
                 "grad_norm": norm,

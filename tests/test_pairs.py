@@ -1,9 +1,13 @@
 """Options in pairs: real runs, in which each option has each of its values and any two that touch the same code are
 together, against tests/plain.py, which knows nothing of ranks. What is combined is in tests/pairs.py."""
 
-import contextlib
+import math
+import pathlib
+import re
 import shutil
-from typing import NamedTuple
+import typing
+from dataclasses import MISSING
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import pytest
@@ -11,13 +15,14 @@ import pytest
 import config
 from data.prepare import prepare
 from tests import cases, pairs, plain
-from tests.conftest import make_config, rows
+from tests.conftest import REPO, lacks, make_config, rows
 from tests.test_training import weights
 
 pytestmark = [pytest.mark.first, pytest.mark.slow]
 
 # What a run that is allowed to goes on with.
 CHANGED = {"train.seq_len": 16, "train.global_batch_size": 4}
+EXACT = 1e-5  # in float32
 
 
 class Leg(NamedTuple):
@@ -30,7 +35,7 @@ class Leg(NamedTuple):
 
 class Trained(NamedTuple):
     case: pairs.Case
-    name: str  # of its folder
+    folder: pathlib.Path
     legs: list[Leg]
     refused: list[str]  # why each leg was
 
@@ -59,43 +64,47 @@ def legs_of(sections: dict) -> list[Leg]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, prepared):
+def folder(tmp_path_factory, prepared) -> pathlib.Path:
+    """Of texts, bases, adapters, prepared data and runs."""
     found = tmp_path_factory.mktemp("pairs")
-    pairs.materials(found)
-    (found / "tokenizer").mkdir()
-    for copy in ("tokenizer.model", "tokenizer/tokenizer.model"):
-        shutil.copy(prepared / "tokenizer.model", found / copy)
+    fill(found, prepared)
     return found
 
 
+def fill(folder: pathlib.Path, prepared: pathlib.Path) -> None:
+    pairs.materials(folder)
+    (folder / "tokenizer").mkdir()
+    for copy in ("tokenizer.model", "tokenizer/tokenizer.model"):
+        shutil.copy(prepared / "tokenizer.model", folder / copy)
+
+
 @pytest.fixture(scope="module")
-def trained(folder, on_ranks) -> list[Trained]:
-    return train(pairs.Array(folder).cases[: pairs.QUICK], folder, on_ranks)
+def array(folder) -> pairs.Array:
+    return pairs.Array(folder)
 
 
 def train(array: list[pairs.Case], folder, on_ranks) -> list[Trained]:
-    found: dict[int, list[Trained]] = {}
+    """Each case in one process group with the others of its number of ranks."""
+    by_ranks: dict[int, list[Trained]] = {}
     data: dict[str, str] = {}
     for number, case in enumerate(array):
         sections = pairs.sections_of(case, folder)
         sections["data"]["path"] = prepared_once(sections, folder, data)
         sections["run"] |= {"name": f"case-{number}", "output_dir": str(folder / "runs")}
-        run = Trained(case, f"case-{number}", legs_of(sections), [])
-        found.setdefault(pairs.ranks_of(case), []).append(run)
-    import os  # TEMP
-    found = {r: v for r, v in found.items() if str(r) in os.environ.get("PR", "1,2,4")}  # TEMP
-    for ranks, runs in sorted(found.items()):
+        run = Trained(case, folder / "runs" / f"case-{number}", legs_of(sections), [])
+        by_ranks.setdefault(pairs.ranks_of(case), []).append(run)
+    for ranks, runs in sorted(by_ranks.items()):
         launches = []
         for run in runs:
-            launches += [(run, leg) for leg in run.legs]
-        sections = [leg.sections for _, leg in launches]
-        refused = on_ranks(ranks, cases.train_in_turn, sections, timeout=500)[0]
+            launches += [(run, leg.sections) for leg in run.legs]
+        sections = [sections for _, sections in launches]
+        refused = on_ranks(ranks, cases.train_in_turn, sections, timeout=900)[0]
         for (run, _), why in zip(launches, refused):
             run.refused.append(why)
-    return sum(found.values(), [])
+    return [run for runs in by_ranks.values() for run in runs]
 
 
-def prepared_once(sections: dict, folder, made: dict[str, str]) -> str:
+def prepared_once(sections: dict, folder: pathlib.Path, made: dict[str, str]) -> str:
     """The folder of its data; cases may share it."""
     text = {key: value for key, value in sections["data"].items() if key != "document_mask"}
     path = made.setdefault(repr(text), str(folder / f"data-{len(made)}"))
@@ -120,83 +129,163 @@ def near(cfg: config.Config) -> Near:
     if p.param_dtype != "float32" or p.output_dtype == "bfloat16":
         return Near(2**-8, 2**-8, 2**-4)
     if p.reduce_dtype != "float32" or cfg.optim.state_dtype != "float32":
-        return Near(1e-5, 2**-8, 2**-6)
-    return Near(1e-5, 1e-5, 1e-4)
+        return Near(EXACT, 2**-8, 2**-6)
+    return Near(EXACT, EXACT, 1e-4)
 
 
-def test_it(trained, folder):
-    bad = []
-    import time
-    t = time.time()
-    for run in trained:
+def test_every_option_has_an_entry():
+    known = {*pairs.OPTIONS, *pairs.MESH_OPTIONS, *pairs.IN_EVERY_RUN, *pairs.ELSEWHERE}
+    known |= pairs.in_a_mixture()
+    for option in pairs.options():
+        assert option in known, (
+            f"{option} is in no run of this file: give it values in tests/pairs.py: OPTIONS, have "
+            "tests/plain.py compute what they do, and name it in the ROOMS whose code reads it; or "
+            "enter in ELSEWHERE the test that observes it"
+        )
+    unknown = known - pairs.options().keys() - {*pairs.SWITCHES, "mesh"}
+    assert not unknown, f"config.py has no such options: {unknown}"
+    for option in pairs.OPTIONS:
+        assert pairs.rooms_of(option), f"{option} is in none of the ROOMS of tests/pairs.py"
+
+
+def test_every_option_has_two_values_besides_its_default():
+    """Or all that it can have."""
+    for option, field in pairs.options().items():
+        if option in pairs.OPTIONS and option not in pairs.ELSEWHERE:
+            annotation = config.SCHEMA.options[option].annotation
+            wanted = min(2, choices(annotation) - (field.default is not MISSING))
+            default = [*field.default] if isinstance(field.default, tuple) else field.default
+            others = [value for value in pairs.OPTIONS[option] if value != default]
+            assert len(others) >= wanted, f"{option}: {others} besides {default}"
+
+
+def choices(annotation: Any) -> float:
+    """How many values an option can have."""
+    count = 0.0
+    for kind in config.schema.members(annotation):
+        if kind is bool:
+            count += 2
+        elif typing.get_origin(kind) is Literal:
+            count += len(typing.get_args(kind))
+        else:
+            return math.inf
+    is_optional = type(None) in typing.get_args(annotation)
+    return count + is_optional
+
+
+def test_what_no_run_shows_is_observed_elsewhere():
+    for option, test in pairs.ELSEWHERE.items():
+        file, name = test.split(": ")
+        if (REPO / file).exists() or not file.startswith("tests/extras/"):
+            assert re.search(rf"^def {name}\(", (REPO / file).read_text(), re.M), (option, test)
+
+
+def test_every_option_has_each_of_its_values_in_a_run(array, folder):
+    """And two that share a room are together, but for the pairs that are refused."""
+    runs = array.cases[: pairs.QUICK]
+    for option, values in pairs.OPTIONS.items():
+        for index in array.values[option]:
+            value = values[index]
+            alone = pairs.joined({}, option, index)
+            if lacks(**pairs.sections_of(alone, folder)):
+                continue
+            assert any(
+                pairs.counts(case, option) and case.get(option, 0) == index for case in runs
+            ), (option, value)
+    assert array.pairs_after[-1] == array.pairs - len(array.refused)
+    assert array.pairs_after[min(len(runs), pairs.QUICK) - 1] >= 0.95 * array.pairs_after[-1]
+
+
+def test_runs_are_the_plain_ones(array, folder, on_ranks):
+    check_all(train(array.cases[: pairs.QUICK], folder, on_ranks))
+
+
+@pytest.mark.nightly
+def test_runs_of_any_two_options_are_the_plain_ones(tmp_path, prepared, on_ranks):
+    """Of options that share no room too, compiled ones, on more meshes."""
+    fill(tmp_path, prepared)
+    check_all(train(pairs.Array(tmp_path, whole=True).cases, tmp_path, on_ranks))
+
+
+def check_all(runs: list[Trained]) -> None:
+    """Fails with all cases that differ."""
+    problems = []
+    for run in runs:
         try:
-            check(run, folder)
-        except Exception as error:
-            bad.append((run.name, {o: pairs.value_of(run.case, o) for o in run.case if run.case[o]}, f"{type(error)} {error}"[:900]))
-    print("check", time.time() - t)
-    for b in bad:
-        print(*b, sep="\n   ")
-    assert not bad, len(bad)
+            check(run)
+        except AssertionError as error:
+            changed = {option: pairs.value_of(run.case, option) for option in run.case}
+            problems.append(f"{run.folder.name} {changed}:\n{error}")
+    assert not problems, "\n\n".join([f"{len(problems)} of {len(runs)} runs", *problems])
 
 
-def check(run: Trained, folder) -> None:
-    output = folder / "runs" / run.name
+def check(run: Trained) -> None:
     for leg, why in zip(run.legs, run.refused, strict=True):
         assert leg.refused in why and bool(leg.refused) == bool(why), why
     legs = [leg for leg in run.legs if not leg.refused]
     configs = [make_config(**leg.sections) for leg in legs]
-    wanted = plain.Run(configs[0])
-    reported: dict[int, float] = {}  # the mean loss since the row before, by step
+    plain_run = plain.Run(configs[0])
+    loss_means: dict[int, float] = {}  # by the step of the row
     saved: set[int] = set()
-    for i, (leg, cfg) in enumerate(zip(legs, configs)):
+    for number, (leg, cfg) in enumerate(zip(legs, configs)):
         last = cfg.train.steps
-        if i + 1 < len(legs):
-            last = min(last, legs[i + 1].begins_after)
-        wanted.train(cfg, leg.begins_after + 1, last)
-        since = []
-        for step in range(leg.begins_after + 1, last + 1):
-            row = wanted.rows[step]
-            since.append(row)
-            if step in (1, cfg.train.steps) or step % cfg.log.every_steps == 0:
-                targets = sum(row["targets"] for row in since)
-                reported[step] = sum(row["loss"] * row["targets"] for row in since) / targets
-                since = []
+        if number + 1 < len(legs):  # what the next launch goes back behind is dropped
+            last = legs[number + 1].begins_after
+        plain_run.train(cfg, leg.begins_after + 1, last)
+        loss_means |= means(plain_run, cfg, leg.begins_after + 1, last)
         if cfg.checkpoint:
             saved = {step for step in saved if step <= leg.begins_after}
-            saved |= saved_by(cfg, leg.begins_after)
-            saved = kept_of(saved, cfg)
+            saved = kept_of(saved | saved_by(cfg, leg.begins_after), cfg)
     tolerance = near(configs[0])
-    found = rows(output)
-    assert [row["step"] for row in found] == [*reported]
-    tokens = 0
-    by_step = {row["step"]: row for row in found}
-    for step, row in wanted.rows.items():
-        tokens += row["tokens"]
-        if step not in by_step:
-            continue
-        ours = by_step[step]
-        assert ours["batch_digest"] == row["batch_digest"], step
-        assert ours["tokens"] == tokens
-        assert ours["lr"] == pytest.approx(row["lr"], rel=1e-9)
-        loss_near = tolerance.first_loss if step == 1 else tolerance.loss
-        assert ours["loss"] == pytest.approx(row["loss"], rel=loss_near), step
-        assert ours["loss_mean"] == pytest.approx(reported[step], rel=loss_near), step
-        assert ours["grad_norm"] == pytest.approx(row["grad_norm"], rel=tolerance.grad_norm), step
-    evaluations = rows(output, "eval")
-    assert [row["step"] for row in evaluations] == [*wanted.evaluations]
-    for ours, theirs in zip(evaluations, wanted.evaluations.values()):
+    check_rows(rows(run.folder), plain_run, loss_means, tolerance)
+    check_evaluations(rows(run.folder, "eval"), plain_run, tolerance)
+    assert (run.folder / "tensorboard").exists() == configs[0].log.tensorboard
+    folders = sorted((run.folder / "checkpoints").glob("step-????????"))
+    assert [int(path.name[5:]) for path in folders] == sorted(saved)
+    if saved and tolerance.loss == EXACT:
+        stored = weights(run.folder, pairs.STEPS)
+        trained = [name for name in plain_run.weights if not configs[0].lora or "lora_" in name]
+        for name in trained:
+            ours = stored[f"model.{name}"].double()
+            theirs = plain_run.weights[name]
+            assert (ours - theirs).norm() <= 1e-4 * theirs.norm(), name
+
+
+def means(run: plain.Run, cfg: config.Config, first: int, last: int) -> dict[int, float]:
+    """The mean loss over the targets since the row before, by the step of each row of a launch."""
+    found = {}
+    since = []
+    for step in range(first, last + 1):
+        since.append(run.rows[step])
+        if step in (1, cfg.train.steps) or step % cfg.log.every_steps == 0:
+            targets = sum(row["targets"] for row in since)
+            found[step] = sum(row["loss"] * row["targets"] for row in since) / targets
+            since = []
+    return found
+
+
+def check_rows(
+    found: list[dict], plain_run: plain.Run, loss_means: dict[int, float], tolerance: Near
+) -> None:
+    assert [row["step"] for row in found] == [*loss_means]
+    for ours in found:
+        step = ours["step"]
+        theirs = plain_run.rows[step]
+        assert ours["batch_digest"] == theirs["batch_digest"], step
+        assert ours["tokens"] == sum(plain_run.rows[s]["tokens"] for s in range(1, step + 1))
+        assert ours["lr"] == pytest.approx(theirs["lr"], rel=1e-9)
+        loss = tolerance.first_loss if step == 1 else tolerance.loss
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=loss), step
+        assert ours["loss_mean"] == pytest.approx(loss_means[step], rel=loss), step
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=tolerance.grad_norm)
+
+
+def check_evaluations(found: list[dict], plain_run: plain.Run, tolerance: Near) -> None:
+    assert [row["step"] for row in found] == [*plain_run.evaluations]
+    for ours, theirs in zip(found, plain_run.evaluations.values()):
         for key, value in theirs.items():
             its = [*ours[key].values()] if key.endswith("_by_source") else ours[key]
             assert its == pytest.approx(value, rel=tolerance.loss), key
-    folders = sorted((output / "checkpoints").glob("step-????????"))
-    assert [int(path.name[5:]) for path in folders] == sorted(saved)
-    if saved and tolerance.loss == 1e-5:
-        stored = weights(output, pairs.STEPS)
-        for name, weight in wanted.weights.items():
-            if f"model.{name}" in stored or not configs[0].lora:
-                ours = stored[f"model.{name}"].double()
-                assert (ours - weight).norm() <= 1e-4 * weight.norm(), name
-    assert (output / "tensorboard").exists() == configs[0].log.tensorboard
 
 
 def saved_by(cfg: config.Config, begins_after: int) -> set[int]:
