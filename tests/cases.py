@@ -127,9 +127,6 @@ def train_in_turn(runs: list[dict]) -> list[str]:
                 if not isinstance(cause, ConfigError):
                     raise RuntimeError(f"of {sections}") from cause
                 found[-1] = str(cause)
-    open("/tmp/cpu", "a").write(
-        f"{os.environ['WORLD_SIZE']} {len(runs)} {time.process_time()}\n"
-    )  # TEMP
     return found
 
 

@@ -568,17 +568,25 @@ class Array:
         return case
 
     def _sort(self) -> None:
-        """First the case that has most pairs, then the one that adds most to it, and so on."""
-        left = [(case, {*self.covered(case)} & {*self._all_pairs()}) for case in self.cases]
-        seen: set[Pair] = set()
+        """First the case that has most pairs, then the one that adds most to it, and so on; a value that is in none
+        yet counts as many pairs."""
+        wanted = {*self._all_pairs()}
+        left = []
+        for case in self.cases:
+            pairs = {*self.covered(case)}
+            values = {value for pair in pairs for value in pair}
+            left.append((case, pairs & wanted, values))
+        seen_pairs: set[Pair] = set()
+        seen_values: set[tuple[str, int]] = set()
         self.cases = []
         self.pairs_after = []
         while left:
-            best = max(range(len(left)), key=lambda i: len(left[i][1] - seen))
-            case, its_pairs = left.pop(best)
-            seen |= its_pairs
+            gains = [len(p - seen_pairs) + 50 * len(v - seen_values) for _, p, v in left]
+            case, pairs, values = left.pop(gains.index(max(gains)))
+            seen_pairs |= pairs
+            seen_values |= values
             self.cases.append(case)
-            self.pairs_after.append(len(seen))
+            self.pairs_after.append(len(seen_pairs))
 
     def covered(self, case: Case) -> Iterator[Pair]:
         values = [(option, case.get(option, 0)) for option in OPTIONS if counts(case, option)]
