@@ -22,10 +22,13 @@ import torch
 from safetensors.torch import save_file
 
 import config
+from tests import order_model
 from tests.conftest import make_config, words
 
 STEPS = 4
 FIRST_LEG = 2  # steps before a run with [checkpoint] is started again
+# What a run that is allowed to goes on with.
+CHANGED = {"train.seq_len": 16, "train.global_batch_size": 4}
 
 # The ranks, and what [parallel] says of them.
 MESHES = {
@@ -283,25 +286,38 @@ Pair = tuple[tuple[str, int], tuple[str, int]]
 
 
 def materials(folder: pathlib.Path) -> None:
-    """What paths in OPTIONS name: texts, with a document twice, of sizes that nothing divides; bases and adapters."""
+    """What paths in OPTIONS name: texts, one twice, of sizes that nothing divides, and a quarter of them held out,
+    so that an evaluation has several batches; bases and adapters."""
     texts = random.Random(0)
 
-    def rows(first: int, count: int) -> list[dict]:
+    def text(size: int, end: str, held_out: bool) -> str:
+        """Random words of which the hash decides so."""
+        while True:
+            found = words(texts.randrange(10**9), size) + end
+            if order_model.held_out_by_hash(found) == held_out:
+                return found
+
+    def rows(count: int) -> list[dict]:
         found = []
-        for i in range(first, first + count):
-            size = texts.choice([1, 3, 11, 29])
-            text = words(i, size)
-            found.append({"text": text, "body": words(-i, 7) + " é", "title": words(i + 1000, 5)})
+        for i in range(count):
+            held_out = i % 4 == 1
+            found.append(
+                {
+                    "text": text(texts.choice([2, 5, 11, 29]), "", held_out),
+                    "body": text(7, " é", held_out),
+                    "title": text(5, "", held_out),
+                }
+            )
         return [*found, found[0]]
 
     def write(name: str, its_rows: list[dict]) -> None:
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in its_rows]
         (folder / name).write_text("".join(lines))
 
-    write("a.jsonl", rows(1, 211))
-    write("b.json", rows(500, 97))
+    write("a.jsonl", rows(211))
+    write("b.json", rows(97))
     for number, size in enumerate((53, 71, 43)):
-        write(f"more-{number}.jsonl", rows(700 + 100 * number, size))
+        write(f"more-{number}.jsonl", rows(size))
     if config.has_extra("huggingface"):
         write_base(folder / "llama", "llama", {})
         write_base(folder / "qwen3", "qwen3", {"tie_word_embeddings": True})
@@ -472,6 +488,14 @@ def joined(case: Case, option: str, index: int) -> Case | None:
     return found
 
 
+def changed(sections: dict) -> dict:
+    """What a run goes on with when it is started again."""
+    train = dict(sections["train"])
+    for option in sections["checkpoint"]["allow_changed"]:
+        train[option.removeprefix("train.")] = CHANGED[option]
+    return {**sections, "train": train}
+
+
 def is_accepted(case: Case, folder: pathlib.Path) -> bool:
     """Whether config.py takes it, and the model what names its parameters."""
     from model.build import meta_model
@@ -480,8 +504,11 @@ def is_accepted(case: Case, folder: pathlib.Path) -> bool:
     if value_of(case, "lora.init_from") and {*FROM_ADAPTER} & {*case}:
         return False
     try:
-        cfg = make_config(**sections_of(case, folder))
+        sections = sections_of(case, folder)
+        cfg = make_config(**sections)
         config.mesh_shape(cfg, ranks_of(case))
+        if cfg.checkpoint and cfg.checkpoint.allow_changed:
+            config.mesh_shape(make_config(**changed(sections)), ranks_of(case))
         p = cfg.parallel
         c = cfg.checkpoint
         if c and isinstance(c.resume, int) and (c.save_every_steps != 1 or c.keep_last == 1):

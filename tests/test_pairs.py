@@ -20,8 +20,6 @@ from tests.test_training import weights
 
 pytestmark = [pytest.mark.first, pytest.mark.slow]
 
-# What a run that is allowed to goes on with.
-CHANGED = {"train.seq_len": 16, "train.global_batch_size": 4}
 EXACT = 1e-5  # in float32
 
 
@@ -56,11 +54,8 @@ def legs_of(sections: dict) -> list[Leg]:
         },
         "checkpoint": {**checkpoint, "resume": "auto"},
     }
-    again = {**sections, "train": {**sections["train"]}}
-    for name in checkpoint["allow_changed"]:
-        again["train"][name.removeprefix("train.")] = CHANGED[name]
     before = pairs.FIRST_LEG if checkpoint["resume"] == "auto" else checkpoint["resume"]
-    return [Leg(begun, 0), Leg(again, before)]
+    return [Leg(begun, 0), Leg(pairs.changed(sections), before)]
 
 
 @pytest.fixture(scope="module")
