@@ -113,9 +113,12 @@ def train_all(cases: dict[str, dict], output: str, kernels: bool = False) -> dic
 
 
 def train_in_turn(runs: list[dict]) -> list[str]:
-    """Trains these, one after the other in one process group. What refused each, "" where nothing did."""
+    """Trains these, one after the other in one process group, from larger weights. What refused each, "" where nothing
+    did."""
+    from tests.pairs import larger_weights
+
     found = []
-    with process_group() as world, without_kernels():
+    with process_group() as world, without_kernels(), larger_weights():
         for sections in runs:
             cfg = make_config(**sections)
             torch._dynamo.reset()  # another model is no other shape of the one before

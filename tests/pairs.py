@@ -6,6 +6,7 @@ A new option of config.py needs a line in OPTIONS, with a room in ROOMS for each
 if no run of a few steps can show it, one in ELSEWHERE.
 """
 
+import contextlib
 import dataclasses
 import fnmatch
 import itertools
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
@@ -391,6 +393,24 @@ def write_adapter(folder: pathlib.Path, rank: int, alpha: float, targets: tuple[
             generator = torch.Generator().manual_seed(number)
             tensors[name_in_adapter(name)] = 0.1 * torch.randn(p.shape, generator=generator)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+@contextlib.contextmanager
+def larger_weights() -> Iterator[None]:
+    """Fresh projections are eight times as large: as they are, attention is nearly uniform, and hardly any option of
+    the model shows in a loss."""
+    from model.llama import Llama
+
+    distribution = Llama.init_distribution
+
+    def larger(model: Llama, name: str) -> tuple[float, float] | None:
+        found = distribution(model, name)
+        if found and name.endswith("_proj.weight"):
+            found = (8 * found[0], found[1])
+        return found
+
+    with mock.patch.object(Llama, "init_distribution", larger):
+        yield
 
 
 # Cases
