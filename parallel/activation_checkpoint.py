@@ -53,15 +53,28 @@ KEEP_EVERY = {"elementwise": 1, "selective": 2}  # mode -> n: every n-th matmul'
 
 
 def apply_activation_checkpointing(model: Llama, recompute: str | int) -> None:
-    """Wraps the blocks that the option `recompute` checkpoints, in place."""
+    """Wraps the blocks that the option `recompute` checkpoints, in place.
+
+    Not those that backward does not reach: they save nothing, and torch.compile fails on a
+    checkpoint in a graph without a backward.
+    """
+    first = first_in_backward(model)
     for i, block in enumerate(model.blocks):
-        if not is_checkpointed(recompute, i):
+        if i < first or not is_checkpointed(recompute, i):
             continue
         if recompute in config.SELECTIVE:
             model.blocks[i] = checkpoint_selectively(block, recompute)
         else:
             # There is no dropout, so recomputation needs no RNG state.
             model.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=False)
+
+
+def first_in_backward(model: Llama) -> int:
+    """The number of the first block that backward reaches: all before it is frozen."""
+    for i, module in enumerate([model.embedding, *model.blocks]):
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            return max(0, i - 1)
+    return len(model.blocks)
 
 
 def leave_to_compiler(recompute: str | int, has_collectives: bool = False) -> str | int:

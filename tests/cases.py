@@ -112,6 +112,27 @@ def train_all(cases: dict[str, dict], output: str, kernels: bool = False) -> dic
     return found
 
 
+def train_in_turn(runs: list[dict]) -> list[str]:
+    """Trains these, one after the other in one process group, from larger weights. What refused each, "" where nothing
+    did."""
+    from tests.pairs import larger_weights
+
+    found = []
+    with process_group() as world, without_kernels(), larger_weights():
+        for sections in runs:
+            cfg = make_config(**sections)
+            torch._dynamo.reset()  # another model is no other shape of the one before
+            found.append("")
+            try:
+                run_training(cfg, world_for(cfg, world))
+            except (ConfigError, SystemExit) as error:
+                cause = error if isinstance(error, ConfigError) else error.__context__
+                if not isinstance(cause, ConfigError):
+                    raise RuntimeError(f"of {sections}") from cause
+                found[-1] = str(cause)
+    return found
+
+
 def train_forked(change: str, *arguments) -> dict[str, list[dict]]:
     """train_all() of a fork: `change` names it in tests/forks.py."""
     with getattr(forks, change)():

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import config
 from config import ConfigError
 from model import attention
-from model.build import meta_model
+from model.build import build_model, meta_model
 from model.llama import Block, FeedForward, Linear, Llama, named_parameters, rope_tables
 from parallel import parallelize
 from parallel.activation_checkpoint import (
@@ -157,6 +157,25 @@ def test_the_compiler_keeps_every_product_and_changes_no_bit(dtype):
     _, eager = step("elementwise", dtype, **LLAMA_8B)
     statistics = LAYERS * 2 * BATCH * LENGTH * 4  # of both norms, which the compiler keeps
     assert kept["elementwise"] <= eager + statistics < kept["none"]
+
+
+def test_blocks_that_backward_does_not_reach_are_compiled_without_a_checkpoint():
+    """Frozen from the embedding up. torch.compile fails on a checkpoint in a graph that has no backward."""
+    found = {}
+    for setting in ("none", "full"):
+        m = make_config(model={"n_layers": 3, "freeze": ["embedding*", "blocks.[01].*"]}).model
+        model = build_model(m)
+        materialize(model, 0, torch.device("cpu"))
+        apply_activation_checkpointing(model, setting)
+        torch.compiler.reset()
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend="aot_eager")
+        ids = torch.randint(0, 320, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+        model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
+        found[setting] = {name: p.grad for name, p in named_parameters(model)}
+    for name, gradient in found["none"].items():
+        assert (gradient is None) == name.startswith(("embedding", "blocks.0", "blocks.1")), name
+        assert gradient is None or torch.equal(found["full"][name], gradient), name
 
 
 def test_names_stay():
