@@ -340,6 +340,7 @@ def run_tests(limits: dict[str, int], folder: pathlib.Path, told: pathlib.Path) 
         del sys.modules[name]
     sys.path[:] = [str(folder), *(place for place in sys.path if place not in ("", str(REPO)))]
     files = dict.fromkeys(test.split("::")[0] for test in limits)
+    files = [file for file in files if (folder / file).exists()]  # since --record
     options = ["-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={folder}"]
     os._exit(pytest.main([*options, *files], plugins=[FirstFailure(limits, told)]))
 
