@@ -34,7 +34,7 @@ fi
 export PYTHON=$python
 in_twos=(-n 2 --dist loadfile --no-loadscope-reorder) # two tests at a time: most wait for a process of theirs
 case ${1:-} in
-    --quick | --changed | --write-map) exec "$python" -m tests.changed "$@" "${in_twos[@]}" ;;
+    --quick | --changed | --write-map) exec "$python" -m tests.changed "${in_twos[@]}" "$@" ;;
     --record) exec "$python" -m tests.lines "${in_twos[@]}" "${@:2}" ;;
     --mutants) exec "$python" -m tests.mutants "${@:2}" ;;
 esac
