@@ -23,8 +23,8 @@ START, CHANGE, TOKENS = [
 
 @pytest.fixture(scope="module")
 def fork(tmp_path_factory, corpus, prepared):
-    """A copy in which the page's commands have run: the quick tests are only collected; of the change's those on one and
-    two ranks run, and runs of two steps on a small corpus."""
+    """A copy in which the page's commands have run: the quick tests are only collected; of the change's, those on one
+    and two ranks have run; and the runs take two steps on a small corpus."""
     if not config.has_extra("migrate"):
         pytest.skip("the page removes extras/migrate, which is gone")
     copy = copy_tracked(tmp_path_factory.mktemp("fork") / "repo")
