@@ -5,11 +5,14 @@
     ./tests/run.sh --write-map     # tests/map.json from that
 
 --changed compares with HEAD, or with the commit before where nothing is uncommitted; `--changed main` with main.
+With a module, it runs the tests that the map does not know, too, or knows otherwise: a fork's own, from the day that
+they are written.
 """
 
 import argparse
 import ast
 import collections
+import hashlib
 import itertools
 import json
 import os
@@ -26,6 +29,7 @@ QUICK_SECONDS = 150  # of one core, recorded: less than two minutes on two
 CHANGED_SECONDS = 120
 PER_LINE = 2  # tests that reach each line of a function
 PER_FUNCTION = 10
+SHOWN = 8  # of the tests that take longer than CHANGED_SECONDS together
 OTHERS = {  # what Python's coverage does not see: a pattern of paths, and the tests of it
     r"configs/.*|.*\.toml": ["tests/test_config.py"],
     r".*\.md|docs/.*": ["tests/test_repo.py", "tests/test_fork_docs.py"],
@@ -78,6 +82,21 @@ def changed_lines(since: str) -> dict[str, set[int]]:
     return found
 
 
+def digests_of_tests() -> dict[str, str]:
+    """By test function, a digest of its text."""
+    found = {}
+    for path in sorted((REPO / "tests").rglob("test_*.py")):
+        text = path.read_text()
+        lines_of = collections.defaultdict(list)
+        for line, name in functions(text).items():
+            lines_of[name].append(text.splitlines()[line - 1])
+        for name, of_function in lines_of.items():
+            if name.startswith("test_"):
+                digest = hashlib.sha256("\n".join(of_function).encode()).hexdigest()[:8]
+                found[f"{path.relative_to(REPO).as_posix()}::{name}"] = digest
+    return found
+
+
 # --- the map ----------------------------------------------------------------------------------------------------------
 
 
@@ -109,10 +128,11 @@ def write_map() -> None:
     by_function = collections.defaultdict(lambda: collections.defaultdict(dict))
     for (file, name, line), tests in reached.items():
         by_function[file][name][line] = tests
-    numbers: dict[str, int] = {}
+    digests = digests_of_tests()
+    numbers = {test: number for number, test in enumerate(seconds)}
     chosen = {
         file: {
-            name: [numbers.setdefault(test, len(numbers)) for test in choose(file, places, seconds)]
+            name: [numbers[test] for test in choose(file, places, seconds)]
             for name, places in sorted(of_file.items())
         }
         for file, of_file in sorted(by_function.items())
@@ -121,7 +141,9 @@ def write_map() -> None:
     MAP.write_text(
         json.dumps(
             {
-                "tests": [[test, round(seconds[test], 2)] for test in numbers],
+                "tests": [
+                    [test, round(seconds[test], 2), digests.get(test, "")] for test in numbers
+                ],
                 "functions": chosen,
                 "quick": sorted(quick),
             },
@@ -183,28 +205,47 @@ class Choice:
     """Of the map, the tests that reach what was changed."""
 
     def __init__(self, known: dict):
-        self.names = [name for name, _ in known["tests"]]
-        self.seconds = dict(known["tests"])
+        self.names = [name for name, *_ in known["tests"]]
+        self.seconds = {name: seconds for name, seconds, _ in known["tests"]}
         self.functions = known["functions"]
-        self.tests: dict[str, None] = {}  # test files, and tests, in order
+        digests = {name: digest for name, _, digest in known["tests"]}
+        self.present = digests_of_tests()
+        self.unrecorded = {t for t, digest in self.present.items() if digests.get(t) != digest}
+        self.first: set[str] = set()  # before the cheapest: a module's own, and what was changed
+        self.tests: set[str] = set()
         self.unknown: list[str] = []  # files that no test is known for
 
     def add(self, file: str, places: set[int]) -> None:
         path = REPO / file
-        is_test = re.fullmatch(r"tests/(.*/)?test_\w+\.py", file)
-        if is_test or not path.exists():
-            self.tests |= dict.fromkeys([file] if path.exists() else [])
+        if not path.exists():
+            return
+        if re.fullmatch(r"tests/(.*/)?test_\w+\.py", file):
+            self.add_tests(file, functions(path.read_text()), places)
         elif file.endswith(".py"):
             self.add_functions(file, functions(path.read_text()), places)
         else:
             found = [tests for pattern, tests in OTHERS.items() if re.fullmatch(pattern, file)]
-            self.tests |= dict.fromkeys(itertools.chain(*found))
+            for test_file in itertools.chain(*found):
+                self.tests |= self.tests_in(test_file)
+
+    def tests_in(self, file: str) -> set[str]:
+        return {test for test in self.present if test.startswith(f"{file}::")}
+
+    def add_tests(self, file: str, inside: dict[int, str], places: set[int]) -> None:
+        """Those that were changed; of a table or a helper, all of the file."""
+        of_file = self.tests_in(file)
+        changed = {f"{file}::{inside.get(line, '')}" for line in places}
+        self.first |= changed & of_file
+        self.tests |= of_file if changed - of_file or not places else changed
 
     def add_functions(self, file: str, inside: dict[int, str], places: set[int]) -> None:
+        if file.startswith(("tests/", "benchmarks/")):
+            return
+        self.first |= self.unrecorded
+        self.tests |= self.unrecorded
         of_file = self.functions.get(file)
         if of_file is None:
-            if not file.startswith(("tests/", "benchmarks/")):
-                self.unknown.append(file)
+            self.unknown.append(file)
             return
         # a class's body, a constant or a new function: those that reach anything of the file
         touched = {inside.get(line, "") for line in places}
@@ -212,16 +253,23 @@ class Choice:
         names = known if known == touched else {*of_file}
         found = {self.names[number] for name in names for number in of_file[name]}
         own = own_test_file(file)
-        self.tests |= dict.fromkeys(sorted(found, key=lambda test: rank(test, own, self.seconds)))
+        self.first |= {test for test in found if pathlib.Path(test.split("::")[0]).name == own}
+        self.tests |= found
 
-    def within(self, limit: float) -> list[str]:
-        """Those that take so many seconds together, the cheapest first."""
-        chosen = []
-        for test in sorted(self.tests, key=lambda test: self.seconds.get(test, 0)):
-            limit -= self.seconds.get(test, 0)
-            if limit >= 0:
+    def within(self, limit: float) -> tuple[list[str], list[str]]:
+        """Those that take so many seconds together, the cheapest first; the others. Of tests that are still there."""
+        chosen, left_out = [], []
+        for test in sorted(self.tests & {*self.present}, key=self.order):
+            seconds = self.seconds.get(test, 0)
+            if seconds <= limit:
                 chosen.append(test)
-        return chosen
+                limit -= seconds
+            else:
+                left_out.append(test)
+        return chosen, left_out
+
+    def order(self, test: str) -> tuple:
+        return test not in self.first, self.seconds.get(test, 0), test
 
 
 def main() -> None:
@@ -235,30 +283,25 @@ def main() -> None:
         return write_map()
     known = json.loads(MAP.read_text())
     if arguments.quick:
-        tests = known["quick"]
+        present = digests_of_tests()
+        tests = [test for test in known["quick"] if test in present]
     else:
         since = arguments.changed or ("HEAD" if changed_lines("HEAD") else "HEAD~1")
         choice = Choice(known)
         changes = changed_lines(since)
         for file, places in sorted(changes.items()):
             choice.add(file, places)
-        tests = choice.within(CHANGED_SECONDS)
+        tests, left_out = choice.within(CHANGED_SECONDS)
         print(f"changed since {since}: {', '.join(sorted(changes)) or 'nothing'}")
         if choice.unknown:
             print(f"no test is known to run {', '.join(choice.unknown)}")
-        left_out = len(choice.tests) - len(tests)
-        print(f"{len(tests)} tests and test files; {left_out} that take longer are left out")
+        print(f"{len(tests)} tests; {len(left_out)} are left out, which take longer")
+        for test in left_out[:SHOWN]:
+            print(f"    {test} ({choice.seconds[test]:.0f} s)")
+        sys.stdout.flush()
         if not tests:
             return
-    there = [test for test in tests if exists(test)]
-    os.execv(sys.executable, [sys.executable, "-m", "pytest", *for_pytest, *there])
-
-
-def exists(test: str) -> bool:
-    """Whether a fork still has it."""
-    file, _, name = test.partition("::")
-    path = REPO / file
-    return path.exists() and (not name or f"def {name.split('::')[-1]}(" in path.read_text())
+    os.execv(sys.executable, [sys.executable, "-m", "pytest", *for_pytest, *tests])
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -129,6 +130,24 @@ def test_token_files_of_another_program_train_as_prepared_ones_do(
             for name in ("prepared", "mine")
         )
         assert ours and ours == theirs
+
+
+def test_the_source_of_text_passes_the_linter():
+    """Which ./tests/run.sh asks first; its tests are in test_growing.py."""
+    (code,) = [text for label, text in BLOCK.findall(PAGE) if label == "python fork-source"]
+    imports = (
+        "import sqlite3\nfrom collections.abc import Iterator\n\n"
+        "import config\nfrom data.sources import Source\n\n\n"
+    )
+    for words in ["check"], ["format", "--check"]:
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *words, "--stdin-filename", "data/articles.py", "-"],
+            cwd=REPO,
+            input=imports + code,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout
 
 
 def test_what_the_page_names_exists():

@@ -519,12 +519,17 @@ def test_a_source_of_a_fork_s_own_grows_too(configured, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     articles = importlib.import_module("articles")
     with sqlite3.connect("articles.db") as database:
-        database.execute("CREATE TABLE articles (id INTEGER PRIMARY KEY, body TEXT)")
-        database.executemany(
-            "INSERT INTO articles (body) VALUES (?)", [[words(i, 20)] for i in range(3000)]
-        )
+        # in another order than their numbers', which have gaps
+        database.execute("CREATE TABLE articles (id INTEGER, body TEXT)")
+        numbered = [(3 * i + 5, words(i, 20)) for i in range(3000)]
+        shuffled = random.Random(0).sample(numbered, len(numbered))
+        database.executemany("INSERT INTO articles VALUES (?, ?)", shuffled)
     monkeypatch.setattr("data.identity.kind_of", lambda d: articles.Articles)
     cfg = configured("articles", tmp_path / "p")
+    source = open_source(cfg.data)
+    assert source.fraction_read() == 0.0
+    assert list(itertools.islice(source, 600)) == [body for _, body in numbered[:600]]
+    assert source.fraction_read() == numbered[599][0] / numbered[-1][0]
     folder = prepare(cfg)[0]
     monkeypatch.setattr("data.prepare.SYNC_SECONDS", 0.0)
     monkeypatch.setattr("data.encode.CHUNK", 20_000)
@@ -540,7 +545,7 @@ def test_a_source_of_a_fork_s_own_grows_too(configured, tmp_path, monkeypatch):
         patch.setattr(TokenWriter, "record", stopped)
         with pytest.raises(KeyboardInterrupt):
             prepare(cfg, whole=True)
-    assert states == sorted(states) and 0 < states[-1] < 3000
+    assert states == sorted(states) and 0 < states[-1] < numbered[-1][0]
     with monkeypatch.context() as patch:  # the source exists in this process alone
         patch.setattr(background, "CHILD", "import time; time.sleep(1000)")
         early = digests(cfg, 9)  # of what is recorded

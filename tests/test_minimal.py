@@ -572,6 +572,21 @@ def test_defaults_are_those_of_the_trainer():
         assert default == ([*theirs] if isinstance(theirs, tuple) else theirs), name
 
 
+def test_each_option_that_it_implements_has_another_value_in_some_case(tmp_path):
+    """One that is accepted and has no effect would make that case's losses differ."""
+    path, found = tmp_path / "x.toml", []
+    for case in (*CASES.values(), LONG):
+        path.write_text(text_of(tmp_path, "x", case))
+        found.append(minimal.read_options(str(path)))
+    for section, defaults in minimal.OPTIONS:
+        if section == "data":  # of which test_data_agrees_in_every_key_of_the_trainers_identity
+            continue
+        for option, default in defaults.items():
+            if option not in ("name", "output_dir", "device"):
+                values = [getattr(getattr(cfg, section), option) for cfg in found]
+                assert values.count(default) < len(values), f"{section}.{option}"
+
+
 def test_what_changes_no_loss_is_ignored(tmp_path):
     changes = {
         "run": {"deterministic": True, "start_timeout_seconds": 9.0},

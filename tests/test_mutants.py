@@ -105,6 +105,38 @@ def test_the_tests_of_a_changed_function_run(project):
     assert "test_unseen PASSED" in said and "test_total" not in said
 
 
+def test_what_the_map_does_not_know_is_chosen_too(project, tmp_path, monkeypatch):
+    """A fork's own tests, new and changed ones, before those that the map knows, with any module; of a test file, what
+    was changed."""
+    folder = shutil.copytree(project, tmp_path / "fork")
+    monkeypatch.setattr(changed, "REPO", folder)
+    known = json.loads((folder / "tests/map.json").read_text())
+
+    def chosen(file: str, line: str, limit: float = 60) -> tuple[set[str], set[str]]:
+        choice = changed.Choice(known)
+        text = (folder / file).read_text()
+        choice.add(file, {text.splitlines().index(line) + 1})
+        found = choice.within(limit)
+        return tuple({test.partition("::test_")[2] for test in tests} for tests in found)
+
+    inside, tests = "    return sum(values) + 1", "tests/test_amounts.py"
+    assert chosen("amounts.py", inside) == ({"total"}, set())
+    assert chosen("amounts.py", inside, limit=0) == (set(), {"total"})
+    assert chosen(tests, "    amounts.unseen([])") == ({"unseen"}, set())
+    assert chosen(tests, "import subprocess, sys") == ({"total", "unseen"}, set())
+    (folder / "tests/test_own.py").write_text("def test_own():\n    pass\n")
+    (folder / "own.py").write_text("X = 1\n")
+    assert chosen("own.py", "X = 1") == ({"own"}, set())
+    assert chosen("amounts.py", inside, limit=0) == ({"own"}, {"total"})
+    (folder / tests).write_text(TESTS.replace("unseen([])", "unseen([1])"))
+    assert chosen("own.py", "X = 1") == ({"own", "unseen"}, set())
+    for test in known["tests"]:
+        test[1] = 9.0 if "unseen" in test[0] else 5.0  # seconds
+    shutil.copy(folder / "amounts.py", folder / "more.py")  # whose own tests are none of these
+    known["functions"]["more.py"] = known["functions"]["amounts.py"]
+    assert chosen("more.py", inside, limit=10) == ({"own", "unseen"}, {"total"})
+
+
 def test_every_kind_of_change(tmp_path, monkeypatch):
     """Of a file in which each occurs once; annotations, texts of errors and docstrings stay as they are."""
     monkeypatch.setattr(mutants, "REPO", tmp_path)

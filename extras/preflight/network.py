@@ -5,12 +5,13 @@ import os
 import pathlib
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 
 import config
 from data import hub
 from data.folder import is_prepared
-from data.hub_sources import not_local
-from data.sources import STDLIB, local_files
+from data.hub_sources import Hub, HubFiles, not_local
+from data.identity import kind_of
 from extras.preflight.finding import Finding, error, warning
 from launch.command import Ranks
 from launch.slurm import first_host, rendezvous_port
@@ -47,8 +48,9 @@ def hub_answers(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
 
 def remote_sources(cfg: config.Config) -> list[str]:
     """The sources of text that are datasets of the hub."""
-    names = [source.source for source in cfg.data.sources] or [cfg.data.source]
-    return [name for name in names if name != STDLIB and local_files(name) is None]
+    d = cfg.data
+    names = [source.source for source in d.sources] or [d.source]
+    return [name for name in names if issubclass(kind_of(replace(d, source=name)), (Hub, HubFiles))]
 
 
 def first_node(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ import config
 import files
 from config import ConfigError
 from data import cores, hub
+from data.sources import Source
 from extras.preflight import disks, libraries, limits, network
 from extras.preflight.finding import Finding
 from extras.preflight.sizes import GIB, gib, sizes
@@ -526,6 +527,10 @@ def test_a_hub_that_does_not_answer(hub_of, tmp_path, monkeypatch):
     assert "./run_train.sh -m data.prepare" in one(network.hub_answers(cfg, ONE), False)
     local = make_config(data={"source": "python-stdlib", "path": None})
     assert not list(network.hub_answers(local, ONE))
+    # a fork's own source: its text is not on the hub
+    (tmp_path / "cache/datasets--me--texts").rmdir()
+    monkeypatch.setattr(network, "kind_of", lambda d: Source)
+    assert not list(network.hub_answers(cfg, ONE))
 
 
 def test_a_hub_that_answers_directly_or_through_a_proxy(hub_of, listener, monkeypatch, tmp_path):
