@@ -125,6 +125,11 @@ def needs_extra(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(removed), reason=f"needs extras/{', extras/'.join(removed)}")
 
 
+def nightly_if(takes_long: bool) -> list[pytest.MarkDecorator]:
+    """The marks of a case that reaches nothing which the others do not."""
+    return [pytest.mark.nightly] if takes_long else []
+
+
 def available(cases: dict) -> dict:
     """The cases, sections by name, that need no removed extra: for a table whose cases all run in one launch."""
     return {name: sections for name, sections in cases.items() if not lacks(**sections)}

@@ -157,7 +157,7 @@ OF_THE_RUN = ("model.init_from", "model.freeze", "model.vocab_size")
 FROM_ADAPTER = ("lora.rank", "lora.alpha", "lora.targets")
 # In as few runs as can be: these take longest.
 COSTLY = {("parallel.compile", True), *(("mesh", mesh) for mesh in MESHES if MESHES[mesh][0] > 2)}
-QUICK = 40
+QUICK = 32
 # Options that are in every run, and where they show.
 IN_EVERY_RUN = {
     "run.name": "of the folder that the rows are read from",

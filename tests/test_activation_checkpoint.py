@@ -144,7 +144,9 @@ def test_keeping_every_product_saves_a_third_at_llama_8b_s_proportions():
     assert blocks["elementwise"] <= 0.685 * blocks["none"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.bfloat16]
+)
 def test_the_compiler_keeps_every_product_and_changes_no_bit(dtype):
     """It partitions as always; its kernels would take a minute to compile, and count nothing."""
     kept, gradients = {}, {}

@@ -1394,7 +1394,8 @@ def test_nodes_whose_disks_hold_other_text_are_told_apart(run_config, tmp_path, 
     assert list((tmp_path / "outputs/r/checkpoints").glob("step-*"))
 
 
-def test_an_evaluation_that_is_due_waits_as_a_step_does(run_config, tmp_path):
+@pytest.mark.nightly
+def test_an_evaluation_of_text_that_grows_is_that_of_the_whole_text(run_config, tmp_path):
     """Its text is complete at the validation border. --eval-only evaluates the same."""
     path = run_config(eval={"every_steps": 3}, train={"steps": 6, "seq_len": 32})
     run = start(path, tmp_path / "log", 2)

@@ -319,7 +319,7 @@ def test_blocks_of_many_kinds_are_compiled(on_ranks):
                 "lora": {"rank": 4, "base_dtype": "nf4"},
                 "model": {"init_from": "absent"},
             },
-            marks=needs_extra("huggingface", "lora"),
+            marks=[needs_extra("huggingface", "lora"), pytest.mark.nightly],
         ),
         {
             "parallel": {"replicated": ["*q_proj*"], "param_dtype": "bfloat16"},

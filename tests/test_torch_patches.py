@@ -147,7 +147,9 @@ assert received
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", ["worker", "compiler", "driver"])
+@pytest.mark.parametrize(
+    "process", [pytest.param("worker", marks=pytest.mark.nightly), "compiler", "driver"]
+)
 def test_a_stop_does_not_reach_what_compiles(process, tmp_path):
     """SIGTERM to the whole process group. What compiles finishes, and the rank has the signal."""
     if process == "driver":

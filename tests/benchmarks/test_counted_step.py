@@ -97,6 +97,7 @@ def test_the_plan_keeps_what_is_counted(counted, setting):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("setting", ["none", "elementwise", "selective", "full"])
 def test_so_it_does_in_float32(counted, setting):
     """All but attention's logsumexp is then twice as wide; of a residual stream in float32 alone, the input."""

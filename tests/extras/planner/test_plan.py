@@ -46,7 +46,16 @@ from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
 from parallel.verify import verify_sharding
 from tests import cases, theory
-from tests.conftest import REPO, TINY, lacks, launch, make_config, needs_extra, shipped_configs
+from tests.conftest import (
+    REPO,
+    TINY,
+    lacks,
+    launch,
+    make_config,
+    needs_extra,
+    nightly_if,
+    shipped_configs,
+)
 from tests.test_training import UNEVEN
 
 pytestmark = pytest.mark.first
@@ -1336,7 +1345,25 @@ def start_up_gib(cfg: config.Config, row: dict) -> float:
     return held + beyond_what_is_held(cfg, row["world_size"])
 
 
-@pytest.mark.parametrize("path", shipped_configs(), ids=lambda p: p.stem)
+# like another but for a number
+NIGHTLY = {
+    "qwen3-8b-chat-qlora",
+    "llama70b",
+    "llama3.1-70b",
+    "llama8b-qlora",
+    "llama8b-h200",
+    "llama8b-lora",
+    "llama3b",
+}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=nightly_if(path.stem in NIGHTLY), id=path.stem)
+        for path in shipped_configs()
+    ],
+)
 def test_every_shipped_configuration_fits_its_machine(path, capsys):
     """Start-up needs less than a step: allocation, initialization or quantization, AdamW's state, scales, the checks of
     values and replicas."""

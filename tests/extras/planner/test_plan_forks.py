@@ -19,7 +19,7 @@ from extras.planner.plan import Asked, plan
 from extras.planner.simulate import simulate
 from model import attention as llama_attention
 from model import llama
-from tests.conftest import make_config, needs_extra
+from tests.conftest import make_config, needs_extra, nightly_if
 
 pytestmark = pytest.mark.early
 
@@ -113,6 +113,16 @@ OPTIONS = {
         },
     },
 }
+NIGHTLY = {  # that reach no line which the others do not
+    "replicated even",
+    "tp, forward 2",
+    "keep_fp32 odd",
+    "forward 3, backward 1",
+    "forward 2",
+    "recompute 2",
+    "tied",
+    "offload, forward 2",
+}
 IN_FULL = {
     "replicated even by number",
     "replicated one",
@@ -126,7 +136,9 @@ IN_FULL = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=needs_extra("lora")) if name.startswith("lora") else name
+        pytest.param(name, marks=needs_extra("lora"))
+        if name.startswith("lora")
+        else pytest.param(name, marks=nightly_if(name in NIGHTLY))
         for name in OPTIONS
     ],
 )
@@ -355,8 +367,18 @@ def usual_plan() -> dict:
     "fork, kinds, options",
     [
         (by_attribute, [None, 128], {}),
-        (by_attribute, [None, 128], {"recompute": 3, "prefetch_forward": 2}),
-        (by_attribute, [None, 128], {"recompute": "selective", "compile": True}),
+        pytest.param(
+            by_attribute,
+            [None, 128],
+            {"recompute": 3, "prefetch_forward": 2},
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            by_attribute,
+            [None, 128],
+            {"recompute": "selective", "compile": True},
+            marks=pytest.mark.nightly,
+        ),
         (by_the_model, [128, 128, 128, 4096], {"compile": True}),
         (by_the_model, [128, 128, 128, 4096], {"recompute": "full"}),
     ],
