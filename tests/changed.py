@@ -64,22 +64,26 @@ def functions(text: str, bodies: bool = False) -> dict[int, str]:
 
 def changed_lines(since: str) -> dict[str, set[int]]:
     """By file, as it is now: lines that were changed or added, and the line before one that was removed."""
-    command = ["git", "diff", "-U0", "--no-color", "--no-ext-diff", "--no-renames", since]
+    diff = ["git", "diff", "-U0", "--no-color", "--no-ext-diff", "--no-renames", since]
     found: dict[str, set[int]] = collections.defaultdict(set)
     file = ""
-    for line in subprocess.check_output(command, cwd=REPO, text=True).splitlines():
+    for line in output_of(*diff).splitlines():
         if line.startswith("+++ "):
             file = line.removeprefix("+++ b/")
         elif hunk := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", line):
             start, count = int(hunk[1]), int(hunk[2] or 1)
             found[file] |= {*range(start, start + max(count, 1))}
-    new = subprocess.check_output(
-        ["git", "ls-files", "--others", "--exclude-standard"], cwd=REPO, text=True
-    )
-    for file in new.splitlines():
+    for file in output_of("git", "ls-files", "--others", "--exclude-standard").splitlines():
         found[file] = set()
     found.pop("/dev/null", None)
     return found
+
+
+def output_of(*command: str) -> str:
+    done = subprocess.run(command, cwd=REPO, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(2)  # git has said why: no repository, no such commit
+    return done.stdout
 
 
 def digests_of_tests() -> dict[str, str]:
@@ -106,6 +110,8 @@ def without_case(test: str) -> str:
 
 
 def write_map() -> None:
+    if not lines.RECORD.exists():
+        sys.exit(f"{lines.RECORD.name} is not there: first ./tests/run.sh --record")
     record = lines.read()
     seconds: collections.Counter[str] = collections.Counter()
     for test, value in record.seconds.items():
@@ -120,6 +126,8 @@ def write_map() -> None:
 
     reached = {}  # by file and line
     for file, places in record.lines.items():
+        if not (REPO / file).exists():  # it was removed since
+            continue
         names = functions((REPO / file).read_text(), bodies=True)
         for line in map(int, places):
             if line in names:
@@ -281,6 +289,8 @@ def main() -> None:
     arguments, for_pytest = parser.parse_known_args()
     if arguments.write_map:
         return write_map()
+    if not MAP.exists():
+        sys.exit("tests/map.json is not there: ./tests/run.sh --record, then --write-map")
     known = json.loads(MAP.read_text())
     if arguments.quick:
         present = digests_of_tests()
