@@ -161,22 +161,21 @@ def write_map() -> None:
     )
 
 
-def own_test_file(file: str) -> str:
-    return f"test_{pathlib.Path(file).stem}.py"
-
-
-def rank(test: str, own: str, seconds: dict[str, float]) -> tuple:
-    """The module's own first, then the cheapest."""
-    return pathlib.Path(test.split("::")[0]).name != own, seconds[test], test
+def is_own(test: str, file: str) -> bool:
+    """Whether a test is of the file that is named after a module."""
+    return pathlib.Path(test.split("::")[0]).name == f"test_{pathlib.Path(file).stem}.py"
 
 
 def choose(file: str, places: dict[int, set[str]], seconds: dict[str, float]) -> list[str]:
-    """Of the tests that reach a function's lines: by rank, until each line has PER_LINE; then the next, up to
-    PER_FUNCTION."""
-    own = own_test_file(file)
+    """Of the tests that reach a function's lines, the module's own first and the cheapest first: until each line has
+    PER_LINE; then the next, up to PER_FUNCTION."""
+
+    def rank(test: str) -> tuple:
+        return not is_own(test, file), seconds[test], test
+
     counts: collections.Counter[int] = collections.Counter()
     found = []
-    for test in sorted(set().union(*places.values()), key=lambda test: rank(test, own, seconds)):
+    for test in sorted(set().union(*places.values()), key=rank):
         needed = [line for line, tests in places.items() if test in tests]
         if len(found) < PER_FUNCTION or any(counts[line] < PER_LINE for line in needed):
             found.append(test)
@@ -260,9 +259,9 @@ class Choice:
         known = touched & {*of_file}
         names = known if known == touched else {*of_file}
         found = {self.names[number] for name in names for number in of_file[name]}
-        own = own_test_file(file)
-        self.first |= {test for test in found if pathlib.Path(test.split("::")[0]).name == own}
-        self.tests |= found
+        own = {test for test in self.present if is_own(test, file)}
+        self.first |= found & own
+        self.tests |= found | own  # which also run what torch.compile makes of a line, unseen
 
     def within(self, limit: float) -> tuple[list[str], list[str]]:
         """Those that take so many seconds together, the cheapest first; the others. Of tests that are still there."""

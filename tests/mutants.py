@@ -37,6 +37,7 @@ import psutil
 import pytest
 
 from tests import lines, warm
+from tests.changed import is_own
 
 REPO = lines.REPO
 COMPARISONS = {
@@ -226,23 +227,22 @@ class Plan:
         self.record, self.seconds = record, seconds
 
     def tests(self, change: Change) -> dict[str, int]:
-        """Those that run the line, the module's own first and the cheapest first, until the seconds are spent. Each
-        with the seconds after which it hangs."""
-        own = f"test_{pathlib.Path(change.file).stem}.py"
+        """Those that run the line, the module's own first and the cheapest first; then its own that do not, or run what
+        torch.compile made of it, unseen. Until the seconds are spent. Each with the seconds after which it hangs."""
+        own = {test for test in self.record.seconds if is_own(test, change.file)}
 
         def rank(test: str) -> tuple:
-            is_own = pathlib.Path(test.split("::")[0]).name == own
-            return not is_own, self.cost(test, set()), test
+            return test not in found, test not in own, self.cost(test, set()), test
 
         found = (
             self.record.tests_of(change.file, change.line)
             or self.record.tests_of(change.file, change.statement)
             or self.record.tests_of_any_line(change.file)  # of a module's own, which an import ran
-        ) - {*self.record.failed}
+        )
         chosen: dict[str, int] = {}
         paid: set[str] = set()
         left = self.seconds
-        for test in sorted(found, key=rank):
+        for test in sorted((found | own) - {*self.record.failed}, key=rank):
             cost = self.cost(test, paid)
             if cost <= left:
                 left -= cost

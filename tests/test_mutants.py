@@ -43,7 +43,7 @@ def project(tmp_path_factory):
     for name in ("__init__", "lines", "mutants", "changed", "warm"):
         shutil.copy2(REPO / f"tests/{name}.py", folder / "tests")
     (folder / "amounts.py").write_text(MODULE)
-    (folder / "tests/test_amounts.py").write_text(TESTS)
+    (folder / "tests/test_all.py").write_text(TESTS)
     (folder / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath = ["."]\n')
     (folder / ".gitignore").write_text("__pycache__/\n.pytest_cache/\n.tests-lines*\n")
     git(folder, "init", "-q")
@@ -77,8 +77,8 @@ def test_lines_that_another_process_ran_are_a_tests_own(project):
     record = lines.Record(**json.loads((project / ".tests-lines.json").read_text()))
     total = MODULE.splitlines().index("    return sum(values) + 1") + 1
     unseen = MODULE.splitlines().index("    return len(values) < 3") + 1
-    assert record.tests_of("amounts.py", total) == {"tests/test_amounts.py::test_total"}
-    assert record.tests_of("amounts.py", unseen) == {"tests/test_amounts.py::test_unseen"}
+    assert record.tests_of("amounts.py", total) == {"tests/test_all.py::test_total"}
+    assert record.tests_of("amounts.py", unseen) == {"tests/test_all.py::test_unseen"}
     assert record.tests_of("amounts.py", 2) == set()
 
 
@@ -119,7 +119,7 @@ def test_what_the_map_does_not_know_is_chosen_too(project, tmp_path, monkeypatch
         found = choice.within(limit)
         return tuple({test.partition("::test_")[2] for test in tests} for tests in found)
 
-    inside, tests = "    return sum(values) + 1", "tests/test_amounts.py"
+    inside, tests = "    return sum(values) + 1", "tests/test_all.py"
     assert chosen("amounts.py", inside) == ({"total"}, set())
     assert chosen("amounts.py", inside, limit=0) == (set(), {"total"})
     assert chosen(tests, "    amounts.unseen([])") == ({"unseen"}, set())
