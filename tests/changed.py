@@ -162,8 +162,9 @@ def write_map() -> None:
 
 
 def is_own(test: str, file: str) -> bool:
-    """Whether a test is of the file that is named after a module."""
-    return pathlib.Path(test.split("::")[0]).name == f"test_{pathlib.Path(file).stem}.py"
+    """Whether a test is of a file that is named after a module: of test_config.py or test_config_limits.py."""
+    name = pathlib.Path(test.split("::")[0]).stem
+    return f"{name}_".startswith(f"test_{pathlib.Path(file).stem}_")
 
 
 def choose(file: str, places: dict[int, set[str]], seconds: dict[str, float]) -> list[str]:

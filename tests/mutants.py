@@ -294,10 +294,12 @@ class Copy:
         process = FORKED.Process(target=run_tests, args=(limits, self.folder, told))
         process.start()
         process.join(sum(limits.values()))
-        for child in psutil.Process().children(recursive=True):
+        left = psutil.Process().children(recursive=True)
+        for child in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         process.join()
+        psutil.wait_procs(left, timeout=5)  # no zombies
         if told.read_text():
             return told.read_text()
         nothing_ran = process.exitcode == pytest.ExitCode.NO_TESTS_COLLECTED
