@@ -1345,6 +1345,18 @@ def start_up_gib(cfg: config.Config, row: dict) -> float:
     return held + beyond_what_is_held(cfg, row["world_size"])
 
 
+def test_a_change_goes_on_from_the_value_that_is_set():
+    """A number that is not in the list is one's own: what costs more than the first is tried."""
+    values = ("none", "elementwise", "selective", "full")
+    assert [advice.after(values, value) for value in (*values, 3)] == [
+        ["elementwise", "selective", "full"],
+        ["selective", "full"],
+        ["full"],
+        [],
+        ["elementwise", "selective", "full"],
+    ]
+
+
 # like another but for a number
 NIGHTLY = {
     "qwen3-8b-chat-qlora",
