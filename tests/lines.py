@@ -132,9 +132,10 @@ class Record:
     # by file and line number, the contexts that ran it, as a hexadecimal set of bits
     lines: dict[str, dict[str, str]]
 
-    def tests_of(self, file: str, line: int) -> set[str]:
-        """Those that ran it, themselves or through a fixture."""
-        ran = self.contexts_of(file, line)
+    def tests_of(self, file: str, *numbers: int) -> set[str]:
+        """Those that ran one of these lines, or any of the file, themselves or through a fixture."""
+        every = map(int, self.lines.get(file, {}))
+        ran = set().union(*(self.contexts_of(file, line) for line in numbers or every))
         return {
             test
             for test in self.seconds
@@ -144,9 +145,6 @@ class Record:
     def contexts_of(self, file: str, line: int) -> set[str]:
         bits = int(self.lines.get(file, {}).get(str(line), "0"), 16)
         return {name for number, name in enumerate(self.contexts) if bits >> number & 1}
-
-    def tests_of_any_line(self, file: str) -> set[str]:
-        return set().union(*(self.tests_of(file, int(line)) for line in self.lines.get(file, ())))
 
     def has_changed(self, file: str) -> bool:
         """Whether it has other lines now."""

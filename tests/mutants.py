@@ -37,7 +37,7 @@ import psutil
 import pytest
 
 from tests import lines, warm
-from tests.changed import is_own
+from tests.changed import functions, is_own
 
 REPO = lines.REPO
 COMPARISONS = {
@@ -234,11 +234,7 @@ class Plan:
         def rank(test: str) -> tuple:
             return test not in found, test not in own, self.cost(test, set()), test
 
-        found = (
-            self.record.tests_of(change.file, change.line)
-            or self.record.tests_of(change.file, change.statement)
-            or self.record.tests_of_any_line(change.file)  # of a module's own, which an import ran
-        )
+        found = self.reaching(change)
         chosen: dict[str, int] = {}
         paid: set[str] = set()
         left = self.seconds
@@ -249,6 +245,19 @@ class Plan:
                 paid |= {*self.record.shared.get(test, ())}
                 chosen[test] = int(HANGS[0] + HANGS[1] * self.cost(test, set()))
         return chosen
+
+    def reaching(self, change: Change) -> set[str]:
+        text = (REPO / change.file).read_text()
+        bodies = functions(text, bodies=True)
+        head_of = functions(text).get(change.line) if change.line not in bodies else None
+        if head_of:  # a default, which an import ran: those that call it
+            body = [line for line, name in bodies.items() if name == head_of]
+            return self.record.tests_of(change.file, *body)
+        return (
+            self.record.tests_of(change.file, change.line)
+            or self.record.tests_of(change.file, change.statement)
+            or self.record.tests_of(change.file)  # a module's own, which an import ran
+        )
 
     def cost(self, test: str, paid: set[str]) -> float:
         """Seconds, with those of the fixtures that are not there yet."""
