@@ -132,7 +132,7 @@ def write_map() -> None:
         by_function[file][name][line] = tests
     digests = digests_of_tests()
     # those that were skipped, too
-    numbers = {test: number for number, test in enumerate({**seconds, **digests})}
+    numbers = {test: number for number, test in enumerate({**seconds, **fixtures})}
     chosen = {
         file: {
             name: [numbers[test] for test in choose(file, places, seconds)]
