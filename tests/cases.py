@@ -218,7 +218,10 @@ def phases_of(sections: dict, output: str) -> set[tuple[str, str]]:
         phase(watchdog, name, *arguments)
 
     def noting(name: str, function: Callable) -> Callable:
-        return lambda *arguments: (found.add((name, *now)), function(*arguments))[1]
+        return lambda *arguments, **options: (
+            found.add((name, *now)),
+            function(*arguments, **options),
+        )[1]
 
     forward = {
         mode: noting(name, Llama.forward) for mode, name in ((True, "train"), (False, "evaluate"))
@@ -227,7 +230,11 @@ def phases_of(sections: dict, output: str) -> set[tuple[str, str]]:
         process_group() as world,
         mock.patch.object(Watchdog, "phase", begun),
         mock.patch.object(
-            Llama, "forward", lambda model, *arguments: forward[model.training](model, *arguments)
+            Llama,
+            "forward",
+            lambda model, *arguments, **options: forward[model.training](
+                model, *arguments, **options
+            ),
         ),
         mock.patch.object(Loader, "__next__", noting("load", Loader.__next__)),
         mock.patch.object(Checkpointer, "restore", noting("restore", Checkpointer.restore)),

@@ -126,6 +126,8 @@ def test_what_the_map_does_not_know_is_chosen_too(project, tmp_path, monkeypatch
     assert chosen(tests, "import subprocess, sys") == ({"total", "unseen"}, set())
     (folder / "tests/test_own.py").write_text("def test_own():\n    pass\n")
     (folder / "own.py").write_text("X = 1\n")
+    (folder / "tests/fake_cuda").mkdir()
+    (folder / "tests/fake_cuda/test_elsewhere.py").write_text("def test_elsewhere():\n    pass\n")
     assert chosen("own.py", "X = 1") == ({"own"}, set())
     assert chosen("amounts.py", inside, limit=0) == ({"own"}, {"total"})
     (folder / tests).write_text(TESTS.replace("unseen([])", "unseen([1])"))

@@ -149,6 +149,7 @@ def folders(tmp_path_factory, prepared) -> dict[str, pathlib.Path]:
         torch_dtype="float32",
         attention_bias=None,
         mlp_bias=None,
+        hidden_act=None,  # its default is silu
     )
     tensors = load_file(root / "old/model.safetensors")
     constants = {
