@@ -12,11 +12,11 @@ they are written.
 import argparse
 import ast
 import collections
+import functools
 import hashlib
 import itertools
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -164,10 +164,28 @@ def write_map() -> None:
     )
 
 
+@functools.cache
+def own_test_files(file: str) -> frozenset[str]:
+    """Those that are named after a module: for config.py test_config.py and test_config_limits.py. Where there is none,
+    those that import it."""
+    module = file.removesuffix(".py").replace("/", ".")
+    folder, _, name = module.rpartition(".")
+    tests = REPO / "tests"
+    if file.startswith("extras/"):
+        tests = tests.joinpath(*file.split("/")[:2])  # tests/extras/lora
+    texts = {
+        path: path.read_text() for path in tests.rglob("test_*.py") if "fake_cuda" not in path.parts
+    }
+    found = [path for path in texts if f"{path.stem}_".startswith(f"test_{name}_")]
+    if not found:
+        imports = rf"^ *(from|import) {re.escape(module)}\b|^ *from {re.escape(folder)} import .*\b{name}\b"
+        found = [path for path, text in texts.items() if re.search(imports, text, re.M)]
+    return frozenset(path.relative_to(REPO).as_posix() for path in found)
+
+
 def is_own(test: str, file: str) -> bool:
-    """Whether a test is of a file that is named after a module: of test_config.py or test_config_limits.py."""
-    name = pathlib.Path(test.split("::")[0]).stem
-    return f"{name}_".startswith(f"test_{pathlib.Path(file).stem}_")
+    """Whether a test is in one of a module's own files."""
+    return test.split("::")[0] in own_test_files(file)
 
 
 def choose(file: str, places: dict[int, set[str]], seconds: dict[str, float]) -> list[str]:

@@ -30,8 +30,8 @@ def test_total():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 def test_unseen():
-    import amounts
-    amounts.unseen([])
+    program = "import amounts; amounts.unseen([])"
+    subprocess.run([sys.executable, "-c", program], check=True)
 """
 
 
