@@ -122,7 +122,10 @@ def test_what_the_map_does_not_know_is_chosen_too(project, tmp_path, monkeypatch
     inside, tests = "    return sum(values) + 1", "tests/test_all.py"
     assert chosen("amounts.py", inside) == ({"total"}, set())
     assert chosen("amounts.py", inside, limit=0) == (set(), {"total"})
-    assert chosen(tests, "    amounts.unseen([])") == ({"unseen"}, set())
+    assert chosen(tests, '    program = "import amounts; amounts.unseen([])"') == (
+        {"unseen"},
+        set(),
+    )
     assert chosen(tests, "import subprocess, sys") == ({"total", "unseen"}, set())
     (folder / "tests/test_own.py").write_text("def test_own():\n    pass\n")
     (folder / "own.py").write_text("X = 1\n")
