@@ -630,6 +630,9 @@ def timeouts() -> set[float]:
         parallelize(meta_model(cfg.model), cfg, world)
         groups = [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1]
         assert len(groups) >= 4
+        for name, mesh in (("tp", world.mesh), ("cp", build_mesh("cpu", (2, 2, 1, 1)))):
+            # of one rank each, which needs no sockets
+            assert dist.get_backend(mesh[name].get_group()) == "fake"
         return {
             group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
             for group in groups

@@ -58,6 +58,23 @@ def names_in(cfg):
     return sorted(p.name for p in catalog.root(cfg).iterdir())
 
 
+def test_a_look_without_hashing_reads_no_tensors(tmp_path, monkeypatch):
+    """A launch's, before the ranks begin: of a checkpoint of terabytes, too. It sees a file of another size."""
+    folder = fake(configured(tmp_path), 10)
+    monkeypatch.setattr(manifest, "hash_part", None)
+    assert catalog.problems_without_hashing(folder) == []
+    spoil(folder, "longer")
+    assert catalog.problems_without_hashing(folder)
+
+
+def test_a_model_that_does_not_say_what_it_saves_saves_everything():
+    """A fork's own; else the parameters that its pattern matches."""
+    model = torch.nn.Linear(2, 3)
+    assert tensors_of(model, None).keys() == {"model.weight", "model.bias"}
+    model.saved = "b*"
+    assert tensors_of(model, None).keys() == {"model.bias"}
+
+
 def test_only_what_is_named_so_counts(tmp_path):
     cfg = configured(tmp_path)
     root = catalog.root(cfg)

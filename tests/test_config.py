@@ -275,6 +275,29 @@ profile at_step=? steps=3
 """
 
 
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"optim": {"betas": [0.9, 1.0]}}, "betas.*both must lie in"),
+        ({"optim": {"betas": [-0.1, 0.9]}}, "betas.*both must lie in"),
+        ({"optim": {"muon_lr": 0.0}}, "muon_lr = 0.0: must be greater than 0"),
+        ({"optim": {"muon_momentum": 1.0}}, "muon_momentum = 1.0: must lie in"),
+        (
+            {"model": {"rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 0}}},
+            "original_max_position_embeddings = 0: must be greater than 0",
+        ),
+        (
+            {"model": {"rope_scaling": {"factor": 8.0, "low_freq_factor": 0.0}}},
+            "low_freq_factor = 0.0: must be greater than 0",
+        ),
+    ],
+    ids=str,
+)
+def test_numbers_at_the_edge_of_what_makes_sense_are_refused(sections, told):
+    with pytest.raises(ConfigError, match=told):
+        make_config(**sections)
+
+
 def test_what_is_not_said_means_what_it_always_meant():
     """Another default would change every run whose file does not name the option, and its checkpoints'."""
     said = {}

@@ -19,7 +19,7 @@ from checkpoint.save import SaveFailed
 from config import ConfigError
 from data.background import PreparingFailed
 from data.loader import FAILED, READY, WAITING
-from launch.launch import exit_code, print_root_cause
+from launch.launch import exit_code, mark_stopped, print_root_cause
 from lifecycle import folder
 from lifecycle.failure import failure_of, final_exit_code
 from lifecycle.process_group import problems_of_devices
@@ -114,6 +114,16 @@ def test_a_launch_ends_with_the_code_of_its_first_failure(
     status = folder.read_status(tmp_path)
     assert (status["state"], status["step"], status["exit_code"]) == ("failed", 40, code)
     assert not [*tmp_path.glob(".failure-*")]
+
+
+def test_a_launch_whose_ranks_never_began_is_at_step_0(tmp_path):
+    """The first of its folder: there is no status that had a step."""
+    assert exit_code(tmp_path, "x", ranks=1, returned=1) == 1
+    status = folder.read_status(tmp_path)
+    assert (status["state"], status["step"]) == ("failed", 0)
+    mark_stopped(tmp_path / "another", "x")
+    status = folder.read_status(tmp_path / "another")
+    assert (status["state"], status["step"]) == ("preempted", 0)
 
 
 @pytest.mark.parametrize(

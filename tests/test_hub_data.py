@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 
@@ -425,6 +426,16 @@ def test_a_hub_behind_a_silent_firewall_is_given_up_within_seconds(monkeypatch):
                 open_source(make_config(data={"source": "nobody/nothing", "order": order}).data)
         assert time.monotonic() - begin < 30  # with imports on a busy machine
     hub_module.connection_problem.cache_clear()
+
+
+def test_a_hub_that_answers_with_an_error_is_reachable():
+    """Even if its library had lost a connection before."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    lost = ConnectionError("reset")
+    answer = HfHubHTTPError("500", response=mock.Mock())
+    answer.__cause__ = lost
+    assert hub_module.is_unreachable(lost) and not hub_module.is_unreachable(answer)
 
 
 def test_all_addresses_of_a_hub_are_tried_at_once(monkeypatch):

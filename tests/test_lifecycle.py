@@ -38,6 +38,7 @@ from lifecycle.folder import (
     check_folder,
     failures,
     lock,
+    remove_traces,
     report_failure,
     resume_once,
     stop_file,
@@ -1069,6 +1070,14 @@ def test_reports_of_ranks_that_were_restarted_are_swept_away(tmp_path):
         (tmp_path / name).touch()
     sweep(tmp_path, "x")
     assert [path.name for path in tmp_path.iterdir()] == [".stop-x"]
+
+
+def test_what_another_process_removes_first_is_no_error(tmp_path, monkeypatch):
+    """The launcher and its ranks both remove what killed ones left."""
+    gone = [tmp_path / ".failure-x-0", tmp_path / ".stop-y"]
+    monkeypatch.setattr("pathlib.Path.glob", lambda *_: gone)
+    sweep(tmp_path, "x")
+    remove_traces(tmp_path, "x")
 
 
 @pytest.mark.parametrize("step, final", [(5, True), (6, False)])

@@ -1,5 +1,7 @@
 """What a rank checks before it joins the others: its device, and theirs."""
 
+import itertools
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 import config
 from config import ConfigError
 from lifecycle.process_group import pick_device
+from parallel.mesh import World
 from tests import cases
 from tests.conftest import make_config
 
@@ -111,6 +114,19 @@ def test_gpus_that_torch_cannot_use_are_named(
     else:
         with pytest.raises(ConfigError, match=told):
             pick_device(cfg, 0)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 1, 2), (2, 1, 3, 1), (2, 3, 2, 4)])
+def test_cp_and_tp_ranks_share_a_data_rank(shape):
+    """Counted by hand: replicas, shards, parts of a sequence, parts of a matrix."""
+    places = list(itertools.product(*map(range, shape)))
+    mesh = SimpleNamespace(size=shape.__getitem__)
+    of_data = list(itertools.product(*map(range, shape[:2])))
+    for rank, place in enumerate(places):
+        world = World(rank, len(places), torch.device("cpu"), mesh)
+        assert world.dp_rank == of_data.index(place[:2])
+        assert world.dp_size == len(of_data)
+        assert world.fsdp_size == len(of_data) * shape[2]
 
 
 def flex_attention_supports(width: int) -> bool:

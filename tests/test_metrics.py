@@ -732,6 +732,16 @@ def test_tensorboard_keeps_the_step_that_is_resumed_from(tmp_path, monkeypatch):
     assert purged == [8]  # it drops that step's rows and later ones'
 
 
+def test_tensorboard_has_every_row_when_the_run_ends(tmp_path):
+    recorder = Rows(tmp_path, config.Log(tensorboard=True), 0)
+    recorder.write({"kind": "train", "step": 1, "loss": 1.0})
+    recorder.write({"kind": "eval", "step": 1, "loss": 1.0})
+    recorder.close()
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    for name in (b"train/loss", b"eval/loss"):
+        assert name in events.read_bytes()
+
+
 def test_tensorboard_may_fail(tmp_path):
     class Broken:
         def add_scalar(self, *_: object) -> None:

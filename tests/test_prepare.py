@@ -28,7 +28,7 @@ from checkpoint import compare
 from config import ConfigError
 from data import encode
 from data.console import progress, report
-from data.cores import usable_cores
+from data.cores import control_groups, usable_cores
 from data.dataset import open_data, open_dataset
 from data.encode import is_validation, worker_count
 from data.folder import begin_all, data_folders, is_prepared, source_names
@@ -1495,6 +1495,16 @@ def test_cores_are_those_that_a_container_may_use(content, cores, tmp_path, monk
     monkeypatch.setattr("os.sched_getaffinity", lambda *unused: set(range(192)))
     monkeypatch.setattr("data.cores.control_groups", lambda *_: [])
     assert worker_count(ranks=8) == 64  # more could not be fed
+
+
+def test_the_groups_of_a_container_are_found_by_their_names(tmp_path, monkeypatch):
+    """A name may hold colons. In version 1 each controller has groups of its own."""
+    monkeypatch.setattr("data.cores.GROUPS", tmp_path)
+    monkeypatch.setattr("data.cores.MEMBERSHIP", tmp_path / "cgroup")
+    (tmp_path / "cgroup").write_text("7:memory:/m\n4:cpu:/a/b\n0::/pods/cri:containerd:1\n")
+    found = [group.relative_to(tmp_path) for group in control_groups("cpu")]
+    expected = ["cpu/a/b", "cpu/a", "cpu", "pods/cri:containerd:1", "pods", "."]
+    assert [*map(str, found)] == expected
 
 
 def test_what_killed_processes_left_is_removed_and_nothing_else(with_tokenizer, tmp_path):

@@ -11,6 +11,8 @@ import re
 import shutil
 import threading
 import time
+from concurrent import futures
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -547,8 +549,21 @@ def test_good_checkpoints_alone_are_counted(on_ranks, tmp_path, ranks):
             )
 
 
-def tidy_where_another_run_has_saved(folder) -> tuple[str, list[str]]:
-    """(the error, what then stands there) of a start that chose step 1, before another run saved step 2."""
+def test_a_failed_save_ends_a_run_only_if_it_was_the_last():
+    failed = futures.Future()
+    failed.set_exception(SaveFailed("no space"))
+    checkpointer = SimpleNamespace(world=SimpleNamespace(rank=0), report=mock.Mock())
+    checkpointer.pending = 7, failed
+    Checkpointer.finish_pending_save(checkpointer)
+    checkpointer.report.assert_called_once_with(7, "no space")
+    checkpointer.pending = 8, failed
+    with pytest.raises(SaveFailed, match="^the last checkpoint was not saved: no space$"):
+        Checkpointer.finish_pending_save(checkpointer, required=True)
+
+
+def tidy_where_another_run_has_saved(folder) -> tuple[str, list[str], list[str]]:
+    """(the error, what then stands there) of a start that chose step 1, before another run saved step 2; and what
+    stands there after one that chose step 1 since, beside a killed save."""
     with ready(folder) as (cfg, model, optimizer, first):
         cases.save(cfg, model, optimizer, 1)
         late = Checkpointer(cfg, first.world, [], [])
@@ -558,15 +573,18 @@ def tidy_where_another_run_has_saved(folder) -> tuple[str, list[str]]:
             message = "none"
         except ConfigError as error:
             message = str(error)
-        return message, sorted(path.name for path in catalog.root(cfg).iterdir())
+        left = sorted(path.name for path in catalog.root(cfg).iterdir())
+        catalog.temporary_of(cfg, 3).mkdir()
+        Checkpointer(configured(folder, resume=1), first.world, [], []).tidy()
+        return message, left, sorted(path.name for path in catalog.root(cfg).iterdir())
 
 
 def test_what_another_run_has_saved_since_the_choice_is_not_set_aside(on_ranks, tmp_path):
-    ((message, names),) = on_ranks(1, tidy_where_another_run_has_saved, tmp_path)
-    assert "another run has worked here meanwhile" in message and names == [
-        "step-00000001",
-        "step-00000002",
-    ]
+    """What it has saved before is."""
+    ((message, left, tidied),) = on_ranks(1, tidy_where_another_run_has_saved, tmp_path)
+    assert "another run has worked here meanwhile" in message
+    assert left == ["step-00000001", "step-00000002"]
+    assert tidied == ["step-00000001", "step-00000002.superseded"]
 
 
 def purge_what_cannot_be_removed(folder) -> tuple[list, list[int], list[int]]:

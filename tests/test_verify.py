@@ -110,6 +110,9 @@ def test_unit_map_counts_what_is_gathered(on_ranks):
     for rows in on_ranks(2, cases.unit_map, {"parallel": parallel}):
         size = {row["unit"]: row["gathered_bytes"] / row["parameters"] for row in rows}
         assert size == {"embedding": 2, "blocks.0": 4, "blocks.1": 2, "head": 2}
+        # backward begins with the head's
+        kept = [row["unit"] for row in rows if row["policy"] == "kept through backward"]
+        assert kept == ["head"]
         assert all(row["local_bytes"] * 2 == row["parameters"] * 4 for row in rows)
     for rows in on_ranks(2, cases.unit_map, {"parallel": {"param_dtype": "bfloat16", "tp": 2}}):
         for row in rows:  # norms are whole on both
