@@ -371,8 +371,9 @@ def chosen(folders: list[str], count: int, seed: str) -> list[Change]:
 def start_worker(place: str, record: lines.Record, seconds: float) -> None:
     """In each process that judges."""
     global copy, plan
-    # what a test leaves behind becomes a child of this process, which ends it
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if sys.platform == "linux":
+        # what a test leaves behind becomes a child of this process, which ends it
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     copy = Copy(pathlib.Path(tempfile.mkdtemp(dir=place), "copy"))
     plan = Plan(record, seconds)
 
