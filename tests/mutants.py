@@ -249,15 +249,14 @@ class Plan:
     def reaching(self, change: Change) -> set[str]:
         text = (REPO / change.file).read_text()
         bodies = functions(text, bodies=True)
-        head_of = functions(text).get(change.line) if change.line not in bodies else None
-        if head_of:  # a default, which an import ran: those that call it
-            body = [line for line, name in bodies.items() if name == head_of]
-            return self.record.tests_of(change.file, *body)
-        return (
-            self.record.tests_of(change.file, change.line)
-            or self.record.tests_of(change.file, change.statement)
-            or self.record.tests_of(change.file)  # a module's own, which an import ran
-        )
+        if change.line in bodies:
+            return self.record.tests_of(change.file, change.line) or self.record.tests_of(
+                change.file, change.statement
+            )
+        # What an import runs. Of a default: those that call its function; else those of the file.
+        name = functions(text).get(change.line)
+        body = [line for line in bodies if name and bodies[line] == name]
+        return self.record.tests_of(change.file, *body)
 
     def cost(self, test: str, paid: set[str]) -> float:
         """Seconds, with those of the fixtures that are not there yet."""
