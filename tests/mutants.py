@@ -284,13 +284,17 @@ class Copy:
         os.utime(self.folder / file, (self.writes, self.writes))
 
     def noticed_by(self, change: Change, limits: dict[str, int]) -> str:
-        """The test that fails with the change, and without it does not; else nothing."""
+        """The test that fails with the change, and without it does not; or what else goes wrong with it alone, such as
+        a file that cannot be imported; else nothing."""
         while limits:
             self.write(change.file, change.applied())
             failed = self.first_failure(limits)
             self.write(change.file, (REPO / change.file).read_text())
-            if failed not in limits or not self.first_failure({failed: limits[failed]}):
+            again = {failed: limits[failed]} if failed in limits else limits
+            if not failed or not self.first_failure(again):
                 return failed
+            if failed not in limits:
+                return ""
             tried = [*limits].index(failed) + 1
             limits = dict(itertools.islice(limits.items(), tried, None))
         return ""
