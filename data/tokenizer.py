@@ -90,10 +90,9 @@ class Tokenizer:
         encoded = self.model.encode(texts)
         for i, text in enumerate(texts):
             if self.space and SPACE in text:
-                first, *rest = self.model.encode(text.split(SPACE))
-                ids = first
-                for segment in rest:
-                    ids += self.space + segment
+                ids, *following = self.model.encode(text.split(SPACE))
+                for part in following:
+                    ids += self.space + part
                 encoded[i] = ids
         return encoded
 
@@ -101,7 +100,8 @@ class Tokenizer:
         """content: of tokenizer.model. Raises ConfigError."""
         import sentencepiece
 
-        self.model = sentencepiece.SentencePieceProcessor()
+        # one thread: data/encode.py starts a process for each core that the ranks leave
+        self.model = sentencepiece.SentencePieceProcessor(num_threads=1)
         try:
             self.model.LoadFromSerializedProto(content)
             self.vocab_size = self.model.vocab_size()

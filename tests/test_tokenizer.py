@@ -4,17 +4,19 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import pathlib
 import re
 import shutil
 import sys
+import threading
 
 import pytest
 
 import config
 from config import ConfigError
 from data.dataset import open_dataset
-from data.encode import is_validation
+from data.encode import _start_pool, is_validation
 from data.identity import open_source
 from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import open_stream
@@ -366,6 +368,36 @@ def test_eos_is_the_familys(byte_level, settings, eos, tmp_path):
     shutil.copy(f"{byte_level}/tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert Tokenizer(tmp_path / "tokenizer.json").eos == eos
+
+
+def threads_while_encoding(path: str, text: str) -> int:
+    """Threads of this process that a tokenizer starts."""
+    before = len(os.listdir("/proc/self/task"))
+    tokenizer = Tokenizer(path)
+    has_ended = threading.Event()
+    counts = []
+
+    def watch() -> None:
+        while not has_ended.wait(0.002):
+            counts.append(len(os.listdir("/proc/self/task")))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    tokenizer.encode([text] * 100)
+    has_ended.set()
+    watcher.join()
+    return max(counts) - before - 1  # which watches
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_a_process_that_tokenizes_takes_one_core(byte_level, prepared):
+    """Both libraries use all of them unless they are told: those of the ranks, too."""
+    text = words(1, 4000)
+    pool = _start_pool(1)
+    for path in (byte_level, str(prepared / "tokenizer.model")):
+        # sentencepiece's one thread is not the one that calls it
+        assert pool.submit(threads_while_encoding, path, text).result() <= 1
+    pool.shutdown()
 
 
 def test_preparing_with_a_tokenizer_json(byte_level, corpus, tmp_path):
