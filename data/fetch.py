@@ -20,8 +20,8 @@ from data.encode import chunks, encoder
 from data.folder import as_config_error, begin_all
 from data.hub_sources import Hub, HubFiles, cache_folder, is_cached
 from data.identity import kind_of, open_recorded, validation_source
+from data.local_files import SourceFile
 from data.record import is_complete, manifest_of
-from data.sources import SourceFile
 from data.tokens import WIDTH
 
 SAMPLE_TOKENS = 1 << 20  # that are tokenized to estimate how many the files hold

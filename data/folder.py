@@ -30,8 +30,9 @@ from data.identity import (
     short_hash,
     validation_source,
 )
+from data.local_files import file_stamps, local_files
 from data.record import MANIFEST, damaged, is_complete, read_manifest, write_manifest
-from data.sources import Files, FilesState, file_stamps, local_files
+from data.sources import Files, FilesState
 from data.tokenizer import Tokenizer, tokenizer_hash, train_tokenizer
 
 # that another process may take to train a tokenizer: then it is not waited for
@@ -343,7 +344,8 @@ def _compare_with_source(folder: pathlib.Path, manifest: dict, d: config.Data, p
     record = {"files": [[*entry, ""][:4] for entry in recorded]}
     end = FilesState(file=len(recorded))
     reader = Files(d, manifest.get(f"{prefix}place") or end, record)
-    reader.compare_with_text(folder)
+    for _ in reader.compare_with_text(folder):
+        pass
     manifest[f"{prefix}files"] = reader.files
 
 

@@ -20,8 +20,8 @@ from data import hub
 from data.console import report
 from data.folder import common_tokenizer, source_folders, sources_of
 from data.identity import open_source
+from data.local_files import STDLIB, local_files
 from data.record import read_manifest
-from data.sources import STDLIB, local_files
 
 FIRST_ROWS = 10  # of which the first that can be read counts
 ROLE_KEYS = ("role", "from")

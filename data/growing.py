@@ -18,7 +18,6 @@ from data.background import Preparer, PreparingFailed
 from data.mixture import Mixture
 from data.order import Order, SourceOrder, make_mixture, problems_of
 from data.record import (
-    MANIFEST,
     border_of,
     has_ended,
     holds_out_documents,
@@ -26,6 +25,7 @@ from data.record import (
     manifest_of,
     progress_of,
     read_manifest,
+    stamp_of,
     validation_range,
 )
 from data.tokens import END_BYTES, WIDTH, TokenStream, Windows, stream_of
@@ -49,7 +49,7 @@ class GrowingText:
             self.positions[source].append(position)
         self.preparer = Preparer(cfg)
         self.waited = 0.0  # seconds that a run has waited since anything was recorded
-        self.last_progress: list[tuple[bool, int]] = []
+        self.last_stamps: list[tuple[int, ...]] = []  # of the records, at the last poll
         self.last_poll = time.monotonic()
 
     def stream(self, source: int) -> TokenStream:
@@ -114,13 +114,13 @@ class GrowingText:
     def _count_waiting(self, is_waiting: bool) -> None:
         """Adds the time since the last poll to `waited`, unless something was recorded since."""
         now = time.monotonic()
-        progress = [progress_of(source.manifest) for source in self.sources]
-        if is_waiting and progress == self.last_progress:
+        stamps = [source.manifest_stamp for source in self.sources]
+        if is_waiting and stamps == self.last_stamps:
             # counts a second at most: a longer gap means that this process was suspended
             self.waited += min(1.0, now - self.last_poll)
         else:
             self.waited = 0.0
-        self.last_progress = progress
+        self.last_stamps = stamps
         self.last_poll = now
 
     def waits_for(self, step: int) -> str:
@@ -181,7 +181,10 @@ class GrowingSource:
         replaced by another one."""
         if is_complete(self.manifest):
             return
-        stamp = self._current_stamp()
+        try:
+            stamp = stamp_of(self.folder)
+        except OSError:  # of a network's file system: it may pass
+            return
         if stamp == self.manifest_stamp:
             return
         manifest = read_manifest(self.folder)
@@ -198,16 +201,6 @@ class GrowingSource:
             self.manifest_stamp = stamp
             self.manifest = manifest
             self._extend()
-
-    def _current_stamp(self) -> tuple[int, ...]:
-        """Changes whenever the manifest does."""
-        try:
-            status = (self.folder / MANIFEST).stat()
-        except FileNotFoundError:
-            return ()
-        except OSError:  # of a network's file system: it may pass
-            return self.manifest_stamp
-        return status.st_mtime_ns, status.st_ino, status.st_size
 
     def _is_visible(self, manifest: dict) -> bool:
         """Whether this machine sees the recorded bytes: a network's file system may show the

@@ -1,5 +1,6 @@
 """Hugging Face datasets: streamed through `datasets` or, for growing text, read by file."""
 
+import errno
 import functools
 import hashlib
 import pathlib
@@ -13,16 +14,8 @@ import config
 from config import ConfigError
 from data.console import report
 from data.hub import GIB, causes_of, connection_problem, how_to_fetch, is_unreachable
-from data.sources import (
-    STDLIB,
-    TEXT_SUFFIXES,
-    Files,
-    FilesState,
-    Source,
-    SourceFile,
-    name_hash,
-    readable,
-)
+from data.local_files import STDLIB, TEXT_SUFFIXES, SourceFile, readable
+from data.sources import Files, FilesState, Source, name_hash
 
 # how long a lost network is retried: in a run, and before it
 RETRY_SECONDS = 300.0
@@ -127,8 +120,9 @@ class HubFiles(Files):
         hash."""
         return file
 
-    def compare_with_text(self, folder: pathlib.Path, refuse_new: bool = True) -> None:
+    def compare_with_text(self, folder: pathlib.Path, refuse_new: bool = True) -> Iterator[None]:
         """A commit does not change."""
+        yield from ()
 
     def on_recorded(self, state: FilesState) -> None:
         """Removes the files before this state from the cache if there is no room for those after
@@ -163,7 +157,7 @@ class Fetch(threading.Thread):
             self.error = error
 
     def result(self) -> pathlib.Path:
-        """Waits for the file. Returns its path. Raises ConfigError."""
+        """Waits for the file. Returns its path. Raises ConfigError and OSError."""
         self.join()
         if self.error:
             raise self.error
@@ -197,7 +191,7 @@ def require_hub(source: str) -> None:
 
 def find_files(d: config.Data, revision: str | None = None) -> tuple[str, list[SourceFile]]:
     """(a dataset's commit, its data files as `datasets` resolves subset and split). revision: None
-    for the newest commit. Raises ConfigError, also for files of other kinds."""
+    for the newest commit. Raises ConfigError, also for files of other kinds, and OSError."""
     require_hub(d.source)
     look_up = functools.partial(_find_files, d, revision)
     return with_retries(not_local(d.source), look_up, FIRST_RETRY_SECONDS)
@@ -244,7 +238,7 @@ def _check_kinds(d: config.Data, names: list[str], has_field: bool) -> None:
 
 def fetch(source: str, revision: str, file: SourceFile) -> tuple[pathlib.Path, bool]:
     """(a file of a dataset's commit in the hub's cache, whether it had to be downloaded). Raises
-    ConfigError."""
+    ConfigError and OSError."""
     download = functools.partial(_fetch, source, revision, file)
     return with_retries(f"{source}: {file.path}", download, RETRY_SECONDS)
 
@@ -293,7 +287,7 @@ def hash_like(expected: str, path: pathlib.Path) -> str:
 
 def with_retries(what: str, call: Callable[[], T], seconds: float) -> T:
     """Returns call(), retried for so long while the network or the hub fails. what: names it in
-    messages. Raises ConfigError."""
+    messages. Raises OSError if they still fail then, ConfigError for what a retry cannot mend."""
     end = time.monotonic() + seconds
     pause = 1.0
     is_reported = False
@@ -303,13 +297,16 @@ def with_retries(what: str, call: Callable[[], T], seconds: float) -> T:
                 return call()
             except Exception as error:
                 first_line = str(error).partition("\n")[0]
-                problem = f"{what} cannot be read: {type(error).__name__}: {first_line}"
-                if is_lasting(error) or time.monotonic() + pause > end:
-                    if is_unreachable(error):
-                        raise ConfigError(f"[data] source = {problem}; {how_to_fetch()}") from None
+                problem = f"cannot be read: {type(error).__name__}: {first_line}"
+                advice = f"; {how_to_fetch()}" if is_unreachable(error) else ""
+                if is_lasting(error):
+                    if advice:
+                        raise ConfigError(f"[data] source = {what} {problem}{advice}") from None
                     raise
+                if time.monotonic() + pause > end:
+                    raise OSError(errno.EHOSTUNREACH, f"{problem}{advice}", what) from None
                 if not is_reported:
-                    report(f"{problem}; trying again for {seconds:.0f} s")
+                    report(f"{what} {problem}; trying again for {seconds:.0f} s")
                     is_reported = True
             time.sleep(pause)
             pause = min(LONGEST_PAUSE, 2 * pause)

@@ -11,7 +11,8 @@ from typing import Any
 import config
 from config import ConfigError
 from data.hub_sources import Hub, HubFiles
-from data.sources import STDLIB, Files, Source, has_saved_splits, local_files
+from data.local_files import STDLIB, has_saved_splits, local_files
+from data.sources import Files, Source
 from data.tokenizer import tokenizer_files, tokenizer_hash
 
 # versions of the file format; part of the identity

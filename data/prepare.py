@@ -38,24 +38,18 @@ from data.encode import (
 from data.fetch import fetch_all
 from data.folder import as_config_error, begin_all, lock_of, sha256_of, sweep
 from data.identity import check_identity, open_recorded, validation_source
+from data.local_files import local_files, source_files
 from data.record import (
     MANIFEST,
     damaged,
     holds_out_documents,
     is_complete,
     manifest_of,
-    progress_of,
     read_manifest,
+    stamp_of,
     write_manifest,
 )
-from data.sources import (
-    FIRST_PROBLEMS,
-    MOST_PROBLEMS,
-    FilesState,
-    Source,
-    local_files,
-    source_files,
-)
+from data.sources import FIRST_PROBLEMS, MOST_PROBLEMS, FilesState, Source
 from data.writer import Overtaken, TokenWriter, segment_hashes
 
 # as source_folders() of data/folder.py returns them
@@ -133,8 +127,8 @@ class Turn:
         self.folder = folder
         self.is_waiting = False  # for another process
         self.was_overtaken = False  # by it, perhaps since there are no locks
-        self.last_progress: tuple[bool, int] | None = None  # of its record
-        self.progress_time = 0.0  # when that was seen first
+        self.last_stamp: tuple[int, ...] | None = None  # of its record
+        self.record_time = 0.0  # when that was seen first
 
     def has_come(self, locks: contextlib.ExitStack) -> bool:
         """Whether this process may write. locks: holds the folder's lock, if it can be had. Raises
@@ -151,10 +145,11 @@ class Turn:
         if not self.is_waiting:
             report(f"waiting for another process that prepares {self.folder}: {writer}")
             self.is_waiting = True
-        if progress_of(manifest) != self.last_progress:
-            self.last_progress = progress_of(manifest)
-            self.progress_time = time.monotonic()
-        elif time.monotonic() > self.progress_time + HOLDER_SECONDS:
+        stamp = stamp_of(self.folder)
+        if stamp != self.last_stamp:
+            self.last_stamp = stamp
+            self.record_time = time.monotonic()
+        elif time.monotonic() > self.record_time + HOLDER_SECONDS:
             report(f"{writer} has not recorded anything for {HOLDER_SECONDS:.0f} s")
             report(f"preparing {self.folder} too")
             return True
@@ -172,7 +167,7 @@ class Turn:
         """Notes that another process has recorded more: this one waits for it from now on."""
         self.is_waiting = True
         self.was_overtaken = True
-        self.last_progress = None
+        self.last_stamp = None
 
 
 def _prepare_together(sources: SourceFolders, workers: int) -> None:
@@ -277,6 +272,7 @@ class Preparation:
         self.validation = validation_source(self.d)  # the options of a validation source, or None
         self.encode = encoder(folder, self.manifest, self.d)
         self.wrong_rows = WrongRows()
+        self.last_record = time.monotonic()
         self.source = self._open(self.d, "")
         documents = sum(self.manifest["documents"].values())
         if documents:
@@ -284,13 +280,17 @@ class Preparation:
         # for the line of progress
         self.tokens_before = sum(self.manifest["tokens"].values())
         self.began = time.monotonic()
-        self.last_record = self.began
         self.last_line = self.began
 
     def _open(self, d: config.Data, prefix: str) -> Source:
         """A source where the record ends. prefix: of its entries in the manifest."""
         source = open_recorded(d, self.manifest, prefix)
-        source.compare_with_text(self.folder)
+        for _ in source.compare_with_text(self.folder):
+            if self._sync_is_due():
+                # to compare terabytes that were only copied takes hours: others see that this
+                # process goes on, and the next one begins at the file that was not yet compared
+                self._note_place(source, source.resume_state(), prefix)
+                self._record()
         return source
 
     def chunks(self) -> Iterator[Chunk]:
@@ -375,13 +375,20 @@ class Preparation:
     def _note_progress(self, chunk: Chunk) -> None:
         """After a chunk was appended: notes where to resume, and records that if it is due."""
         prefix = "validation_" if self.reads_validation() else ""
-        self.manifest[f"{prefix}place"] = chunk.resume_state
-        self.manifest[f"{prefix}files"] = chunk.source.files_to_record()
+        self._note_place(chunk.source, chunk.resume_state, prefix)
         self._log_progress(chunk.fraction_read)
         if self.writer.is_due or self._sync_is_due():
-            self.writer.record()
-            self.last_record = time.monotonic()
+            self._record()
             chunk.source.on_recorded(chunk.resume_state)
+
+    def _note_place(self, source: Source, state: Any, prefix: str) -> None:
+        """Has the manifest say where to resume. prefix: of the source's entries in it."""
+        self.manifest[f"{prefix}place"] = state
+        self.manifest[f"{prefix}files"] = source.files_to_record()
+
+    def _record(self) -> None:
+        self.writer.record()
+        self.last_record = time.monotonic()
 
     def _log_progress(self, share: float | None) -> None:
         """A line of progress, now and then. share: of the source that is read; None if unknown."""
@@ -408,7 +415,8 @@ class Preparation:
     def complete(self) -> None:
         """Records the end of the text, then hashes all files: with their hashes the manifest is
         complete. Raises ConfigError if the text, or a file that was written, has changed since."""
-        self.source.compare_with_text(self.folder, refuse_new=False)
+        for _ in self.source.compare_with_text(self.folder, refuse_new=False):
+            pass
         if not self.manifest.get("ended"):
             self.writer.end()
         sha256 = self._hash_files()

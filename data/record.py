@@ -75,6 +75,15 @@ def complete_manifest(folder: pathlib.Path) -> dict:
     return manifest
 
 
+def stamp_of(folder: pathlib.Path) -> tuple[int, ...]:
+    """Changes whenever a folder's manifest is replaced. () if it has none. Raises OSError."""
+    try:
+        status = (folder / MANIFEST).stat()
+    except FileNotFoundError:
+        return ()
+    return status.st_mtime_ns, status.st_ino, status.st_size
+
+
 def write_manifest(folder: pathlib.Path, manifest: dict, indent: int | None = None) -> None:
     """Replaces a folder's manifest; other processes may do so at the same time. Raises OSError."""
     temporary = folder / f".{MANIFEST}.{files.process_name()}.tmp"

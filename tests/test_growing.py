@@ -18,7 +18,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +27,7 @@ import config
 import data.show
 import files
 from config import ConfigError
-from data import background, growing, record, sources
+from data import background, growing, local_files, record, sources
 from data.background import PreparingFailed
 from data.dataset import open_data, open_dataset
 from data.folder import begin_all
@@ -36,7 +36,7 @@ from data.identity import open_source
 from data.loader import FAILED, READY, WAITING, Loader
 from data.mixture import Mixture
 from data.prepare import Preparation, main, prepare, prepare_text
-from data.record import is_complete, read_manifest
+from data.record import is_complete, read_manifest, stamp_of
 from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import Windows
 from data.writer import Overtaken, TokenWriter, segment_hashes
@@ -156,6 +156,13 @@ def content(folder: pathlib.Path) -> dict[str, bytes]:
 def without_stamps(folder: pathlib.Path) -> dict:
     manifest = read_manifest(folder)
     return {**manifest, "files": [[*entry[:1], entry[3]] for entry in manifest["files"]]}
+
+
+def text_of(folder: pathlib.Path) -> tuple[dict[str, bytes], dict]:
+    """All but when and by whom it was recorded."""
+    files_of = content(folder)
+    del files_of["manifest.json"]
+    return files_of, {**without_stamps(folder), "writer": None}
 
 
 # The order
@@ -634,7 +641,8 @@ def test_all_wrong_rows_of_a_file_are_listed_with_a_limit(tmp_path, configured, 
 @pytest.mark.parametrize("kind", ["jsonl", "json.gz", "parquet"])
 def test_a_row_that_is_too_long_is_refused_by_its_line(kind, tmp_path, configured, monkeypatch):
     """Without holding it in memory; the rows behind it are looked at."""
-    monkeypatch.setattr(sources, "LARGEST_ROW", 10_000)
+    monkeypatch.setattr("data.rows.LARGEST_ROW", 10_000)
+    monkeypatch.setattr("data.sources.LARGEST_ROW", 10_000)
     path = tmp_path / f"a.{kind}"
     # of JSON the line counts, with its end
     longest = 10_000 if kind == "parquet" else 10_000 - len('{"text": ""}\n')
@@ -683,12 +691,12 @@ def test_text_that_was_read_and_has_changed_is_refused_by_file(
         for number in {len(lines) // 2, len(lines) - 1}:
             changed = lines[number].replace('"text": "', '"text": "not ')
             wrong.append(lines[:number] + [changed] + lines[number + 1 :])
-        before = content(tmp_path / "p")
+        before = text_of(tmp_path / "p")
         for these in wrong:
             first.write_text("".join(these))
             with pytest.raises(ConfigError, match=rf"{first.name}: its text was changed after"):
                 prepare(cfg, whole=True)
-            assert content(tmp_path / "p") == before
+            assert text_of(tmp_path / "p") == before
         first.write_text(text + "\n")  # a blank line: other bytes, the same documents
     prepare(cfg, whole=True)
     assert is_complete(read_manifest(tmp_path / "p"))
@@ -698,6 +706,57 @@ def test_text_that_was_read_and_has_changed_is_refused_by_file(
     listed = f"{new[0]}, {new[1]}, {new[2]} and 2 more came after {tmp_path / 'p'} was begun"
     with pytest.raises(ConfigError, match=re.escape(listed)):
         prepare(cfg, whole=True)
+
+
+def test_comparing_files_that_were_touched_goes_on_where_it_was_killed(
+    configured, tmp_path, monkeypatch
+):
+    """It records all the time, so that whoever waits for the text sees that it goes on."""
+    cfg = configured(written(tmp_path / "texts", "jsonl"), tmp_path / "p")
+    folder = tmp_path / "p"
+    monkeypatch.setattr("data.encode.CHUNK", 20_000)
+    monkeypatch.setattr("data.prepare.SYNC_SECONDS", 0.0)
+    monkeypatch.setattr("data.prepare.worker_count", lambda: 0)
+    record = TokenWriter.record
+    stamps = set()
+
+    def prepare_until(is_reached: Callable[[dict], bool]) -> None:
+        def stopping(writer):
+            record(writer)
+            stamps.add(stamp_of(folder))
+            if is_reached(writer.manifest):
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(TokenWriter, "record", stopping)
+            with pytest.raises(KeyboardInterrupt):
+                prepare(cfg, whole=True)
+
+    prepare_until(lambda manifest: manifest["place"][0] >= 3)
+    manifest = read_manifest(folder)
+    tokens = manifest["tokens"]
+    assert manifest["place"][0] == 3 and tokens["train"]
+    paths = [pathlib.Path(path) for path, *_ in manifest["files"]]
+    touched = paths[:4]
+    for path in touched:
+        path.write_text(path.read_text() + "\n")  # the same documents
+    stamps.clear()
+    sizes = [path.stat().st_size for path in touched]
+    prepare_until(lambda manifest: manifest["files"][2][1] == sizes[2])
+    documents = sum(path.read_text().count('"text"') for path in touched[:3])
+    assert len(stamps) > documents
+    assert read_manifest(folder)["tokens"] == tokens
+    read_again = []
+    read_json = sources.read_json
+
+    def reading(path, *place):
+        read_again.append(path)
+        return read_json(path, *place)
+
+    monkeypatch.setattr(sources, "read_json", reading)
+    prepare(cfg, whole=True)
+    assert read_again == [paths[3], *paths[3:]]  # compared, then read on
+    assert is_complete(read_manifest(folder))
 
 
 def test_a_wait_without_progress_ends_and_is_not_the_text_s_fault(
@@ -740,7 +799,7 @@ def test_a_wait_in_which_something_is_recorded_may_last_longer_than_the_limit(
     for second in range(3600):
         clock.now += 1
         if second % 10 == 0:
-            source.manifest["tokens"]["train"] += 1
+            source.manifest_stamp = (second,)  # of the record, which may hold the same text
         text.poll(is_waiting=True)
     assert not replaced
     for waited in range(10, 21):  # the last record was nine seconds ago
@@ -1224,11 +1283,11 @@ def test_passing_trouble_of_a_disk_is_not_the_text_s_fault(
     with monkeypatch.context() as patch:
         patch.setattr(pathlib.Path, "stat", stale)
         source.refresh()
-    with pytest.raises(OSError, match="Input/output error"), sources.readable("x.parquet:"):
+    with pytest.raises(OSError, match="Input/output error"), local_files.readable("x.parquet:"):
         raise OSError(errno.EIO, "Input/output error")
     with (
         pytest.raises(ConfigError, match="cannot be read: PermissionError"),
-        sources.readable("x.parquet:"),
+        local_files.readable("x.parquet:"),
     ):
         raise PermissionError(13, "Permission denied")
 

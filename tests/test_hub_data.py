@@ -21,8 +21,8 @@ from config import ConfigError
 from data import hub as hub_module
 from data import hub_sources as data_hub
 from data.identity import open_source
+from data.local_files import SourceFile
 from data.record import read_manifest
-from data.sources import SourceFile
 from tests import order_model
 from tests.conftest import REPO, make_config, rows, words
 from tests.hub import CUT, LOST, Hub
@@ -48,7 +48,7 @@ import config
 from tests.conftest import make_config
 from data import hub_sources as hub
 from data.identity import open_source
-from data.sources import SourceFile
+from data.local_files import SourceFile
 
 def data(subset="en", split="train", source="me/texts", order="growing"):
     return make_config(data={"source": source, "subset": subset, "split": split, "order": order}).data
@@ -69,6 +69,8 @@ for line in sys.stdin:
         print(json.dumps(eval(json.loads(line))), flush=True)
     except config.ConfigError as error:
         print(json.dumps({"refused": str(error)}), flush=True)
+    except OSError as error:
+        print(json.dumps({"failed": f"{error.filename} {error.strerror}"}), flush=True)
 """
 
 
@@ -241,7 +243,7 @@ def test_a_file_that_changes_in_mid_download_is_not_read(client, hub):
     files["en/train-02.jsonl"] += b"\n"
     hub.fault = lambda request: None
     client.ask("setattr(hub, 'RETRY_SECONDS', 0.0)")
-    assert client.ask("fetched(found, 1)")["refused"].endswith(
+    assert client.ask("fetched(found, 1)")["failed"].endswith(
         f"what was downloaded is not the file of commit {client.ask('found')['revision'][:12]}"
     )
 
@@ -256,6 +258,13 @@ def test_a_lost_network_is_waited_for(client, hub):
     began = time.monotonic()
     assert client.ask("fetched(found, 1)") == content[:20].decode() and time.monotonic() - began > 2
     assert client.printed().count("\n") == 1
+    in_new_commit(client, hub, "05", content)
+    client.ask("setattr(hub, 'RETRY_SECONDS', 0.0)")
+    hub.close()
+    failed = client.ask("fetched(found, 1)")["failed"]  # nothing is wrong with the text
+    hub.open()
+    assert failed.startswith("me/texts: en/train-05.jsonl cannot be read: ")
+    assert "--fetch-only" in failed
 
 
 def test_access_and_offline(hub, client, tmp_path):

@@ -445,7 +445,7 @@ class Endless:
     fraction_read = files_to_record = resume_state
 
     def compare_with_text(self, *unused, **options):
-        return
+        return ()
 
 
 def test_beyond_max_tokens_nothing_is_read(with_tokenizer, monkeypatch):

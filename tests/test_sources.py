@@ -18,7 +18,8 @@ from config import ConfigError
 from data import identity, json_array, sources
 from data.encode import CHUNK, chunks
 from data.identity import open_source
-from data.sources import Files, file_stamps, local_files, stdlib_files
+from data.local_files import file_stamps, local_files, stdlib_files
+from data.sources import Files
 from tests.conftest import REPO, config_for, make_config, words
 
 
@@ -174,7 +175,7 @@ def written(folder: pathlib.Path, *names: str) -> None:
 def test_of_the_library_tests_and_packages_are_left_out(tmp_path, monkeypatch):
     written(tmp_path, "a.py", "email/b.py", "email/test.py", "email/c.txt")
     written(tmp_path, "site-packages/d.py", "dist-packages/e.py", "test/f.py", "email/tests/g.py")
-    monkeypatch.setattr("data.sources.stdlib_folder", lambda: tmp_path)
+    monkeypatch.setattr("data.local_files.stdlib_folder", lambda: tmp_path)
     assert stdlib_files() == [tmp_path / name for name in ("a.py", "email/b.py", "email/test.py")]
 
 
@@ -182,17 +183,17 @@ def test_a_library_that_lies_elsewhere_is_no_new_text(tmp_path, monkeypatch):
     """As a Python of the same version on another machine; of the same one a new file is."""
     d = make_config().data
     place = tmp_path / "here"
-    monkeypatch.setattr("data.sources.stdlib_folder", lambda: place)
+    monkeypatch.setattr("data.local_files.stdlib_folder", lambda: place)
     written(place, "a.py", "b.py")
     written(tmp_path / "there", "a.py", "b.py")
     begun = Files(d)
     assert len(list(begun)) == 2
     place = tmp_path / "there"
-    Files(d, begun.state, {"files": begun.files}).compare_with_text(tmp_path)
+    list(Files(d, begun.state, {"files": begun.files}).compare_with_text(tmp_path))
     place = tmp_path / "here"
     written(place, "new.py")
     with pytest.raises(ConfigError, match=r"here/new\.py came after"):
-        Files(d, begun.state, {"files": begun.files}).compare_with_text(tmp_path)
+        list(Files(d, begun.state, {"files": begun.files}).compare_with_text(tmp_path))
 
 
 class Texts(list):
