@@ -183,6 +183,17 @@ def die_with_parent(parent: int | None = None) -> None:
         threading.Thread(target=_end_with_parent, args=[os.getppid()], daemon=True).start()
 
 
+def end_with_stdin() -> None:
+    """Starts a thread that ends this process once its stdin is closed, also by the end of the
+    process that holds the other end."""
+    threading.Thread(target=_read_stdin, daemon=True).start()
+
+
+def _read_stdin() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
 def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from typing import IO
 
@@ -21,7 +20,7 @@ import files
 from config import ConfigError
 from data.console import report
 from data.encode import worker_count
-from data.folder import source_folders
+from data.folder_names import source_folders
 from data.prepare import prepare_text
 
 FIRST_PAUSE = 1.0  # seconds between two starts of a process that is killed; doubles each time
@@ -125,8 +124,7 @@ def main() -> None:
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     os.nice(19)  # in the rank's session: in one of its own, Linux would share the cores evenly
     cfg = config.from_dict(json.loads(sys.stdin.readline()), "of the run that waits")
-    # where there is no die_with_parent()
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    files.end_with_stdin()  # where there is no die_with_parent()
     ranks = int(sys.argv[1])
     exit_code = 0
     problems = []
@@ -140,8 +138,3 @@ def main() -> None:
         problems = [f"{error.filename}: text could not be prepared: {error.strerror}"]
     print(json.dumps(problems))
     sys.exit(exit_code)
-
-
-def _end_with_stdin() -> None:
-    sys.stdin.read()
-    os._exit(1)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import config
 from config import ConfigError
-from data.folder import data_folders, source_folders, source_names
+from data.folder_names import data_folders, source_folders, source_names
 from data.growing import GrowingText
 from data.identity import check_identity
 from data.order import Order, make_order
@@ -57,7 +57,7 @@ class Dataset:
     @functools.cached_property
     def validation(self) -> list[TextStream]:
         """The validation streams. Raises ConfigError if one is missing, or not prepared yet."""
-        return open_data(self.cfg, "heldout")
+        return open_data(self.cfg, "validation")
 
     def has_validation(self) -> bool:
         """Whether the validation streams can be opened: of growing text, not from the beginning."""
@@ -148,7 +148,7 @@ def _notes(dataset: Dataset) -> list[str]:
 
 
 def open_data(cfg: config.Config, split: str) -> list[TextStream]:
-    """Opens the stream of each source, "train" or "heldout" (validation). Raises ConfigError if one
+    """Opens the stream of each source, "train" or "validation". Raises ConfigError if one
     is not prepared as far as that, or for another configuration."""
     streams = []
     for folder, source_cfg in source_folders(cfg):
@@ -164,7 +164,7 @@ def _open_source(folder: pathlib.Path, cfg: config.Config, split: str) -> TextSt
         from extras.chat.packing import open_packed
 
         return open_packed(folder, split, cfg)
-    if split == "heldout" and cfg.data.order == "growing":
+    if split == "validation" and cfg.data.order == "growing":
         if validation_range(manifest) is None:
             tokens = manifest["tokens"]["train"]
             raise ConfigError(

@@ -211,7 +211,7 @@ def _start_worker() -> None:
     does, even by kill -9."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # of the library `tokenizers`: each process takes one core
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.putenv("TOKENIZERS_PARALLELISM", "false")
     parent = multiprocessing.parent_process()
     assert parent is not None  # this is not the main process
 

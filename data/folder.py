@@ -1,7 +1,6 @@
-"""The folder of each source's token files: its name, its beginning, and checks of one that exists.
+"""The folder of each source's token files: its beginning, and checks of one that exists.
 
-A folder begins with a tokenizer and a record of no text; data/prepare.py fills it. With it, this
-file has what decides a folder's name: the sources of a mixture and the tokenizer they share.
+A folder begins with a tokenizer and a record of no text; data/prepare.py fills it.
 """
 
 import contextlib
@@ -11,113 +10,36 @@ import json
 import os
 import pathlib
 import platform
-import re
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator
 
 import config
 import files
 from config import ConfigError
 from data.console import report
+from data.folder_names import (
+    are_folders_known,
+    common_tokenizer,
+    data_folders,
+    source_folders,
+    sources_of,
+)
 from data.hub_sources import HubFiles
 from data.identity import (
     check_identity,
     identity,
     kind_of,
     open_source,
-    short_hash,
     validation_source,
 )
 from data.local_files import file_stamps, local_files
 from data.record import MANIFEST, damaged, is_complete, read_manifest, write_manifest
 from data.sources import Files, FilesState
-from data.tokenizer import Tokenizer, tokenizer_hash, train_tokenizer
+from data.tokenizer import Tokenizer, tokenizer_hash
+from data.tokenizer_training import train_on_sources
 
 # that another process may take to train a tokenizer: then it is not waited for
 BEGIN_SECONDS = 900.0
-# a source of a mixture has these options of its own, or else those of [data]
-SOURCE_OPTIONS = ("subset", "split", "text_field", "max_tokens", "validation", "format")
-
-# Names
-
-
-def source_folders(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
-    """The folder of each source, and the configuration of this source alone, which the folder is
-    prepared for. Raises ConfigError if a mixture's tokenizer has not been trained yet."""
-    root = pathlib.Path(cfg.data.path or "prepared")
-    if cfg.data.path and not cfg.data.sources:
-        return [(root, cfg)]
-    source_cfgs = [cfg]
-    if cfg.data.sources:
-        tokenizer = cfg.data.tokenizer or str(common_tokenizer(cfg))
-        if not are_folders_known(cfg):
-            raise ConfigError(
-                f"{tokenizer}: no prepared data; `python -m data.prepare CONFIG` makes it"
-            )
-        source_cfgs = sources_of(cfg, tokenizer)
-    return [(root / _folder_name(source_cfg), source_cfg) for source_cfg in source_cfgs]
-
-
-def _folder_name(cfg: config.Config) -> str:
-    """{source}-{hash}, of one source. Raises ConfigError."""
-    name = re.sub("[^A-Za-z0-9._-]+", "-", cfg.data.source).strip("-.")
-    return f"{name[-100:]}-{short_hash(identity(cfg))}"
-
-
-def sources_of(cfg: config.Config, tokenizer: str | None) -> list[config.Config]:
-    """The configuration of each source of a mixture alone, with this tokenizer."""
-    source_cfgs = []
-    for source in cfg.data.sources:
-        options: dict[str, Any] = {
-            "sources": (),
-            "path": None,
-            "tokenizer": tokenizer,
-            "source": source.source,
-        }
-        for name in SOURCE_OPTIONS:
-            options[name] = getattr(source, name) or getattr(cfg.data, name)
-        source_cfgs.append(replace(cfg, data=replace(cfg.data, **options)))
-    return source_cfgs
-
-
-def common_tokenizer(cfg: config.Config) -> pathlib.Path:
-    """The file of the tokenizer that is trained on all sources, if the mixture names none."""
-    identities = [identity(source_cfg) for source_cfg in sources_of(cfg, None)]
-    weights = [source.weight for source in cfg.data.sources]
-    digest = short_hash([identities, weights])
-    return pathlib.Path(cfg.data.path or "prepared") / f"tokenizer-{digest}.model"
-
-
-def are_folders_known(cfg: config.Config) -> bool:
-    """Whether the folders' names are known: a mixture's tokenizer, on which they depend, may have
-    to be trained."""
-    if cfg.data.tokenizer or not cfg.data.sources:
-        return True
-    # unlike pathlib's, no error for an unreadable folder
-    return os.path.exists(common_tokenizer(cfg))
-
-
-def data_folders(cfg: config.Config) -> list[pathlib.Path]:
-    """The folder of each source. Raises ConfigError."""
-    return [folder for folder, _ in source_folders(cfg)]
-
-
-def source_names(cfg: config.Config) -> list[str]:
-    """The names of a mixture's sources; the names of their folders if two sources have the same
-    name."""
-    names = [source.source for source in cfg.data.sources]
-    if len(set(names)) < len(names):
-        return [folder.name for folder in data_folders(cfg)]
-    return names
-
-
-def is_prepared(cfg: config.Config) -> bool:
-    """Whether all folders are complete, even if for another configuration. Raises ConfigError."""
-    if not are_folders_known(cfg):
-        return False
-    return all(is_complete(read_manifest(folder)) for folder in data_folders(cfg))
 
 
 # Beginning
@@ -383,7 +305,7 @@ def _tokenizer_of(cfg: config.Config) -> tuple[dict[str, bytes], int]:
     name = cfg.data.tokenizer
     rows = cfg.model.vocab_size
     if not name:
-        return {"tokenizer.model": _train_tokenizer([cfg])}, rows
+        return {"tokenizer.model": train_on_sources([cfg])}, rows
     tokenizer = Tokenizer(name)
     if not tokenizer.eos:
         report(f"{name}: has no EOS token that is known, so nothing separates documents")
@@ -406,7 +328,7 @@ def _train_common_tokenizer(cfg: config.Config) -> None:
             with _exclusive(path):
                 if not path.exists():  # else another process trained it meanwhile
                     weights = [source.weight for source in cfg.data.sources]
-                    content = _train_tokenizer(sources_of(cfg, None), weights)
+                    content = train_on_sources(sources_of(cfg, None), weights)
                     _write_common(stamps_path, json.dumps(stamps))
                     _write_common(path, content)
     trained_on = files.read_json(stamps_path)
@@ -428,38 +350,3 @@ def _write_common(path: pathlib.Path, content: bytes | str) -> None:
     """Writes a file that several processes may write at once. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{files.process_name()}.tmp")
     files.write_atomic(path, content, temporary)
-
-
-def _train_tokenizer(
-    source_cfgs: Sequence[config.Config], weights: Sequence[float] = (1.0,)
-) -> bytes:
-    """Trains on the start of each source, in proportion to its weight.
-
-    On 2,000 characters per vocabulary entry, at least 4 million: more text hardly changes a BPE
-    vocabulary. On 800 if training waits for it. Returns the model file's content. Raises
-    ConfigError.
-    """
-    vocab_size = source_cfgs[0].model.vocab_size
-    per_entry = 800 if source_cfgs[0].data.order == "growing" else 2_000
-    characters = max(4_000_000, vocab_size * per_entry)
-    names = ", ".join(source_cfg.data.source for source_cfg in source_cfgs)
-    report(
-        f"training a tokenizer of {vocab_size:,} vocabulary entries on up to "
-        f"{characters / 1e6:,.0f} MB of {names}"
-    )
-    return train_tokenizer(_sample(source_cfgs, weights, characters), vocab_size)
-
-
-def _sample(
-    source_cfgs: Sequence[config.Config], weights: Sequence[float], characters: int
-) -> Iterator[str]:
-    """Yields documents from the start of each source, in all as many characters, or a little
-    more."""
-    for source_cfg, weight in zip(source_cfgs, weights):
-        share = characters * (weight / sum(weights))
-        read = 0
-        for text in open_source(source_cfg.data):
-            yield text
-            read += len(text)
-            if read >= share:
-                break

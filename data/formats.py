@@ -18,7 +18,7 @@ import schema
 from config import ConfigError, RowFormat
 from data import hub
 from data.console import report
-from data.folder import common_tokenizer, source_folders, sources_of
+from data.folder_names import common_tokenizer, source_folders, sources_of
 from data.identity import open_source
 from data.local_files import STDLIB, local_files
 from data.record import read_manifest

@@ -43,10 +43,6 @@ class GrowingText:
             for number, folder in enumerate(folders)
         ]
         self.order = Order([source.order for source in self.sources], self.mixture)
-        # of each source: where its samples are in a period of the mixture
-        self.positions: list[list[int]] = [[] for _ in folders]
-        for position, (source, _) in enumerate(self.mixture.table):
-            self.positions[source].append(position)
         self.preparer = Preparer(cfg)
         self.waited = 0.0  # seconds that a run has waited since anything was recorded
         self.last_stamps: list[tuple[int, ...]] = []  # of the records, at the last poll
@@ -68,9 +64,7 @@ class GrowingText:
     def _last_sample(self, source: "GrowingSource", step: int) -> int:
         """The number, within a source, of its last sample up to a step; -1: it has none."""
         samples = step * self.cfg.train.global_batch_size
-        periods, position = divmod(samples, self.mixture.period)
-        in_last_period = bisect.bisect_left(self.positions[source.number], position)
-        return periods * self.mixture.weights[source.number] + in_last_period - 1
+        return self.mixture.count(source.number, samples) - 1
 
     def has_validation(self) -> bool:
         return all(source.has_validation() for source in self.sources)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-from files import print_error, python_command
+from files import end_with_stdin, print_error, python_command
 from schema import ConfigError, Given, flatten, read_toml, toml
 
 GIB = 2**30
@@ -180,7 +180,7 @@ def main(name: str, *files: str) -> NoReturn:
     # signals are for the process that waits
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=end_with_stdin, daemon=True).start()
+    end_with_stdin()
     hub = import_hub(name)
     repo, commit = split_id(name)
     try:
@@ -190,12 +190,6 @@ def main(name: str, *files: str) -> NoReturn:
         print(error, flush=True)
         os._exit(2)
     os._exit(0)
-
-
-def end_with_stdin() -> None:
-    """Ends this process when its parent closes the pipe, or dies."""
-    sys.stdin.read()
-    os._exit(1)
 
 
 @contextmanager

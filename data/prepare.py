@@ -113,8 +113,7 @@ def prepare_text(sources: SourceFolders, workers: int) -> None:
                     _prepare_together(ours, workers)
             except Overtaken as error:
                 report(str(error))
-                for folder, _ in ours:
-                    turns[folder].leave_to_other()
+                turns[error.folder].leave_to_other()
         if not ours:
             time.sleep(POLL_SECONDS)
 
@@ -234,7 +233,8 @@ class WrongRows:
         """is_cut: the rows behind those of the error were not looked at."""
         if not self.problems:
             self.first_state = chunk.resume_state
-        if set(error.problems) <= set(self.problems):  # it is not of a row
+        if set(error.problems) <= set(self.problems):
+            # it names no row, such as a tokenizer's: each chunk would have it
             self.is_enough = True
             return
         self.problems += error.problems
@@ -320,7 +320,8 @@ class Preparation:
         last. Raises ConfigError, Overtaken and OSError."""
         if is_complete(self.manifest):  # data.max_tokens was reached before this chunk
             return
-        if self._sync_is_due():  # this process may have been stopped
+        if self._sync_is_due():
+            # before it writes: this process may have been stopped for long
             self.writer.check_record()
         if chunk.problem and not self.is_full():
             self._note_problem(chunk, chunk.problem)

@@ -108,7 +108,7 @@ def progress_of(manifest: dict) -> tuple[bool, int]:
 class TokenRange:
     """Tokens first ... end-1 of one of a folder's token files."""
 
-    split: str  # "train" or "heldout": names the file
+    file: str  # "train" or "heldout", of .bin and .ends.bin
     first: int
     end: int
 

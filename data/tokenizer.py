@@ -1,12 +1,7 @@
-"""Text <-> token ids: a sentencepiece model, from a file or trained here, or a tokenizer.json."""
+"""Text <-> token ids: a sentencepiece model or a tokenizer.json."""
 
-import collections
 import hashlib
-import io
-import os
 import pathlib
-import re
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 from config import ConfigError
@@ -16,7 +11,6 @@ from data.tokenizer_json import TOKEN_MAP, JsonModel, choose_file, json_files
 TOKENIZERS = ("tokenizer.model", "tokenizer.json")
 # sentencepiece writes a space as this character, and decodes the character to a space
 SPACE = "\u2581"
-LONGEST_LINE = 1 << 14  # characters; a longer line is split for training
 
 
 def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
@@ -129,67 +123,3 @@ class Tokenizer:
         first_entry = self.model.encode("a", out_type=str)[0]
         # a vocabulary of another script has "a" only as a byte
         return ids if first_entry in ("a", "<0x61>") else None
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Trains a BPE model with sentencepiece. Returns the bytes of its file. Raises ConfigError,
-    which names a vocabulary size that works if this one does not."""
-    import sentencepiece
-
-    model = io.BytesIO()
-    # All texts are read before training: sentencepiece would turn an error of the source, or
-    # Ctrl-C, into a RuntimeError.
-    lines: collections.deque[str | None] = collections.deque()
-    for text in texts:
-        lines.extend(training_lines(text))
-    lines.append(None)  # the end
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            # frees each line once sentencepiece has copied it
-            sentence_iterator=iter(lines.popleft, None),
-            model_writer=model,
-            vocab_size=max(vocab_size, 3),
-            model_type="bpe",
-            byte_fallback=True,
-            character_coverage=0.9999,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True,
-            # training sees single lines, so it would learn no entry for the line end
-            user_defined_symbols=["\n"],
-            max_sentence_length=4 * LONGEST_LINE,  # bytes
-            num_threads=os.cpu_count() or 1,
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        reason = training_problem(str(error))
-        raise ConfigError(f"[model] vocab_size = {vocab_size}: {reason}") from None
-    return model.getvalue()
-
-
-def training_lines(text: str) -> Iterator[str]:
-    """Yields the lines of a text that sentencepiece can train on. It would silently drop lines that
-    are too long, so these are split; it cannot read a null character."""
-    for line in text.splitlines():
-        if "\0" in line:
-            continue
-        for i in range(0, len(line), LONGEST_LINE):
-            yield line[i : i + LONGEST_LINE]
-
-
-def training_problem(error: str) -> str:
-    """What an error of sentencepiece's training means for the vocabulary size."""
-    largest = re.search(r"value <= (\d+)", error)
-    if largest:
-        return (
-            "the text is too little to train so large a tokenizer; the largest that works: "
-            f"--model.vocab_size={largest[1]}"
-        )
-    smallest = re.search(r"required_chars. \d+ vs (\d+)", error)
-    if smallest:
-        return (
-            "too small for a tokenizer of this text; the smallest that works: "
-            f"--model.vocab_size={smallest[1]}"
-        )
-    return f"no tokenizer could be trained: {error}"

@@ -235,7 +235,7 @@ def pread(file: io.FileIO, start: int, stop: int, end_name: str) -> bytes:
 
 
 def open_stream(folder: pathlib.Path, split: str, vocab_size: int) -> TokenStream:
-    """Opens "train" or "heldout" (validation) of a complete folder. Raises ConfigError if files are
+    """Opens "train" or "validation" of a complete folder. Raises ConfigError if files are
     missing, truncated, or of a larger vocabulary."""
     return stream_of(folder, complete_manifest(folder), split, vocab_size)
 
@@ -251,18 +251,18 @@ def stream_of(folder: pathlib.Path, manifest: dict, split: str, vocab_size: int)
         )
     validation = validation_range(manifest)
     excluded = None
-    if split == "heldout":
+    if split == "validation":
         assert validation, "the validation text is not decided yet"
         tokens = validation
     else:
         tokens = training_range(manifest)
-        if validation and validation.split == "train":
+        if validation and validation.file == "train":
             excluded = validation.first, validation.end
-    path = folder / f"{tokens.split}.bin"
-    tokens_in_file = manifest["tokens"][tokens.split]
+    path = folder / f"{tokens.file}.bin"
+    tokens_in_file = manifest["tokens"][tokens.file]
     documents_in_file = None
     if not is_complete(manifest):  # the files may hold more than the record
-        documents_in_file = manifest["documents"][tokens.split]
+        documents_in_file = manifest["documents"][tokens.file]
     file, size = _open(path)
     expected = tokens_in_file * WIDTH[manifest["dtype"]]
     if size < expected or (is_complete(manifest) and size != expected):

@@ -13,9 +13,8 @@ import pathlib
 from typing import Any
 
 import files
-from config import ConfigError
 from data import record
-from data.record import holds_out_documents, manifest_of, progress_of, write_manifest
+from data.record import damaged, holds_out_documents, manifest_of, progress_of, write_manifest
 from data.tokens import END_BYTES, WIDTH
 
 BUFFER = 1 << 20  # bytes of a file that wait to be written
@@ -26,6 +25,10 @@ SPLITS = ("train", "heldout")
 class Overtaken(Exception):
     """Another process has recorded more of a folder, or has begun the folder anew: what this one
     would write may be wrong."""
+
+    def __init__(self, folder: pathlib.Path, problem: str):
+        super().__init__(f"{folder}: {problem}")
+        self.folder = folder
 
 
 class TokenWriter:
@@ -143,20 +146,22 @@ class TokenWriter:
         one."""
         for file in self.files:
             if not file.is_in_place():
-                raise Overtaken(f"{file.path}: was deleted or replaced while it was written")
+                problem = f"{file.path.name} was deleted or replaced while it was written"
+                raise Overtaken(self.folder, problem)
         manifest = manifest_of(self.folder)
         for key in ("identity", "tokenizer"):
             if manifest.get(key) != self.manifest.get(key):
-                raise Overtaken(f"{self.folder}: was begun anew while it was written")
+                raise Overtaken(self.folder, "was begun anew while it was written")
         if progress_of(manifest) > self.recorded:
             writer = manifest.get("writer", "another process")
-            raise Overtaken(f"{self.folder}: {writer} has prepared more of it")
+            raise Overtaken(self.folder, f"{writer} has prepared more of it")
 
     def record(self) -> None:
         """Syncs the files, then says so in the manifest. Raises Overtaken and OSError."""
         self.check_record()
         for file in self.files:
             file.sync()
+        self.check_record()  # again: a sync may take long, and no record is ever lowered
         self.manifest["writer"] = files.process_name()
         write_manifest(self.folder, self.manifest)
         self.recorded = progress_of(self.manifest)
@@ -175,9 +180,8 @@ class TokenFile:
         size_on_disk = os.fstat(self.handle).st_size
         if size_on_disk < size:
             os.close(self.handle)
-            raise ConfigError(
-                f"{path}: has {size_on_disk} bytes, its manifest says {size}: it was cut or "
-                f"changed; delete {path.parent} to prepare it again"
+            raise damaged(
+                path, f"has {size_on_disk} bytes, its manifest says {size}: it was cut or changed"
             )
 
     def append(self, raw: bytes) -> None:

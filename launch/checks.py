@@ -16,7 +16,7 @@ import config
 from checkpoint import catalog, compare
 from config import ConfigError
 from data.dataset import Dataset, open_dataset
-from data.folder import is_prepared
+from data.folder_names import is_prepared
 from data.prepare import prepare
 from files import print_line
 from launch.command import Ranks

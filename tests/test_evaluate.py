@@ -161,7 +161,7 @@ def test_bytes_of_targets_are_those_of_the_text(tmp_path, trained, masked):
         train={"seq_len": 16, "global_batch_size": 3, "micro_batch_size": 1},
     )
     prepare(cfg)
-    (stream,) = open_data(cfg, "heldout")
+    (stream,) = open_data(cfg, "validation")
 
     def found(stop: int, size: int = 3) -> int:
         return sum(
@@ -235,7 +235,7 @@ def test_bits_per_byte_are_those_of_transformers_logits_over_the_bytes_of_the_te
     }
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32")
     cfg, nats = config.load(str(path)), {}
-    for name, stream in zip(texts, open_data(cfg, "heldout")):
+    for name, stream in zip(texts, open_data(cfg, "validation")):
         ids, length = stream.read(0, stream.length)[1], cfg.train.seq_len
         nats[name] = 0.0
         for begin in range(0, stream.length - 1, length):

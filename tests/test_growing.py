@@ -28,6 +28,7 @@ import data.show
 import files
 from config import ConfigError
 from data import background, growing, local_files, record, sources
+from data import prepare as prepare_module
 from data.background import PreparingFailed
 from data.dataset import open_data, open_dataset
 from data.folder import begin_all
@@ -37,9 +38,10 @@ from data.loader import FAILED, READY, WAITING, Loader
 from data.mixture import Mixture
 from data.prepare import Preparation, main, prepare, prepare_text
 from data.record import is_complete, read_manifest, stamp_of
-from data.tokenizer import Tokenizer, train_tokenizer
+from data.tokenizer import Tokenizer
+from data.tokenizer_training import train_tokenizer
 from data.tokens import Windows
-from data.writer import Overtaken, TokenWriter, segment_hashes
+from data.writer import Overtaken, TokenFile, TokenWriter, segment_hashes
 from schema import read_toml
 from tests import order_model
 from tests.conftest import REPO, data_rank, launch, make_config, rows, run_tool, words
@@ -330,7 +332,7 @@ def test_a_source_that_waits_reads_what_is_recorded_alone(corpora, configured, w
             is_decided = source.manifest["tokens"]["train"] >= VALUES["HOLD_OUT_BEFORE"]
             assert text.has_validation() == is_decided
             if is_decided:
-                (stream,) = open_data(cfg, "heldout")
+                (stream,) = open_data(cfg, "validation")
                 validation.append(stream.read(0, stream.length)[0])
 
         patch.setattr(TokenWriter, "record", recorded)
@@ -494,7 +496,7 @@ def test_a_mixture_of_a_finished_and_a_growing_source(corpora, configured, tmp_p
     assert not is_complete(read_manifest(other))
     assert digests(mixed, 120) == digests(before, 120)
     held = [
-        [stream.read(0, stream.length)[0] for stream in open_data(cfg, "heldout")]
+        [stream.read(0, stream.length)[0] for stream in open_data(cfg, "validation")]
         for cfg in (before, mixed)
     ]
     assert held[0] == held[1] and len(held[0]) == 2
@@ -1162,6 +1164,53 @@ def test_a_writer_that_was_overtaken_gives_up_before_it_writes(configured, tmp_p
     )
 
 
+def test_a_writer_whose_disk_is_slow_does_not_lower_the_record(
+    configured, corpora, tmp_path, monkeypatch
+):
+    """Another process completes the folder while this one syncs what it has written."""
+    monkeypatch.setattr("data.encode.CHUNK", 5_000)
+    monkeypatch.setattr("data.prepare.SYNC_SECONDS", 0.0)
+    cfg = configured(corpora["jsonl"], tmp_path / "p")
+    prepare(cfg)
+    slow = stopped_in_the_middle(cfg, tmp_path / "p")
+    sync = TokenFile.sync
+
+    def completed_meanwhile(file):
+        sync(file)
+        with monkeypatch.context() as patch:
+            patch.setattr(TokenFile, "sync", sync)
+            prepare(cfg, whole=True)
+
+    monkeypatch.setattr(TokenFile, "sync", completed_meanwhile)
+    with pytest.raises(Overtaken, match="has prepared more of it"):
+        slow.writer.record()
+    assert is_complete(read_manifest(tmp_path / "p"))
+
+
+def test_of_a_mixture_only_the_folder_that_was_overtaken_is_left_to_the_other(
+    corpora, configured, tmp_path, monkeypatch
+):
+    """The other sources go on at once."""
+    sources = []
+    for number, kind in enumerate(("jsonl", "parquet")):
+        cfg = configured(corpora[kind], tmp_path / str(number))
+        prepare(cfg)
+        sources.append((tmp_path / str(number), cfg))
+    tries = []
+    complete = prepare_module._prepare_together
+
+    def overtaken_once(ours, workers):
+        tries.append([folder.name for folder, _ in ours])
+        if len(tries) == 1:
+            raise Overtaken(ours[0][0], "another process has prepared more of it")
+        complete(ours, workers)
+
+    monkeypatch.setattr(prepare_module, "_prepare_together", overtaken_once)
+    monkeypatch.setattr(prepare_module, "HOLDER_SECONDS", 0.1)
+    prepare_text(sources, 0)
+    assert tries == [["0", "1"], ["1"], ["0"]]
+
+
 def test_what_was_written_is_compared_before_it_is_complete(configured, corpora, tmp_path):
     """Whoever changed it: the hashes of all segments were taken as it was tokenized."""
     cfg = configured(corpora["jsonl"], tmp_path / "p")
@@ -1217,7 +1266,10 @@ def test_a_mixture_with_a_tokenizer_of_its_own_resumes_once_a_row_is_mended(tmp_
     data = {"sources": weighted, "source": None, "tokenizer": None}
     cfg = configured("x", tmp_path / "p", data=data)
     with pytest.MonkeyPatch.context() as patch:  # the sample ends before the wrong row
-        patch.setattr("data.folder.train_tokenizer", lambda texts, size: train_on(texts, size, 900))
+        patch.setattr(
+            "data.tokenizer_training.train_tokenizer",
+            lambda texts, size: train_on(texts, size, 900),
+        )
         prepare(cfg)
     with pytest.raises(ConfigError, match=r"b\.jsonl: line 1401: "):
         prepare(cfg, whole=True)

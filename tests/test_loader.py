@@ -170,7 +170,7 @@ def test_tokens_of_a_larger_tokenizer_than_the_model_are_refused(prepared):
 @pytest.mark.parametrize("batches", [None, 1, 2, 1000])
 def test_evaluation_reads_every_held_out_target_once(prepared, ranks, batches):
     cfg = make_config(eval={"batches": batches} if batches else {})
-    stream = open_stream(prepared, "heldout", 320)
+    stream = open_stream(prepared, "validation", 320)
     found = [list(validation_batches(stream, cfg, data_rank(rank, ranks))) for rank in range(ranks)]
     in_all = math.ceil((stream.length - 1) / (8 * 32))  # a step's worth each
     assert {len(part) for part in found} == {
@@ -198,7 +198,7 @@ def test_evaluation_makes_no_step_without_a_target(tmp_path, tokens, steps):
 
 
 def test_evaluation_keeps_to_documents_as_training_does(prepared):
-    stream = open_stream(prepared, "heldout", 320)
+    stream = open_stream(prepared, "validation", 320)
     found = list(
         validation_batches(stream, make_config(data={"document_mask": True}, eval={}), data_rank())
     )
@@ -512,7 +512,7 @@ def test_under_a_document_mask_positions_and_documents_come_along(prepared):
 @pytest.mark.parametrize("mask", [False, True])
 def test_evaluation_pads_with_a_document_that_holds_no_target(prepared, mask):
     cfg = make_config(data={"document_mask": mask}, eval={})
-    stream = open_stream(prepared, "heldout", 320)
+    stream = open_stream(prepared, "validation", 320)
     for tensors in validation_batches(stream, cfg, data_rank()):
         assert len(tensors) == (4 if mask else 2)
         for documents in tensors[3:]:

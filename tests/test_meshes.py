@@ -136,7 +136,7 @@ def heldout_loss(expected, prepared):
     model.load_state_dict(
         {name.removeprefix("model."): p for name, p in expected["plain"][1].items()}, strict=False
     )
-    ids = open_stream(prepared, "heldout", 320).read(0, 8 * 32 + 1)[1]
+    ids = open_stream(prepared, "validation", 320).read(0, 8 * 32 + 1)[1]
     with torch.no_grad():
         return F.cross_entropy(model(ids[:-1].view(8, 32)).flatten(0, 1), ids[1:]).item()
 

@@ -31,11 +31,13 @@ from data.console import progress, report
 from data.cores import control_groups, usable_cores
 from data.dataset import open_data, open_dataset
 from data.encode import is_validation, worker_count
-from data.folder import begin_all, data_folders, is_prepared, source_names
+from data.folder import begin_all
+from data.folder_names import data_folders, is_prepared, source_names
 from data.identity import identity
 from data.prepare import Preparation, Turn, _interleave, main, prepare, prepare_text
 from data.record import MANIFEST, is_complete, read_manifest, write_manifest
-from data.tokenizer import Tokenizer, train_tokenizer
+from data.tokenizer import Tokenizer
+from data.tokenizer_training import train_tokenizer
 from data.tokens import open_stream
 from data.writer import TokenWriter
 from launch.checks import check_launch
@@ -63,7 +65,7 @@ def test_validation_documents_are_chosen_by_their_text(corpus, prepared):
     assert sum(is_validation(str(i)) for i in range(20_000)) == pytest.approx(200, abs=60)
     tokenizer, stream = (
         Tokenizer(prepared / "tokenizer.model"),
-        open_stream(prepared, "heldout", 320),
+        open_stream(prepared, "validation", 320),
     )
     _, ids = stream.read(0, stream.length)
     expected = []
@@ -118,7 +120,7 @@ def test_identity_and_name_of_folders_made_before():
 
 
 def test_name_of_a_mixture_s_tokenizer_made_before():
-    from data.folder import common_tokenizer
+    from data.folder_names import common_tokenizer
 
     sources = [
         {"source": "a.jsonl", "weight": 0.7},
@@ -198,7 +200,7 @@ def test_another_python_has_another_library(monkeypatch):
 
 
 def test_a_mixture_s_tokenizer_is_named_by_all_that_decides_the_text_it_is_trained_on():
-    from data.folder import common_tokenizer
+    from data.folder_names import common_tokenizer
 
     def name(first: dict, second: dict, rows: int = 320, **data) -> str:
         sources = [{"source": "a.jsonl", **first}, {"source": "b.jsonl", **second}]
@@ -218,7 +220,7 @@ def test_a_mixture_s_tokenizer_is_named_by_all_that_decides_the_text_it_is_train
 
 
 def test_what_a_source_leaves_out_is_that_of_the_table():
-    from data.folder import sources_of
+    from data.folder_names import sources_of
 
     given = {
         "subset": "en",
@@ -365,7 +367,7 @@ def test_max_tokens_end_the_text_at_a_document(
             train += documents[number]
     data = dataclasses.replace(with_tokenizer.data, max_tokens=len(train))
     prepare_text(begin_all(dataclasses.replace(with_tokenizer, data=data)), 0)
-    for split, expected in (("train", train), ("heldout", documents[held_out[0]])):
+    for split, expected in (("train", train), ("validation", documents[held_out[0]])):
         stream = open_stream(tmp_path / "out", split, 320)
         assert stream.read(0, stream.length)[1].tolist() == expected
 
@@ -731,7 +733,9 @@ def test_a_tokenizer_is_trained_on_the_start_of_each_source_by_its_weight(
             read += len(text)
         assert read > share
     found = []
-    monkeypatch.setattr("data.folder.train_tokenizer", lambda texts, _: found.extend(texts) or b"")
+    monkeypatch.setattr(
+        "data.tokenizer_training.train_tokenizer", lambda texts, _: found.extend(texts) or b""
+    )
     sources = [
         {"source": str(tmp_path / name), "weight": weight} for name, weight in weights.items()
     ]
@@ -778,8 +782,8 @@ def test_a_mixture_s_tokenizer_reads_of_each_source_its_share(
             pass
         raise ConfigError("enough")
 
-    monkeypatch.setattr("data.folder.open_source", endless)
-    monkeypatch.setattr("data.folder.train_tokenizer", count)
+    monkeypatch.setattr("data.tokenizer_training.open_source", endless)
+    monkeypatch.setattr("data.tokenizer_training.train_tokenizer", count)
     sources = [
         {"source": str(corpus), "weight": 30.0},
         {"source": str(corpus.parent), "weight": 70.0},
@@ -875,7 +879,7 @@ def test_something_is_always_held_out(order, tmp_path, prepared):
     assert manifest["tokens"]["heldout"] == 0
     assert manifest["validation"] == ["train", tokens - tokens // 100, tokens]
     stored = open_stream(folder, "train", 320)
-    (held,) = open_data(cfg, "heldout")
+    (held,) = open_data(cfg, "validation")
     assert held.length == tokens // 100 > 20
     assert held.read(0, held.length)[0] == (folder / "train.bin").read_bytes()[-2 * held.length :]
     assert held.documents(0, held.length)[0][1] == 0
@@ -915,7 +919,7 @@ def test_validation_text_of_ones_own(order, corpus, tmp_path, prepared):
     expected = []
     for text in texts:
         expected += [*tokenizer.bos, *tokenizer.encode([text])[0], *tokenizer.eos]
-    (held,) = open_data(cfg, "heldout")
+    (held,) = open_data(cfg, "validation")
     assert held.read(0, held.length)[1].tolist() == expected
     assert read_manifest(folder)["documents"]["train"] == len(corpus.read_text().splitlines())
     assert identity(cfg)["validation"] == str(own)
@@ -948,7 +952,7 @@ def test_training_on_a_mixture_and_looking_at_it(corpus, tmp_path, write_config,
     }
     # the mean over all tokens, not of the sources' means
     counts, losses = (
-        [s.length - 1 for s in open_data(cfg, "heldout")],
+        [s.length - 1 for s in open_data(cfg, "validation")],
         [*row["loss_by_source"].values()],
     )
     assert row["loss"] == pytest.approx(
@@ -1120,7 +1124,7 @@ def test_killed_at_the_end_it_resumes_at_the_end(corpus, prepared, tmp_path, mon
         patched.setattr("data.prepare.sha256_of", killed)
         with pytest.raises(Killed):
             prepare_one(cfg)
-    monkeypatch.setattr("data.folder._train_tokenizer", killed)
+    monkeypatch.setattr("data.folder.train_on_sources", killed)
     monkeypatch.setattr("data.writer.TokenWriter.append", killed)
     capsys.readouterr()
     assert content(prepare_one(cfg)) == content(prepared)

@@ -50,7 +50,7 @@ def expected(corpus, prepared):
             found = plain_loop(cfg, last)
         model = Llama(cfg.model)
         model.load_state_dict({name.removeprefix("model."): p for name, p in last.items()})
-        ids = open_stream(prepared, "heldout", 320).read(0, 8 * 32 + 1)[1]
+        ids = open_stream(prepared, "validation", 320).read(0, 8 * 32 + 1)[1]
         validation = F.cross_entropy(model(ids[:-1].view(8, 32)).flatten(0, 1), ids[1:]).item()
     assert {"loss", "balance", "router_z"} <= found[0].keys()
     return found, validation, last

@@ -18,7 +18,8 @@ from config import ConfigError
 from data.dataset import open_dataset
 from data.encode import _start_pool, is_validation
 from data.identity import open_source
-from data.tokenizer import Tokenizer, train_tokenizer
+from data.tokenizer import Tokenizer
+from data.tokenizer_training import train_tokenizer
 from data.tokens import open_stream
 from tests.conftest import REPO, config_for, make_config, needs_extra, prepare_one, tables, words
 

@@ -257,12 +257,12 @@ class Packed:
 
 
 def open_packed(folder: pathlib.Path, split: str, cfg: config.Config) -> Packed:
-    """Opens "train" or "heldout" (validation) and plans its windows. Raises ConfigError."""
+    """Opens "train" or "validation" and plans its windows. Raises ConfigError."""
     manifest = complete_manifest(folder)
     validation = validation_range(manifest)
     assert validation
     # of few conversations, those for validation are at the end of train.bin
-    one_file = validation.split == "train"
+    one_file = validation.file == "train"
     stream = open_stream(folder, "train" if one_file else split, cfg.model.vocab_size)
     ends = np.empty(0, np.int64)
     if stream.document_count:
@@ -270,7 +270,7 @@ def open_packed(folder: pathlib.Path, split: str, cfg: config.Config) -> Packed:
     numbers = np.arange(len(ends))
     if one_file:
         is_validation = (ends > validation.first) & (ends <= validation.end)
-        numbers = numbers[is_validation == (split == "heldout")]
+        numbers = numbers[is_validation == (split == "validation")]
     left_out = manifest.get("left_out", 0)
     if split == "train" and not len(numbers):
         reason = f"all {left_out:,} were left out, without an assistant's turn to learn or with an empty one"

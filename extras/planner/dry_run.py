@@ -18,7 +18,7 @@ from argparse import Namespace
 import config
 from config import ConfigError
 from data.dataset import open_data
-from data.folder import is_prepared
+from data.folder_names import is_prepared
 from data.order import make_order
 from extras.planner.advice import advise
 from extras.planner.devices import Moment, device

@@ -12,7 +12,7 @@ from typing import IO
 import config
 import files
 from checkpoint import catalog
-from data.folder import are_folders_known, data_folders, is_prepared
+from data.folder_names import are_folders_known, data_folders, is_prepared
 from data.tokens import WIDTH
 from extras.preflight.finding import Finding, error, warning
 from extras.preflight.sizes import gib, sizes

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import config
 from data import hub
-from data.folder import is_prepared
+from data.folder_names import is_prepared
 from data.hub_sources import Hub, HubFiles, not_local
 from data.identity import kind_of
 from extras.preflight.finding import Finding, error, warning

@@ -16,7 +16,7 @@ CHAT = "base.toml --data.tokenizer={folder}/tok --train.global_batch_size=2"
 
 def tokenizer(path: Path) -> None:
     """A folder with a tokenizer and a chat template."""
-    from data.tokenizer import train_tokenizer
+    from data.tokenizer_training import train_tokenizer
 
     path.mkdir()
     model = train_tokenizer([words(i, 60) for i in range(30)], 300)

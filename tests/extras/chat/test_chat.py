@@ -30,7 +30,7 @@ from data.dataset import open_dataset
 from data.loader import validation_batches
 from data.prepare import prepare
 from data.record import holds_out_documents, is_complete, read_manifest, validation_range
-from data.tokenizer import train_tokenizer
+from data.tokenizer_training import train_tokenizer
 from data.tokens import window_span
 from data.writer import TokenWriter
 from extras.chat import packing, terminal
@@ -748,7 +748,7 @@ def test_of_few_conversations_the_last_are_held_out_whole(tokenizer, tmp_path):
     manifest = read_manifest(folder)
     validation, tokens = validation_range(manifest), manifest["tokens"]["train"]
     ends = np.fromfile(folder / "train.ends.bin", "<i8").tolist()
-    assert validation.split == "train" and validation.end == tokens == ends[-1]
+    assert validation.file == "train" and validation.end == tokens == ends[-1]
     assert validation.first in ends and 2 <= tokens - validation.first < tokens // 10
     dataset = open_dataset(cfg)
     (train,), (held,) = dataset.train, dataset.validation

@@ -1,0 +1,113 @@
+"""Trains a tokenizer on the texts of sources, with sentencepiece."""
+
+import collections
+import io
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import config
+from config import ConfigError
+from data.console import report
+from data.identity import open_source
+
+LONGEST_LINE = 1 << 14  # characters; a longer line is split for training
+
+
+def train_on_sources(
+    source_cfgs: Sequence[config.Config], weights: Sequence[float] = (1.0,)
+) -> bytes:
+    """Trains on the start of each source, in proportion to its weight.
+
+    On 2,000 characters per vocabulary entry, at least 4 million: more text hardly changes a BPE
+    vocabulary. On 800 if training waits for it. Returns the model file's content. Raises
+    ConfigError.
+    """
+    vocab_size = source_cfgs[0].model.vocab_size
+    per_entry = 800 if source_cfgs[0].data.order == "growing" else 2_000
+    characters = max(4_000_000, vocab_size * per_entry)
+    names = ", ".join(source_cfg.data.source for source_cfg in source_cfgs)
+    report(
+        f"training a tokenizer of {vocab_size:,} vocabulary entries on up to "
+        f"{characters / 1e6:,.0f} MB of {names}"
+    )
+    return train_tokenizer(sample(source_cfgs, weights, characters), vocab_size)
+
+
+def sample(
+    source_cfgs: Sequence[config.Config], weights: Sequence[float], characters: int
+) -> Iterator[str]:
+    """Yields documents from the start of each source, in all as many characters, or a little
+    more."""
+    for source_cfg, weight in zip(source_cfgs, weights):
+        share = characters * (weight / sum(weights))
+        read = 0
+        for text in open_source(source_cfg.data):
+            yield text
+            read += len(text)
+            if read >= share:
+                break
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
+    """Trains a BPE model with sentencepiece. Returns the bytes of its file. Raises ConfigError,
+    which names a vocabulary size that works if this one does not."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    # All texts are read before training: sentencepiece would turn an error of the source, or
+    # Ctrl-C, into a RuntimeError.
+    lines: collections.deque[str | None] = collections.deque()
+    for text in texts:
+        lines.extend(training_lines(text))
+    lines.append(None)  # the end
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            # frees each line once sentencepiece has copied it
+            sentence_iterator=iter(lines.popleft, None),
+            model_writer=model,
+            vocab_size=max(vocab_size, 3),
+            model_type="bpe",
+            byte_fallback=True,
+            character_coverage=0.9999,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            # training sees single lines, so it would learn no entry for the line end
+            user_defined_symbols=["\n"],
+            max_sentence_length=4 * LONGEST_LINE,  # bytes
+            num_threads=os.cpu_count() or 1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        reason = training_problem(str(error))
+        raise ConfigError(f"[model] vocab_size = {vocab_size}: {reason}") from None
+    return model.getvalue()
+
+
+def training_lines(text: str) -> Iterator[str]:
+    """Yields the lines of a text that sentencepiece can train on. It would silently drop lines that
+    are too long, so these are split; it cannot read a null character."""
+    for line in text.splitlines():
+        if "\0" in line:
+            continue
+        for i in range(0, len(line), LONGEST_LINE):
+            yield line[i : i + LONGEST_LINE]
+
+
+def training_problem(error: str) -> str:
+    """What an error of sentencepiece's training means for the vocabulary size."""
+    largest = re.search(r"value <= (\d+)", error)
+    if largest:
+        return (
+            "the text is too little to train so large a tokenizer; the largest that works: "
+            f"--model.vocab_size={largest[1]}"
+        )
+    smallest = re.search(r"required_chars. \d+ vs (\d+)", error)
+    if smallest:
+        return (
+            "too small for a tokenizer of this text; the smallest that works: "
+            f"--model.vocab_size={smallest[1]}"
+        )
+    return f"no tokenizer could be trained: {error}"
