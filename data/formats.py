@@ -19,9 +19,10 @@ from config import ConfigError, RowFormat
 from data import hub
 from data.console import report
 from data.folder_names import common_tokenizer, source_folders, sources_of
-from data.identity import open_source
+from data.identity import kind_of, open_source, reads_hub
 from data.local_files import STDLIB, local_files
 from data.record import read_manifest
+from data.sources import Files
 
 FIRST_ROWS = 10  # of which the first that can be read counts
 ROLE_KEYS = ("role", "from")
@@ -73,7 +74,8 @@ def found_format(cfg: config.Config, ask_hub: bool) -> RowFormat | None:
     if d.source == STDLIB or d.text_field != config.Data.text_field:
         return "text"
     with contextlib.suppress(ConfigError):
-        if not local_files(d.source, d.split):
+        is_gone = kind_of(d) is Files and not local_files(d.source, d.split)
+        if is_gone or reads_hub(d):
             begun = list(begun_formats(cfg))
             if begun or not ask_hub or hub.connection_problem():
                 return begun[0] if begun else None

@@ -30,6 +30,11 @@ def kind_of(d: config.Data) -> type[Source]:
     return HubFiles if d.order == "growing" else Hub
 
 
+def reads_hub(d: config.Data) -> bool:
+    """Whether a source is a dataset of the Hugging Face hub. Raises ConfigError."""
+    return issubclass(kind_of(d), (Hub, HubFiles))
+
+
 def open_source(d: config.Data, state: Any = None, record: dict | None = None) -> Source:
     """Opens [data] source, with the arguments of Source. Raises ConfigError if it does not
     exist."""
@@ -58,8 +63,7 @@ def validation_source(d: config.Data) -> config.Data | None:
         return None
     is_file = local_files(d.validation) is not None
     has_splits = has_saved_splits(d.source)
-    is_dataset = has_splits or (d.source != STDLIB and local_files(d.source) is None)
-    if not is_file and not is_dataset:
+    if not is_file and not has_splits and not reads_hub(d):
         raise ConfigError(
             f"[data] validation = {d.validation}: no such file, folder or pattern; a split can be "
             f"named of a Hugging Face dataset alone, and {d.source} is none"

@@ -1,7 +1,23 @@
 """The record of a folder of token files, manifest.json: what is prepared, and how far it is synced.
 
 Growing text is read segment by segment: a segment is the text between two borders.
-A record is complete when all text is prepared: it then has the SHA-256 of every file ("sha256").
+
+    identity          the options that determine the files: data/identity.py
+    tokenizer         its hash: data/tokenizer.py
+    vocab_size, dtype of the ids: "uint16" or "int32"
+    revision          commit of a Hugging Face dataset
+    files             what was read of each source file: data/local_files.py, SourceFile
+    place             where reading goes on: the source's resume_state()
+    tokens, documents by token file, "train" and "heldout": so many are synced
+    left_out          rows of which the tokenizer made nothing
+    segments          the SHA-256 of each segment of train.bin up to the last border
+    validation        [file, first token, one past the last], once it is decided
+    validation_hash   SHA-256 of these tokens
+    validation_files, validation_place    as above, of data.validation
+    writer            who wrote the record: host and pid
+    reads             of conversations: extras/chat/packing.py
+    ended             true once all text is recorded, and the files' hashes are still missing
+    sha256            of every file, by name: with it the record is complete
 """
 
 import json

@@ -10,8 +10,8 @@ from dataclasses import replace
 import config
 from data import hub
 from data.folder_names import is_prepared
-from data.hub_sources import Hub, HubFiles, not_local
-from data.identity import kind_of
+from data.hub_sources import not_local
+from data.identity import reads_hub
 from extras.preflight.finding import Finding, error, warning
 from launch.command import Ranks
 from launch.slurm import first_host, rendezvous_port
@@ -50,7 +50,7 @@ def remote_sources(cfg: config.Config) -> list[str]:
     """The sources of text that are datasets of the hub."""
     d = cfg.data
     names = [source.source for source in d.sources] or [d.source]
-    return [name for name in names if issubclass(kind_of(replace(d, source=name)), (Hub, HubFiles))]
+    return [name for name in names if reads_hub(replace(d, source=name))]
 
 
 def first_node(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:

@@ -529,7 +529,7 @@ def test_a_hub_that_does_not_answer(hub_of, tmp_path, monkeypatch):
     assert not list(network.hub_answers(local, ONE))
     # a fork's own source: its text is not on the hub
     (tmp_path / "cache/datasets--me--texts").rmdir()
-    monkeypatch.setattr(network, "kind_of", lambda d: Source)
+    monkeypatch.setattr("data.identity.kind_of", lambda d: Source)
     assert not list(network.hub_answers(cfg, ONE))
 
 
