@@ -410,7 +410,8 @@ def is_due(step: int, every: int | None) -> bool:
 
 
 def evaluation_is_due(cfg: Config, step: int) -> bool:
-    if cfg.eval is None:
+    """Whether an evaluation follows a step. None comes before the first step."""
+    if cfg.eval is None or step == 0:
         return False
     is_last_step = step >= cfg.train.steps
     return is_last_step or is_due(step, cfg.eval.every_steps)

@@ -93,7 +93,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     without_target = StepsWithoutTarget(state.targetless_steps, state.targetless_in_a_row)
     loader = Loader(cfg, dataset, world, start + 1)
     run.wait_for_text(loader)
-    is_due = start > 0 and config.evaluation_is_due(cfg, start) and not run.stop.agreed
+    is_due = config.evaluation_is_due(cfg, start) and not run.stop.agreed
     if is_due and not recorder.has_evaluation(start):  # the previous launch was stopped before it
         with run.phase("evaluation"):
             recorder.log_evaluation(start, evaluate(model, cfg, world, dataset, run))

@@ -138,7 +138,7 @@ class Loader:
             batch.result()
         is_last = step == self.cfg.train.steps
         has_batch = batch is not None or is_last
-        evaluates = step > 0 and config.evaluation_is_due(self.cfg, step)
+        evaluates = config.evaluation_is_due(self.cfg, step)
         has_validation = not evaluates or self.dataset.has_validation()
         return has_batch and has_validation
 

@@ -513,7 +513,7 @@ def test_without_a_micro_batch_size_a_sequence_for_each_data_rank_is_enough():
 def test_an_evaluation_is_due_every_so_many_steps_and_after_the_last():
     def due(steps: int, **sections: dict | None) -> list[int]:
         cfg = make_config(train={"steps": 7}, **sections)
-        return [step for step in range(1, steps + 1) if config.evaluation_is_due(cfg, step)]
+        return [step for step in range(steps + 1) if config.evaluation_is_due(cfg, step)]
 
     assert due(9) == []
     assert due(9, eval={}) == [7, 8, 9]  # of a run that resumes past its end

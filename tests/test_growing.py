@@ -346,7 +346,7 @@ def test_a_source_that_waits_reads_what_is_recorded_alone(corpora, configured, w
 def test_an_evaluation_that_is_due_waits_for_its_text(
     corpora, configured, whole, tmp_path, monkeypatch
 ):
-    """Where the next steps' text is there already."""
+    """Where the next steps' text is there already. Ranks of which one sees more of the record agree on the rest."""
     cfg = configured(corpora["jsonl"], tmp_path / "p", eval={"every_steps": 2})
     prepare(cfg)
     record = TokenWriter.record
@@ -363,14 +363,20 @@ def test_an_evaluation_that_is_due_waits_for_its_text(
             prepare(cfg, whole=True)
     monkeypatch.setattr(background.Preparer, "poll", lambda *_: None)
     loader = Loader(cfg, open_dataset(cfg), data_rank(), 1)
+    hashes = []
     for step in range(2):
         assert loader.readiness(step) == READY
+        hashes.append(loader.text_hash(step))
         next(loader)
     assert loader.readiness(2) == WAITING
     for name, bytes_ in content(whole[0]).items():
         (tmp_path / "p" / name).write_bytes(bytes_)
     assert loader.readiness(2) == READY
+    other = Loader(cfg, open_dataset(cfg), data_rank(), 1)
+    assert [other.text_hash(step) for step in range(2)] == hashes
+    assert other.text_hash(2) == loader.text_hash(2)
     loader.close()
+    other.close()
 
 
 @pytest.mark.parametrize("locks", [True, False])
