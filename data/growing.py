@@ -73,8 +73,7 @@ class GrowingText:
         """The hashes of the segments that decide the samples up to a step, by source."""
         hashes = []
         for source in self.sources:
-            sample = max(0, self._last_sample(source, step))
-            count = source.segments_up_to(sample)
+            count = source.segments_up_to(self._last_sample(source, step))
             hashes.append(source.manifest["segments"][:count])
         return hashes
 
@@ -157,7 +156,8 @@ class GrowingSource:
         return validation_range(self.manifest) is not None
 
     def segments_up_to(self, sample: int) -> int:
-        """How many segments' text decides which windows the samples up to this one are."""
+        """How many segments' text decides which windows the samples up to this one are. The same on
+        all ranks that cover it, though one may see more segments. sample: -1 for none."""
         ends = self.order.segment_ends
         return min(bisect.bisect_right(ends, sample) + 1, len(ends))
 

@@ -846,6 +846,15 @@ def test_a_mixture_waits_for_the_source_of_which_a_step_needs_one_sample_more(
                 assert text.waits_for(step) == source.waits_for()
                 source.order.segment_ends = [samples // 2, samples]
     assert min(taken) > 0
+    # of ranks one sees more: of sources that give no sample yet, and whose first segment holds no window
+    agreed = []
+    for seen in range(1, 4):
+        for source in text.sources:
+            source.manifest["segments"] = ["a", "b", "c"][:seen]
+            source.order.segment_ends = [0, 10, 20][:seen]
+        assert text.covers(0)
+        agreed.append(text.segments(0))
+    assert agreed == [[["a"], ["a"], ["a"]]] * 3
 
 
 def test_trouble_of_the_process_that_prepares(corpora, configured, tmp_path, monkeypatch, capfd):
