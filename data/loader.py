@@ -24,12 +24,6 @@ from data.tokens import Span, TextStream
 
 READ_AHEAD = 2  # steps
 
-# What Loader.readiness() returns. The ranks agree on it (lifecycle/text.py): all wait if one must,
-# and all stop if one has failed.
-READY = 0  # this rank has what it reads next
-WAITING = 1  # growing text: what it reads next is not prepared yet
-FAILED = 2  # it cannot be prepared or read: Loader.failure says why
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -46,7 +40,8 @@ class Loader:
     """Iterates over a data rank's batches from first_step on.
 
     A thread reads ahead, and pins memory for the GPU. It never waits for text that is still being
-    prepared: with growing text, call readiness() until it is READY before each next().
+    prepared: with growing text, call is_ready() until it says so before each next(). The ranks agree
+    on it (lifecycle/text.py).
     """
 
     def __init__(self, cfg: config.Config, dataset: Dataset, world: Any, first_step: int):
@@ -58,8 +53,7 @@ class Loader:
         self.pending: dict[int, concurrent.futures.Future] = {}  # batches that are read, by step
         self.next_to_read = first_step
         self.last_returned = first_step - 1
-        self.is_waiting = False  # as of the last readiness()
-        self.failure: Exception | None = None  # set when readiness() returns FAILED
+        self.is_waiting = False  # as of the last is_ready()
         self._read_ahead()
 
     def __next__(self) -> Batch:
@@ -116,23 +110,16 @@ class Loader:
                 valid -= stream.targets_without_loss(start, stop)
         return valid
 
-    def readiness(self, step: int) -> int:
-        """State of the data that is read after `step`: the validation text if an evaluation is due,
-        then the next batch. Returns READY, WAITING or, with `failure` set, FAILED."""
-        try:
-            if self.dataset.growing:
-                self.dataset.growing.poll(self.is_waiting)
-            self._read_ahead()
-            self.is_waiting = not self._can_continue(step)
-        except Exception as error:
-            self.failure = error
-            return FAILED
-        return WAITING if self.is_waiting else READY
+    def is_ready(self, step: int) -> bool:
+        """Whether all that is read after `step` is prepared: the validation text if an evaluation
+        is due, then the next batch.
 
-    def _can_continue(self, step: int) -> bool:
-        """Whether all that is read after `step` is prepared. Raises what the thread raised for
-        growing text, which all ranks then raise together, after a save. Of prepared text, the rank
-        that cannot read its batch raises by itself, in __next__()."""
+        Raises why growing text cannot be prepared, and what the thread raised as it read it. Of
+        prepared text, the rank that cannot read its batch raises by itself, in __next__().
+        """
+        if self.dataset.growing:
+            self.dataset.growing.poll(self.is_waiting)
+        self._read_ahead()
         batch = self.pending.get(step + 1)
         if self.dataset.growing and batch and batch.done():
             batch.result()
@@ -140,7 +127,8 @@ class Loader:
         has_batch = batch is not None or is_last
         evaluates = config.evaluation_is_due(self.cfg, step)
         has_validation = not evaluates or self.dataset.has_validation()
-        return has_batch and has_validation
+        self.is_waiting = not (has_batch and has_validation)
+        return not self.is_waiting
 
     def text_hash(self, step: int) -> int:
         """Equal on ranks that read equal text after `step`; nodes may each prepare growing text on

@@ -8,7 +8,7 @@ own. No rank may begin a step whose batch another cannot read: it would wait ins
 import platform
 
 from config import ConfigError
-from data.loader import FAILED, READY, WAITING, Loader
+from data.loader import Loader
 from lifecycle.stop import StopRequest
 from parallel.ranks import all_gather_objects
 
@@ -21,6 +21,8 @@ class NextText:
         self.loader = loader
         self.stop = stop
         self.step = 0  # the last step that has begun
+        # why this rank cannot read on
+        self.failure: Exception | None = None
 
     def begin_step(self, step: int) -> None:
         self.step = step
@@ -28,22 +30,28 @@ class NextText:
 
     def start_sync(self) -> None:
         """Starts the all-reduce of the stop flag, with the state of this rank's text."""
-        readiness = self.loader.readiness(self.step)
-        text_hash = self.loader.text_hash(self.step) if readiness == READY else 0
-        self.stop.start_sync(readiness == WAITING, readiness == FAILED, text_hash)
+        is_ready = False
+        try:
+            is_ready = self.loader.is_ready(self.step)
+        except Exception as error:  # all ranks raise it together, after a save
+            self.failure = error
+        has_failed = self.failure is not None
+        is_waiting = not is_ready and not has_failed
+        text_hash = self.loader.text_hash(self.step) if is_ready else 0
+        self.stop.start_sync(is_waiting, has_failed, text_hash)
 
     def finish_sync(self) -> None:
         """Waits for the all-reduce, if one is under way. Collective."""
         self.stop.finish_sync()
         if self.stop.text_differs:
-            self.loader.failure = self._difference()
+            self.failure = self._difference()
             self.stop.text_failed = True
 
     def raise_failure(self) -> None:
         """If some rank cannot read its text, raises why, on all ranks. Collective."""
         if not self.stop.text_failed:
             return
-        failures = [failure for failure in all_gather_objects(self.loader.failure) if failure]
+        failures = [failure for failure in all_gather_objects(self.failure) if failure]
         for failure in failures:
             if isinstance(failure, ConfigError):
                 raise failure

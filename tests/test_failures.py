@@ -18,7 +18,6 @@ import config
 from checkpoint.save import SaveFailed
 from config import ConfigError
 from data.background import PreparingFailed
-from data.loader import FAILED, READY, WAITING
 from launch.launch import exit_code, mark_stopped, print_root_cause
 from lifecycle import folder
 from lifecycle.failure import failure_of, final_exit_code
@@ -383,22 +382,22 @@ class Ranks:
 @pytest.mark.parametrize(
     ("states", "waits", "failed", "differs"),
     [
-        ([(READY, 5), (READY, 5), (READY, 5)], False, False, False),
-        ([(READY, 5), (READY, 7), (READY, 5)], False, False, True),
-        ([(READY, 5), (READY, 5), (READY, 4)], False, False, True),
-        ([(READY, 5), (WAITING, 0), (READY, 7)], True, False, False),  # all will be compared later
-        ([(FAILED, 0), (READY, 5), (READY, 5)], False, True, False),
-        ([(FAILED, 0), (WAITING, 0), (READY, 5)], True, True, False),
+        ([(True, 5), (True, 5), (True, 5)], False, False, False),
+        ([(True, 5), (True, 7), (True, 5)], False, False, True),
+        ([(True, 5), (True, 5), (True, 4)], False, False, True),
+        ([(True, 5), (False, 0), (True, 7)], True, False, False),  # all will be compared later
+        ([(OSError(), 0), (True, 5), (True, 5)], False, True, False),
+        ([(OSError(), 0), (False, 0), (True, 5)], True, True, False),
     ],
 )
 def test_ranks_agree_on_the_text_that_comes_next(monkeypatch, states, waits, failed, differs):
     ranks = Ranks(3, monkeypatch)
-    for (state, text_hash), stop in zip(states, ranks.stops):
-        readiness = mock.Mock(return_value=state)
+    for (is_ready, text_hash), stop in zip(states, ranks.stops):
+        answer = mock.Mock(side_effect=[is_ready])  # an exception is raised
         text_of_loader = mock.Mock(return_value=text_hash)
-        loader = SimpleNamespace(readiness=readiness, text_hash=text_of_loader)
+        loader = SimpleNamespace(is_ready=answer, text_hash=text_of_loader)
         NextText(loader, stop).begin_step(11)
-        readiness.assert_called_once_with(11)
+        answer.assert_called_once_with(11)
     agreed = ranks.finish()
     assert (agreed.waits_for_text, agreed.text_failed, agreed.text_differs) == (
         waits,

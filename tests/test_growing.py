@@ -34,7 +34,7 @@ from data.dataset import open_data, open_dataset
 from data.folder import begin_all
 from data.growing import GrowingSource
 from data.identity import open_source
-from data.loader import FAILED, READY, WAITING, Loader
+from data.loader import Loader
 from data.mixture import Mixture
 from data.prepare import Preparation, main, prepare, prepare_text
 from data.record import is_complete, read_manifest, stamp_of
@@ -143,11 +143,9 @@ def digests(cfg: config.Config, last: int, first: int = 1, limit: float = 60.0) 
 
 def next_digest(loader: Loader, step: int, limit: float = 60.0) -> int:
     deadline = time.monotonic() + limit
-    while (readiness := loader.readiness(step - 1)) == WAITING:
+    while not loader.is_ready(step - 1):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    if readiness == FAILED:
-        raise loader.failure
     return next(loader).digest
 
 
@@ -365,13 +363,13 @@ def test_an_evaluation_that_is_due_waits_for_its_text(
     loader = Loader(cfg, open_dataset(cfg), data_rank(), 1)
     hashes = []
     for step in range(2):
-        assert loader.readiness(step) == READY
+        assert loader.is_ready(step)
         hashes.append(loader.text_hash(step))
         next(loader)
-    assert loader.readiness(2) == WAITING
+    assert not loader.is_ready(2)
     for name, bytes_ in content(whole[0]).items():
         (tmp_path / "p" / name).write_bytes(bytes_)
-    assert loader.readiness(2) == READY
+    assert loader.is_ready(2)
     other = Loader(cfg, open_dataset(cfg), data_rank(), 1)
     assert [other.text_hash(step) for step in range(2)] == hashes
     assert other.text_hash(2) == loader.text_hash(2)
@@ -464,7 +462,7 @@ def test_killed_at_random_moments_it_goes_on(corpora, configured, whole, tmp_pat
         loader = Loader(cfg, open_dataset(cfg), data_rank(), 1)
         kills, next_kill = 0, 0.0
         while len(found) < len(expected):
-            if loader.readiness(len(found)) == READY:
+            if loader.is_ready(len(found)):
                 found.append(next(loader).digest)
             child = loader.dataset.growing.preparer.child
             if child and child.poll() is None and kills < 6 and time.monotonic() > next_kill:
@@ -472,7 +470,6 @@ def test_killed_at_random_moments_it_goes_on(corpora, configured, whole, tmp_pat
                     child.kill()
                     kills += 1
                 next_kill = time.monotonic() + draw.uniform(0.3, 1.2)
-            assert loader.readiness(len(found)) != FAILED, loader.failure
             time.sleep(0.005)
         loader.close()
     assert found == expected and kills > 1
@@ -776,9 +773,9 @@ def test_a_wait_without_progress_ends_and_is_not_the_text_s_fault(
     monkeypatch.setattr(background, "CHILD", "import time; time.sleep(1000)")
     loader = Loader(cfg, open_dataset(cfg), data_rank(), 1)
     text = loader.dataset.growing
-    assert loader.readiness(0) == WAITING
+    assert not loader.is_ready(0)
     text.last_poll -= 1000  # suspended
-    assert loader.readiness(0) == WAITING and text.waited <= 1.0
+    assert not loader.is_ready(0) and text.waited <= 1.0
     began = time.monotonic()
     with pytest.raises(PreparingFailed, match="nothing was recorded for 2 s"):
         next_digest(loader, 1)
@@ -937,8 +934,8 @@ def test_token_files_that_are_cut_in_use_fail_on_all_ranks_together(
     loader = Loader(cfg, dataset, data_rank(), 1)
     with pytest.raises(ConfigError, match="it was cut while it was in use"):
         loader.pending[1].result()
-    assert loader.readiness(0) == FAILED
-    assert "it was cut while it was in use" in str(loader.failure)
+    with pytest.raises(ConfigError, match="it was cut while it was in use"):
+        loader.is_ready(0)
     loader.close()
 
 
@@ -946,8 +943,8 @@ def test_only_an_evaluation_waits_for_validation_text(corpora, configured, whole
     cfg = configured(corpora["jsonl"], whole[0], eval={"every_steps": 2})
     loader = Loader(cfg, open_dataset(cfg), data_rank(), 1)
     loader.dataset.has_validation = lambda: False
-    for step, expected in ((0, READY), (1, READY), (2, WAITING)):
-        assert loader.readiness(step) == expected
+    for step, expected in ((0, True), (1, True), (2, False)):
+        assert loader.is_ready(step) == expected
         next(loader)
     loader.close()
 
