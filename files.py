@@ -18,6 +18,17 @@ import filelock
 
 # Errors of syncing a parent folder that we cannot have created.
 NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL)
+# Errors of a disk, a machine or a network, not of a file: a retry may help. On NFS a read fails
+# (ESTALE) where another machine has replaced the file since it was opened.
+TRANSIENT_ERRORS = (
+    errno.EIO,
+    errno.ESTALE,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EHOSTUNREACH,
+    errno.ETIMEDOUT,
+)
 # Errors of syncing a folder on a file system that syncs files alone: CIFS, gocryptfs.
 NO_FOLDERS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 

@@ -177,11 +177,11 @@ class GrowingSource:
             return
         try:
             stamp = stamp_of(self.folder)
-        except OSError:  # of a network's file system: it may pass
+            if stamp == self.manifest_stamp:
+                return
+            manifest = read_manifest(self.folder)
+        except OSError:  # it may pass, as when another machine replaces the file meanwhile
             return
-        if stamp == self.manifest_stamp:
-            return
-        manifest = read_manifest(self.folder)
         if manifest is None:
             raise ConfigError(f"{self.folder}: was deleted while a run reads it; start again")
         for key in ("identity", "tokenizer"):

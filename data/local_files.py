@@ -2,7 +2,6 @@
 datasets.save_to_disk() wrote, or Python's own library."""
 
 import contextlib
-import errno
 import glob
 import itertools
 import json
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from config import ConfigError
+from files import TRANSIENT_ERRORS
 
 STDLIB = "python-stdlib"
 TEXT_SUFFIXES = (
@@ -37,15 +37,6 @@ OTHER_SPLIT_WORDS = {"val", "valid", "validation", "dev", "eval", "evaluation", 
 SAVED_STATE = "state.json"
 SAVED_INFO = "dataset_info.json"
 SAVED_SPLITS = "dataset_dict.json"
-# errors of a disk, a machine or a network, not of a file: a retry may help
-TRANSIENT_ERRORS = (
-    errno.EIO,
-    errno.ESTALE,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-    errno.EHOSTUNREACH,
-)
 
 
 class SourceFile(NamedTuple):

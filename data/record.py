@@ -43,13 +43,16 @@ def border_of(segment: int) -> int:
 
 def read_manifest(folder: pathlib.Path) -> dict | None:
     """A folder's manifest, None if it has none. Raises ConfigError if it cannot be read, or is not
-    one of prepared data."""
+    one of prepared data; OSError if a retry may help."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
+        if error.errno in files.TRANSIENT_ERRORS:
+            error.filename = str(path)  # a read knows only its handle
+            raise
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
         manifest = None

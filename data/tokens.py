@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import files
 from config import ConfigError
 from data.record import complete_manifest, damaged, is_complete, training_range, validation_range
 
@@ -283,11 +284,14 @@ def stream_of(folder: pathlib.Path, manifest: dict, split: str, vocab_size: int)
 
 
 def _open(path: pathlib.Path) -> tuple[io.FileIO, int]:
-    """Opens a file unbuffered. Returns it and its size in bytes. Raises ConfigError."""
+    """Opens a file unbuffered. Returns it and its size in bytes. Raises ConfigError; OSError if a
+    retry may help."""
     try:
         file = path.open("rb", buffering=0)
     except FileNotFoundError as error:
         raise damaged(path, f"cannot be read: {error.strerror}") from None
     except OSError as error:
+        if error.errno in files.TRANSIENT_ERRORS:
+            raise
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     return file, os.fstat(file.fileno()).st_size

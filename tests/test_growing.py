@@ -1347,6 +1347,30 @@ def test_passing_trouble_of_a_disk_is_not_the_text_s_fault(
     with monkeypatch.context() as patch:
         patch.setattr(pathlib.Path, "stat", stale)
         source.refresh()
+    read = pathlib.Path.read_bytes
+    open_ = pathlib.Path.open
+
+    def replaced(path):  # on another machine, since it was opened
+        if path.name == "manifest.json":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(path)
+
+    def too_many(path, *mode, **options):
+        if path.name == "train.bin":
+            raise OSError(errno.EMFILE, "Too many open files", str(path))
+        return open_(path, *mode, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "read_bytes", replaced)
+        source.refresh()
+        with pytest.raises(OSError, match="Stale file handle") as failed:
+            prepare_text([(tmp_path / "p", cfg)], 0)
+        assert failed.value.filename == str(tmp_path / "p/manifest.json")
+    prepare(cfg, whole=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "open", too_many)
+        with pytest.raises(OSError, match="Too many open files"):
+            source.refresh()
     with pytest.raises(OSError, match="Input/output error"), local_files.readable("x.parquet:"):
         raise OSError(errno.EIO, "Input/output error")
     with (
