@@ -1,9 +1,10 @@
 """The process that prepares text in the background of a run: one on each machine, started by the
 machine's first rank.
 
-It reads the configuration as a line of JSON from stdin, gets the number of this machine's ranks as
-its argument, and ends with the rank that started it. Exit codes: 0 all is prepared; 2 the text is
-wrong; 1 it failed otherwise. Unless it is 0, stdout is a JSON list of what is wrong.
+It reads the configuration as a line of JSON from stdin, and ends with the rank that started it. Its
+arguments are the number of this machine's ranks, and the descriptor of a file for its report: a
+JSON list of what is wrong. (Not stdout: a source of a fork's own may print.) Exit codes: 0 all is
+prepared; 2 the text is wrong; 1 it failed otherwise, perhaps without a report.
 """
 
 import json
@@ -38,7 +39,7 @@ class Preparer:
     def __init__(self, cfg: config.Config):
         self.cfg = cfg
         self.child: subprocess.Popen | None = None
-        self.output: IO[bytes] | None = None  # the child's stdout, a temporary file
+        self.report_file: IO[bytes] | None = None  # a temporary file that the child writes
         self.pause = FIRST_PAUSE
         self.next_start = 0.0  # the earliest time of the next start, by time.monotonic()
         self.is_replaced = False
@@ -71,9 +72,9 @@ class Preparer:
         self._start()
 
     def _fail(self, exit_code: int, is_needed: bool) -> None:
-        assert self.output
-        self.output.seek(0)
-        problems = json.loads(self.output.read() or b"[]")
+        assert self.report_file
+        self.report_file.seek(0)
+        problems = json.loads(self.report_file.read() or b"[]")
         if is_needed and exit_code == 2 and problems:
             raise ConfigError(*problems)
         text = "; ".join(problems) or f"the process that prepares text ended with code {exit_code}"
@@ -85,12 +86,13 @@ class Preparer:
     def _start(self) -> None:
         from parallel.ranks import local_world_size
 
-        self.output = tempfile.TemporaryFile()  # noqa: SIM115  closed with this object
+        self.report_file = tempfile.TemporaryFile()  # noqa: SIM115  closed with this object
+        handle = self.report_file.fileno()
         ranks = max(1, local_world_size())
         self.child = subprocess.Popen(
-            [*files.python_command(CHILD), str(ranks)],
+            [*files.python_command(CHILD), str(ranks), str(handle)],
             stdin=subprocess.PIPE,  # open as long as this process lives
-            stdout=self.output,
+            pass_fds=[handle],
         )
         assert self.child.stdin
         self.child.stdin.write(json.dumps(config.to_dict(self.cfg)).encode() + b"\n")
@@ -126,6 +128,7 @@ def main() -> None:
     cfg = config.from_dict(json.loads(sys.stdin.readline()), "of the run that waits")
     files.end_with_stdin()  # where there is no die_with_parent()
     ranks = int(sys.argv[1])
+    report_handle = int(sys.argv[2])
     exit_code = 0
     problems = []
     try:
@@ -136,5 +139,6 @@ def main() -> None:
     except OSError as error:
         exit_code = 1
         problems = [f"{error.filename}: text could not be prepared: {error.strerror}"]
-    print(json.dumps(problems))
+    with os.fdopen(report_handle, "w") as report_file:
+        json.dump(problems, report_file)
     sys.exit(exit_code)

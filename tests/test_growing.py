@@ -855,7 +855,7 @@ def test_a_mixture_waits_for_the_source_of_which_a_step_needs_one_sample_more(
 
 
 def test_trouble_of_the_process_that_prepares(corpora, configured, tmp_path, monkeypatch, capfd):
-    """Killed, it is started again; failing, it is no fault of the text; a full disk neither."""
+    """Killed, it is started again; failing, it is no fault of the text, whatever it prints; a full disk neither."""
     cfg = configured(corpora["jsonl"], tmp_path / "p")
     prepare(cfg)
     real = background.CHILD
@@ -869,11 +869,11 @@ def test_trouble_of_the_process_that_prepares(corpora, configured, tmp_path, mon
         in capfd.readouterr().err
     )
     for code, told in (
-        ("raise SystemExit(7)", "the process that prepares text ended with code 7"),
+        ("print('read'); raise SystemExit(7)", "process that prepares text ended with code 7"),
         ("import no_such_package", "ended with code 1"),
         (
             "import data.prepare\ndef full(*_): raise OSError(28, 'No space left on device')\n"
-            "data.prepare.prepare_text = full\n" + real,
+            "data.prepare.prepare_text = full\nprint('read')\n" + real,
             "No space left on device",
         ),
     ):
