@@ -9,6 +9,7 @@ import errno
 import functools
 import hashlib
 import itertools
+import json
 import multiprocessing
 import os
 import pathlib
@@ -17,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,8 +70,7 @@ def chunks(
     problem = None
 
     def chunk() -> Chunk:
-        state = source.resume_state()
-        return Chunk(documents, encode, target, source, state, source.fraction_read())
+        return Chunk(documents, encode, target, source, state_of(source), source.fraction_read())
 
     try:
         for document in source:
@@ -86,6 +87,23 @@ def chunks(
     if documents and has_state:
         yield chunk()
     yield Chunk([], encode, target, source, is_last=True, problem=problem)
+
+
+def state_of(source: Source) -> Any:
+    """A source's resume state after a document: a copy, as the source may change its own when it
+    reads on. Raises ConfigError if the source cannot resume there."""
+    state = source.resume_state()
+    name = f"{type(source).__name__}.resume_state()"
+    if state is None:
+        raise ConfigError(
+            f"{name}: None after a document, but that stands for the beginning; return where to go "
+            "on, such as the row's number"
+        )
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: {error}; return what JSON can hold") from None
+    return deepcopy(state)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def resume_state(self) -> Any:
-        """Where to resume after the last document that was yielded, as JSON."""
+        """Where to resume after the last document that was yielded, as JSON other than null."""
 
     @abc.abstractmethod
     def fraction_read(self) -> float | None:

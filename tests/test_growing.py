@@ -38,6 +38,7 @@ from data.loader import Loader
 from data.mixture import Mixture
 from data.prepare import Preparation, main, prepare, prepare_text
 from data.record import is_complete, read_manifest, stamp_of
+from data.sources import Source
 from data.tokenizer import Tokenizer
 from data.tokenizer_training import train_tokenizer
 from data.tokens import Windows
@@ -565,6 +566,51 @@ def test_a_source_of_a_fork_s_own_grows_too(configured, tmp_path, monkeypatch):
     assert digests(cfg, 9) == early
     manifest = read_manifest(folder)
     assert sum(manifest["documents"].values()) == 3000 and manifest["identity"]["code"]
+
+
+class Numbered(Source):
+    """Texts with a state that changes while the source reads ahead of what is recorded."""
+
+    def __init__(self, d, state=None, record=None):
+        super().__init__(d, state, record)
+        self.state = state or {"row": 0}
+
+    def rows(self):
+        for row in range(self.state["row"], len(TEXTS)):
+            self.state["row"] = row + 1
+            yield f"row {row}", {self.d.text_field: TEXTS[row]}
+
+    def resume_state(self):
+        return self.state
+
+    def fraction_read(self):
+        return None
+
+
+def test_a_source_s_state_is_that_of_what_was_written(configured, tmp_path, monkeypatch):
+    """Killed, each document is there once; a state that would not resume is refused before anything is recorded."""
+    monkeypatch.setattr("data.identity.kind_of", lambda d: Numbered)
+    monkeypatch.setattr("data.prepare.SYNC_SECONDS", 0.0)
+    monkeypatch.setattr("data.encode.CHUNK", 10_000)
+    record = TokenWriter.record
+
+    def stopped(writer):
+        record(writer)
+        raise KeyboardInterrupt
+
+    cfg = configured("numbered", tmp_path / "p")
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenWriter, "record", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(cfg, whole=True)
+    monkeypatch.setattr("data.prepare.worker_count", lambda: 0)
+    prepare(cfg, whole=True)
+    assert sum(read_manifest(tmp_path / "p")["documents"].values()) == len(TEXTS)
+    for number, (state, told) in enumerate(((None, "None after a document"), ({1}, "set is not"))):
+        monkeypatch.setattr(Numbered, "resume_state", lambda source, state=state: state)
+        with pytest.raises(ConfigError, match=rf"^Numbered.resume_state\(\): .*{told}"):
+            prepare(configured("numbered", tmp_path / f"q{number}"), whole=True)
+        assert not any(read_manifest(tmp_path / f"q{number}")["documents"].values())
 
 
 # What is wrong
