@@ -27,6 +27,7 @@ from data.folder_names import (
 from data.hub_sources import HubFiles
 from data.identity import (
     check_identity,
+    check_validation,
     identity,
     kind_of,
     open_source,
@@ -124,6 +125,7 @@ def _begin_or_check(folder: pathlib.Path, cfg: config.Config) -> None:
 def _begin(folder: pathlib.Path, cfg: config.Config) -> None:
     """Makes a folder next to it, then renames: the folder exists with its record, or not at all.
     Raises ConfigError and OSError."""
+    check_validation(cfg.data)
     sweep(folder)
     temporary = folder.with_name(f".{folder.name}.{files.process_name()}.tmp")
     contents, vocab_size = _tokenizer_of(cfg)

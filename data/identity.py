@@ -58,20 +58,28 @@ def short_hash(value: object) -> str:
 
 def validation_source(d: config.Data) -> config.Data | None:
     """The options of the source that data.validation names: files or, of a Hugging Face dataset, a
-    split. None without that option. Raises ConfigError."""
+    split. None without that option. It may be gone, if it was read before. Raises ConfigError."""
     if not d.validation:
         return None
-    is_file = local_files(d.validation) is not None
-    has_splits = has_saved_splits(d.source)
-    if not is_file and not has_splits and not reads_hub(d):
+    all_of_it = replace(d, validation=None, max_tokens=None)
+    if local_files(d.validation) is None and _has_splits(d):
+        return replace(all_of_it, split=d.validation)
+    return replace(all_of_it, source=d.validation)
+
+
+def check_validation(d: config.Data) -> None:
+    """Raises ConfigError if data.validation names nothing that is there. (Of a dataset on the hub
+    its source does, when it is opened.)"""
+    if d.validation and local_files(d.validation) is None and not _has_splits(d):
         raise ConfigError(
             f"[data] validation = {d.validation}: no such file, folder or pattern; a split can be "
             f"named of a Hugging Face dataset alone, and {d.source} is none"
         )
-    all_of_it = replace(d, validation=None, max_tokens=None)
-    if is_file:
-        return replace(all_of_it, source=d.validation)
-    return replace(all_of_it, split=d.validation)
+
+
+def _has_splits(d: config.Data) -> bool:
+    """Whether a source is a Hugging Face dataset, on the hub or saved. Raises ConfigError."""
+    return has_saved_splits(d.source) or reads_hub(d)
 
 
 def identity(cfg: config.Config) -> dict:

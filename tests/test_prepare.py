@@ -906,8 +906,9 @@ def test_what_is_held_out_of_the_first_tokens_leaves_the_rest(tmp_path, prepared
 
 
 @pytest.mark.parametrize("order", ["global", "growing"])
-def test_validation_text_of_ones_own(order, corpus, tmp_path, prepared):
+def test_validation_text_of_ones_own(order, corpus, tmp_path, prepared, monkeypatch):
     """Nothing else is held out; it is part of the identity, and watched as the source is."""
+    monkeypatch.setattr("data.prepare.worker_count", lambda: 0)
     own = tmp_path / "own.jsonl"
     texts = [f"validation {words(i, 20)}" for i in range(30)]
     own.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -926,6 +927,29 @@ def test_validation_text_of_ones_own(order, corpus, tmp_path, prepared):
     own.write_text(own.read_text().replace("validation", "another"))
     with pytest.raises(ConfigError, match=r"own\.jsonl: its text was changed"):
         prepare(cfg)
+    own.unlink()  # what was read may be gone, also if it cannot be told from a split's name
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held/own.jsonl").write_text('{"text": "held out"}\n')
+    (tmp_path / "of-folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    of_folder = config_for(
+        *(corpus, tmp_path / "of-folder"),
+        tokenizer=str(tokenizer.path),
+        order=order,
+        validation="held",
+    )
+
+    def killed(_: Preparation) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Preparation, "complete", killed)
+        patch.setattr(Preparation, "_sync_is_due", lambda _: True)
+        prepare(of_folder, whole=True)
+    shutil.rmtree(tmp_path / "held")
+    for _ in range(2):  # half prepared, and complete
+        (folder,) = prepare(of_folder, whole=True)
+        assert is_complete(read_manifest(folder))
     missing = config_for(corpus, tmp_path / "new", validation="no-such-split")
     with pytest.raises(ConfigError, match=r"validation = no-such-split: no such file"):
         prepare(missing)

@@ -537,7 +537,7 @@ def test_a_source_that_is_code_is_identified_by_its_code(monkeypatch):
     # it has no splits, although its name looks like a dataset's
     with_split = make_config(data={"source": "owner/name", "validation": "test"})
     with pytest.raises(ConfigError, match="validation = test: no such file"):
-        identity.validation_source(with_split.data)
+        identity.check_validation(with_split.data)
     before = identity.identity(cfg)["code"]
     monkeypatch.setattr(identity.inspect, "getsource", lambda kind: "another")
     assert len(before) == 64 and identity.identity(cfg)["code"] != before
