@@ -1009,8 +1009,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
     """Runs a tool's main() with the command line, and exits with its result.
 
-    Invalid input exits with 2 and prints a line for each problem; Ctrl-C exits with 130, as in a
-    shell. Neither prints a traceback.
+    Invalid input exits with 2 and prints a line for each problem; trouble of a disk or a machine
+    that may pass exits with 1, and Ctrl-C with 130, as in a shell. None prints a traceback.
     """
     try:
         sys.exit(main(sys.argv[1:]))
@@ -1019,6 +1019,13 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
 
         print_error(str(error))
         sys.exit(2)
+    except OSError as error:
+        from files import TRANSIENT_ERRORS, print_error
+
+        if error.errno not in TRANSIENT_ERRORS:
+            raise
+        print_error(f"{error.filename}: {error.strerror}; the same command may work later")
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -144,7 +144,9 @@ class GrowingSource:
         # as require() was told
         self.required_segments: Sequence[str] = ()
         self.required_validation: str | None = None
-        self._extend()
+        # of a record without its bytes, refresh() looks again; a complete folder must have them
+        if is_complete(self.manifest) or self._is_visible(self.manifest):
+            self._extend()
 
     @property
     def is_recorded(self) -> bool:

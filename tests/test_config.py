@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import MISSING
 
 import pytest
@@ -736,3 +738,20 @@ def test_a_number_of_the_command_line_is_finite_and_above_0():
     for text in ("0", "-1", "2.5"):
         with pytest.raises(argparse.ArgumentTypeError, match="must be an integer, above 0"):
             schema.positive(text, int)
+
+
+def test_trouble_that_may_pass_is_no_invalid_input(capsys):
+    """A tool names the file, and exits as one that failed. Any other error is shown in full."""
+
+    def fails_with(number: int) -> Callable[[list[str]], int]:
+        def main(argv: list[str]) -> int:
+            raise OSError(number, "Stale file handle", "prepared/a/manifest.json")
+
+        return main
+
+    with pytest.raises(SystemExit) as ended:
+        config.run_tool(fails_with(errno.ESTALE))
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("prepared/a/manifest.json: Stale file handle; ")
+    with pytest.raises(IsADirectoryError):
+        config.run_tool(fails_with(errno.EISDIR))

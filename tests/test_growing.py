@@ -37,7 +37,7 @@ from data.identity import open_source
 from data.loader import Loader
 from data.mixture import Mixture
 from data.prepare import Preparation, main, prepare, prepare_text
-from data.record import is_complete, read_manifest, stamp_of
+from data.record import is_complete, read_manifest, stamp_of, write_manifest
 from data.sources import Source
 from data.tokenizer import Tokenizer
 from data.tokenizer_training import train_tokenizer
@@ -1029,11 +1029,18 @@ def test_a_record_is_trusted_once_its_bytes_are_there(corpora, configured, whole
     prepare(cfg)
     source = GrowingSource(tmp_path / "p", cfg, 0, Mixture([1.0]))
     files_of = content(folder)
+    whole_record = read_manifest(folder)
     for late in [name for name in files_of if name.endswith(".bin")]:
         for name, whole_file in files_of.items():
             (tmp_path / "p" / name).write_bytes(whole_file[:-1] if name == late else whole_file)
         source.refresh()
         assert not source.is_recorded and not source.order.segment_ends, late
+        if late.startswith("train"):
+            ended = {key: value for key, value in whole_record.items() if key != "sha256"}
+            write_manifest(tmp_path / "p", {**ended, "ended": True})
+            begun = GrowingSource(tmp_path / "p", cfg, 0, Mixture([1.0]))
+            assert not begun.is_recorded and not begun.order.segment_ends, late
+            write_manifest(tmp_path / "p", whole_record)
         (tmp_path / "p" / late).unlink()
         source.refresh()
         assert not source.is_recorded, late
