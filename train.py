@@ -54,7 +54,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     # validated.
     dataset = open_dataset(cfg)
     checkpointer = Checkpointer(
-        cfg, world, dataset.identities(), dataset.tokenizer_files, report=run.log_save
+        cfg, world, dataset.identities, dataset.tokenizer_files, report=run.log_save
     )
     start = checkpointer.start  # the step to resume after, 0 for a new run
     on_each_rank(lambda: dataset.require_same_text(data_before(cfg, start)))  # growing text only

@@ -6,6 +6,7 @@ streams; Dataset.span() says which tokens of which stream a sample is.
 
 import functools
 import pathlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import config
@@ -28,6 +29,8 @@ class Dataset:
     growing: GrowingText | None = None  # in place of `train` with data.order = "growing"
     folders: list[pathlib.Path] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # of a mixture's sources; else empty
+    # what tells the data from another run's before any of it is read, by source
+    identities: list[dict] = field(default_factory=list)
     tokenizer_files: list[pathlib.Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # warnings for the user
 
@@ -63,19 +66,10 @@ class Dataset:
         """Whether the validation streams can be opened: of growing text, not from the beginning."""
         return self.growing is None or self.growing.has_validation()
 
-    def identities(self) -> list[dict]:
-        """What tells the data from another run's before any of it is read, by source."""
-        keys = ("identity", "tokenizer") if self.growing else ("identity", "tokens", "sha256")
-        identities = []
-        for folder in self.folders:
-            manifest = manifest_of(folder)
-            identities.append({key: manifest.get(key) for key in keys})
-        return identities
-
     def fingerprint(self, step: int) -> list[dict]:
         """Identifies the data that the steps up to `step` have read, by source: a run that resumes
         compares it, to notice that it would read other data."""
-        fingerprint = self.identities()
+        fingerprint = [dict(entry) for entry in self.identities]
         if self.growing:
             segments = self.growing.segments(step)
             validation_hashes = self.growing.validation_hashes()
@@ -109,6 +103,8 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
     elif train:
         dataset.train = open_data(cfg, "train")
         dataset.order = make_order(cfg, dataset.train)
+    # of the text that was opened: the folder may be deleted or replaced while the run reads on
+    dataset.identities = _identities(cfg, dataset.folders)
     templates = first_folder.glob("chat_template.jinja")
     dataset.tokenizer_files = sorted([*first_folder.glob("tokenizer*"), *templates])
     dataset.notes = _notes(dataset)
@@ -119,6 +115,17 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
                     f"{stream.path}: holds no validation text: it has no validation loss"
                 )
     return dataset
+
+
+def _identities(cfg: config.Config, folders: Sequence[pathlib.Path]) -> list[dict]:
+    """Dataset.identities. Raises ConfigError."""
+    is_growing = cfg.data.order == "growing"
+    keys = ("identity", "tokenizer") if is_growing else ("identity", "tokens", "sha256")
+    identities = []
+    for folder in folders:
+        manifest = manifest_of(folder)
+        identities.append({key: manifest.get(key) for key in keys})
+    return identities
 
 
 def _notes(dataset: Dataset) -> list[str]:

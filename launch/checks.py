@@ -71,7 +71,7 @@ def prepare_training(cfg: config.Config, start: int) -> None:
         weights_to_read(cfg, start)
     prepare(cfg)
     dataset = open_dataset(cfg)
-    compare.check_same_data(cfg, start, dataset.identities())
+    compare.check_same_data(cfg, start, dataset.identities)
     dataset.require_same_text(compare.data_before(cfg, start))
     check_validation(cfg, dataset)
     folder = config.run_folder(cfg)
