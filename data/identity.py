@@ -48,6 +48,12 @@ def open_recorded(d: config.Data, manifest: dict, prefix: str = "") -> Source:
         "files": manifest.get(f"{prefix}files"),
         "revision": manifest.get("revision"),
     }
+    was_local = record["files"] and not record["revision"]
+    if was_local and kind_of(d) is not Files:
+        raise ConfigError(
+            f"[data] source = {d.source}: is not here, and was not read to its end; a relative path "
+            f"is one of the folder that the command is started in, {pathlib.Path.cwd()}"
+        )
     return open_source(d, manifest.get(f"{prefix}place"), record)
 
 
