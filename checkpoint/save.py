@@ -49,7 +49,8 @@ class Saver:
         self.cfg = cfg
         self.options = cfg.checkpoint
         self.verified = {verified}
-        self.extra_files = extra_files
+        # kept: the folder of prepared data may be deleted while a run reads its open files
+        self.extra_files = contents_of(extra_files)
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)  # every rank is a member
         self.group = group
@@ -236,15 +237,20 @@ def _save_tensor(tensor: Tensor, file: IO[bytes]) -> None:
         raise
 
 
+def contents_of(paths: list[pathlib.Path]) -> dict[str, bytes]:
+    """The content of files, by name."""
+    return {path.name: path.read_bytes() for path in paths}
+
+
 def write_manifest(
-    folder: pathlib.Path, extra_files: list[pathlib.Path], state: dict, entries: dict[str, dict]
+    folder: pathlib.Path, extra_files: dict[str, bytes], state: dict, entries: dict[str, dict]
 ) -> None:
     """Completes a checkpoint whose tensors are written and hashed (`entries` of the manifest): adds
-    state, tokenizer and manifest, and syncs each file."""
-    for path in extra_files:
-        shutil.copyfile(path, folder / path.name)
+    state, tokenizer (`extra_files`, by name) and manifest, and syncs each file."""
+    for name, content in extra_files.items():
+        (folder / name).write_bytes(content)
     (folder / STATE).write_text(json.dumps(state, indent=2))
-    names = [path.name for path in extra_files] + [STATE, ".metadata"]
+    names = [*extra_files, STATE, ".metadata"]
     (folder / MANIFEST).write_bytes(render_manifest(entries | hash_files(folder, names)))
     for name in [*names[:-1], MANIFEST]:  # DCP has already synced .metadata
         files.sync(folder / name)

@@ -345,8 +345,11 @@ def record_a_save(
             unfinished.mkdir()
             (unfinished / "__0_0.distcp").write_bytes(b"cut")
         before = read_tree(root)
+        content = tokenizer.read_bytes()
+        tokenizer.unlink()  # as with prepared data that is deleted while the run goes on
         with recorded(root, calls):
             wrote[3] = train_and_save(cfg, model, optimizer, saver, 3, purge=True)
+        tokenizer.write_bytes(content)
         del model, optimizer
     return before, calls, read_tree(root), wrote
 

@@ -461,7 +461,8 @@ def write_checkpoint(
         first_rank = min(error.failures)
         exception, _ = error.failures[first_rank]
         raise exception from None
-    save.write_manifest(folder, extra_files, state, manifest.hash_files(folder, writer.files))
+    contents = save.contents_of(extra_files)
+    save.write_manifest(folder, contents, state, manifest.hash_files(folder, writer.files))
 
 
 # The command line
