@@ -47,7 +47,6 @@ from data.record import (
     manifest_of,
     read_manifest,
     stamp_of,
-    write_manifest,
 )
 from data.sources import FIRST_PROBLEMS, MOST_PROBLEMS, FilesState, Source
 from data.writer import Overtaken, TokenWriter, segment_hashes
@@ -320,8 +319,9 @@ class Preparation:
         last. Raises ConfigError, Overtaken and OSError."""
         if is_complete(self.manifest):  # data.max_tokens was reached before this chunk
             return
-        if self._sync_is_due():
-            # before it writes: this process may have been stopped for long
+        if chunk.problem or self._sync_is_due():
+            # this process may have been stopped for long: it does not write what another process
+            # has completed, and what is wrong may be in another folder
             self.writer.check_record()
         if chunk.problem and not self.is_full():
             self._note_problem(chunk, chunk.problem)
@@ -430,7 +430,7 @@ class Preparation:
             for key in ("files", "place", "validation_files", "validation_place"):
                 self.manifest.pop(key, None)
         self.manifest["sha256"] = sha256
-        write_manifest(self.folder, self.manifest, indent=2)
+        self.writer.write_manifest(indent=2)
         tokens = self.manifest["tokens"]
         report(
             f"prepared {self.folder}: {tokens['train']:,} tokens to train on, "

@@ -103,10 +103,13 @@ def stamp_of(folder: pathlib.Path) -> tuple[int, ...]:
     return status.st_mtime_ns, status.st_ino, status.st_size
 
 
-def write_manifest(folder: pathlib.Path, manifest: dict, indent: int | None = None) -> None:
-    """Replaces a folder's manifest; other processes may do so at the same time. Raises OSError."""
+def write_manifest(
+    folder: pathlib.Path, manifest: dict, indent: int | None = None, handle: int | None = None
+) -> None:
+    """Replaces a folder's manifest; other processes may do so at the same time. handle: of the
+    folder, if another one may lie at its path by now. Raises OSError."""
     temporary = folder / f".{MANIFEST}.{files.process_name()}.tmp"
-    files.write_atomic(folder / MANIFEST, json.dumps(manifest, indent=indent), temporary)
+    files.write_atomic(folder / MANIFEST, json.dumps(manifest, indent=indent), temporary, handle)
 
 
 def is_complete(manifest: dict | None) -> bool:

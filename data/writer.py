@@ -13,6 +13,7 @@ import pathlib
 from typing import Any
 
 import files
+from config import ConfigError
 from data import record
 from data.record import damaged, holds_out_documents, manifest_of, progress_of, write_manifest
 from data.tokens import END_BYTES, WIDTH
@@ -43,6 +44,8 @@ class TokenWriter:
         """growing: the first tokens decide what is held out. whole_documents: no document is held
         out in part. Raises ConfigError and OSError."""
         self.folder = folder
+        # the folder itself, even if its path leads to another one by now
+        self.handle = os.open(folder, os.O_RDONLY)
         self.growing = growing
         self.whole_documents = whole_documents
         self.manifest = manifest_of(folder)
@@ -69,6 +72,7 @@ class TokenWriter:
             self.bin["train"].hash_into(self.segment_hash, begin, end)
 
     def close(self) -> None:
+        os.close(self.handle)
         for file in self.files:
             os.close(file.handle)
 
@@ -163,9 +167,18 @@ class TokenWriter:
             file.sync()
         self.check_record()  # again: a sync may take long, and no record is ever lowered
         self.manifest["writer"] = files.process_name()
-        write_manifest(self.folder, self.manifest)
+        self.write_manifest()
         self.recorded = progress_of(self.manifest)
         self.is_due = False
+
+    def write_manifest(self, indent: int | None = None) -> None:
+        """Replaces the manifest in the folder that is open. One that was begun anew at its path, even
+        after check_record(), is left alone. Raises Overtaken and OSError."""
+        try:
+            write_manifest(self.folder, self.manifest, indent, self.handle)
+        except FileNotFoundError:
+            problem = "was deleted or replaced while it was written"
+            raise Overtaken(self.folder, problem) from None
 
 
 class TokenFile:
@@ -177,11 +190,19 @@ class TokenFile:
         self.size = size  # bytes that are recorded or written; `pending` follows
         self.pending = bytearray()
         self.handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            self._check_size(size)
+        except ConfigError:
+            os.close(self.handle)
+            raise
+
+    def _check_size(self, size: int) -> None:
+        """Raises ConfigError if the file has fewer bytes than that."""
         size_on_disk = os.fstat(self.handle).st_size
         if size_on_disk < size:
-            os.close(self.handle)
             raise damaged(
-                path, f"has {size_on_disk} bytes, its manifest says {size}: it was cut or changed"
+                self.path,
+                f"has {size_on_disk} bytes, of {size} that were written: it was cut or changed",
             )
 
     def append(self, raw: bytes) -> None:
@@ -190,7 +211,9 @@ class TokenFile:
             self.write()
 
     def write(self) -> None:
-        """Writes what is pending. Raises OSError, of a full disk too."""
+        """Writes what is pending. Raises ConfigError if the file was cut, which the next bytes would hide
+        behind zeros, and OSError, of a full disk too."""
+        self._check_size(self.size)
         while self.pending:
             written = os.pwrite(self.handle, self.pending, self.size)
             self.size += written

@@ -41,8 +41,11 @@ def run(cfg: config.Config, last: int) -> bool:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def audit(event: str, arguments: tuple) -> None:
-        # of a file only that is opened to be written; files that are cut are numbers
-        is_ours = isinstance(arguments[0], int) or str(arguments[0]).startswith(root)
+        # of a file only that is opened to be written; files that are cut are numbers, those of a
+        # folder that is open have no folder in their path
+        is_handle = isinstance(arguments[0], int)
+        name = str(arguments[0])
+        is_ours = is_handle or name.startswith(root) or "/" not in name
         writes = event != "open" or arguments[2] & (os.O_WRONLY | os.O_RDWR)
         if event in EVENTS and is_ours and writes:
             count()

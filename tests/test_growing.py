@@ -31,6 +31,7 @@ from data import background, growing, local_files, record, sources
 from data import prepare as prepare_module
 from data.background import PreparingFailed
 from data.dataset import open_data, open_dataset
+from data.encode import Chunk
 from data.folder import begin_all
 from data.growing import GrowingSource
 from data.identity import open_source
@@ -998,23 +999,38 @@ def test_only_an_evaluation_waits_for_validation_text(corpora, configured, whole
 def test_a_folder_that_is_deleted_or_begun_anew_is_noticed(
     corpora, configured, tmp_path, monkeypatch
 ):
-    """By the process that writes it, and by the run that reads it."""
+    """By the process that writes it, and by the run that reads it, which can still save what it was trained on."""
     cfg = configured(corpora["jsonl"], tmp_path / "p")
     prepare(cfg)
     writer = TokenWriter(tmp_path / "p", growing=True)
     writer.append("train", bytes(20))
     source = GrowingSource(tmp_path / "p", cfg, 0, Mixture([1.0]))
+    preparation = Preparation(tmp_path / "p", cfg)
+    dataset = open_dataset(cfg)
+    fingerprint = dataset.fingerprint(step=0)
+    assert fingerprint[0]["identity"]["source"] == str(corpora["jsonl"])
     shutil.rmtree(tmp_path / "p")
+    assert dataset.fingerprint(step=0) == fingerprint
     with pytest.raises(Overtaken, match=r"was deleted or replaced while it was written"):
         writer.record()
     with pytest.raises(ConfigError, match="was deleted while a run reads it"):
         source.refresh()
     other = configured(corpora["parquet"], tmp_path / "p")
     prepare(other, whole=True)
+    assert dataset.fingerprint(step=0) == fingerprint
     before = content(tmp_path / "p")
     with pytest.raises(Overtaken):
         writer.record()
+    # stopped after its last check, when the folder was still there
+    monkeypatch.setattr(writer, "check_record", lambda: None)
+    with pytest.raises(Overtaken, match="was deleted or replaced while it was written"):
+        writer.record()
     writer.close()
+    problem = ConfigError("the tokenizer that lies there is another folder's")
+    chunk = Chunk([], preparation.encode, preparation, preparation.source, problem=problem)
+    with pytest.raises(Overtaken):
+        preparation.write(chunk, [])
+    preparation.writer.close()
     with pytest.raises(ConfigError, match="was begun anew, with another identity"):
         source.refresh()
     assert content(tmp_path / "p") == before

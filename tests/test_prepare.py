@@ -583,6 +583,29 @@ def test_a_second_that_prepares_waits_in_one_line(with_tokenizer, prepared, tmp_
     assert content(tmp_path / "out") == before
 
 
+@pytest.mark.parametrize("order", ["global", "growing"])
+def test_a_relative_source_is_not_looked_for_elsewhere(
+    order, corpus, tmp_path, prepared, monkeypatch
+):
+    """A folder's name looks like the id of a Hugging Face dataset where the folder is not."""
+    (tmp_path / "texts").mkdir()
+    shutil.copy(corpus, tmp_path / "texts")
+    monkeypatch.chdir(tmp_path)
+    tokenizer = str(prepared / "tokenizer.model")
+    cfg = config_for("texts", tmp_path, order=order, tokenizer=tokenizer)
+    begin_all(cfg)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError) as refused:
+        prepare(cfg, whole=True)
+    assert refused.value.problems == (
+        "[data] source = texts: is not here, and was not read to its end; a relative path is one of the "
+        f"folder that the command is started in, {tmp_path / 'elsewhere'}",
+    )
+    monkeypatch.chdir(tmp_path)
+    assert is_complete(read_manifest(prepare(cfg, whole=True)[0]))
+
+
 def test_a_second_that_waits_says_if_the_first_removed_the_folder(with_tokenizer, tmp_path):
     """As the first does if its text is wrong from the first row on; this process plays it."""
     path = written(with_tokenizer, tmp_path)
@@ -1223,8 +1246,16 @@ def test_token_files_end_where_their_record_does(with_tokenizer):
     assert sizes == {"train.bin": 2 * 7 * 5, "heldout.bin": 2 * 7 * 5, **ends}
     for name, size in sizes.items():
         os.truncate(folder / name, size - 1)
-        with pytest.raises(ConfigError, match=f"{name}: has {size - 1} bytes, .* says {size}: "):
+        told = f"{name}: has {size - 1} bytes, of {size} that were written: it was cut or changed"
+        with pytest.raises(ConfigError, match=told):
             TokenWriter(folder, growing=False)
+        os.truncate(folder / name, size)
+        # while it is written: what follows would hide the cut behind zeros
+        writer = writer_of(1)
+        os.truncate(folder / name, size - 1)
+        with pytest.raises(ConfigError, match=told):
+            writer.record()
+        writer.close()
         os.truncate(folder / name, size)
 
 
