@@ -993,7 +993,7 @@ def live_peak(cases: list[dict]) -> list[int]:
                 materialize(model, 0, torch.device("cpu"))
                 optimizer = build_optimizer(model, cfg.optim)
                 most = []
-                for _ in range(3):
+                for _ in range(5):
                     live.most = 0
                     for i in range(times):
                         set_gradient_sync(model, cfg.parallel, ours, i == times - 1)
@@ -1003,7 +1003,7 @@ def live_peak(cases: list[dict]) -> list[int]:
                     optimizer.step()
                     optimizer.zero_grad()
                     most.append(live.most)
-            # FSDP2 learns its order in the first; in another gloo's thread may hold a buffer for a moment longer
+            # FSDP2 learns its order in the first; in others gloo's thread may hold a buffer for a moment longer
             found.append(min(most[1:]))
             del model, optimizer
     return found

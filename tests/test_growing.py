@@ -370,7 +370,7 @@ def test_an_evaluation_that_is_due_waits_for_its_text(
         next(loader)
     assert not loader.is_ready(2)
     for name, bytes_ in content(whole[0]).items():
-        (tmp_path / "p" / name).write_bytes(bytes_)
+        files.write_atomic(tmp_path / "p" / name, bytes_)  # the loader's thread reads
     assert loader.is_ready(2)
     other = Loader(cfg, open_dataset(cfg), data_rank(), 1)
     assert [other.text_hash(step) for step in range(2)] == hashes
