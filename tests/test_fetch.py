@@ -15,7 +15,7 @@ from data.record import read_manifest
 from data.sources import Files, FilesState
 from data.tokenizer import Tokenizer
 from tests import order_model
-from tests.conftest import REPO, make_config, words
+from tests.conftest import REPO, make_config, needs_extra, words
 from tests.hub import Hub
 from tests.test_growing import digests, environment, small_borders  # noqa: F401  a fixture
 from tests.test_hub_data import CARD, json_lines
@@ -112,6 +112,7 @@ def test_a_growing_run_without_a_network_trains_on_what_was_fetched(
     assert manifests[0]["validation_files"] == manifests[1]["validation_files"]
 
 
+@needs_extra("huggingface")
 @pytest.mark.slow
 @pytest.mark.parametrize("is_offline", [True, False])
 def test_a_job_without_a_network_names_the_command_that_fetches(
