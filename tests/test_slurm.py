@@ -215,7 +215,7 @@ def test_data_is_not_prepared_inside_a_job(limited, cluster, configured, tmp_pat
 
 
 def test_two_nodes_train_as_one_process_does(limited, cluster, configured, tmp_path):
-    """On text in parts, which is prepared inside the job, that is requeued once; the process finds it prepared."""
+    """On text that is prepared inside the job, which is requeued once; the process finds it prepared."""
     path = configured("growing", data=tmp_path / "parts")
     job = cluster.submit(path, "--data.order=growing")
     job.until(lambda: job.step() >= 5)
