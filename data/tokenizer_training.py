@@ -31,10 +31,10 @@ def train_on_sources(
         f"training a tokenizer of {vocab_size:,} vocabulary entries on up to "
         f"{characters / 1e6:,.0f} MB of {names}"
     )
-    return train_tokenizer(sample(source_cfgs, weights, characters), vocab_size)
+    return train_tokenizer(first_documents(source_cfgs, weights, characters), vocab_size)
 
 
-def sample(
+def first_documents(
     source_cfgs: Sequence[config.Config], weights: Sequence[float], characters: int
 ) -> Iterator[str]:
     """Yields documents from the start of each source, in all as many characters, or a little
