@@ -123,7 +123,7 @@ def block_graphs(
         torch.set_default_dtype(torch.bfloat16)
         model = Llama(replace(m, n_layers=1))
         torch.set_default_dtype(torch.float32)
-        apply_activation_checkpointing(model, leave_to_compiler(setting))
+        apply_activation_checkpointing(model, leave_to_compiler(setting), compiled=True)
         x = torch.empty(1, tokens, m.dim, dtype=torch.bfloat16, requires_grad=True)
         mask = None
         if documents:

@@ -52,18 +52,18 @@ BACKWARD = re.compile(r"backward|bwd", re.IGNORECASE)
 KEEP_EVERY = {"elementwise": 1, "selective": 2}  # mode -> n: every n-th matmul's output is saved
 
 
-def apply_activation_checkpointing(model: Llama, recompute: str | int) -> None:
+def apply_activation_checkpointing(model: Llama, recompute: str | int, compiled: bool) -> None:
     """Wraps the blocks that the option `recompute` checkpoints, in place.
 
     Not those that backward does not reach: they save nothing, and torch.compile fails on a
-    checkpoint in a graph without a backward.
+    checkpoint in a graph without a backward. compiled: whether the blocks will be compiled.
     """
     first = first_in_backward(model)
     for i, block in enumerate(model.blocks):
         if i < first or not is_checkpointed(recompute, i):
             continue
         if recompute in config.SELECTIVE:
-            model.blocks[i] = checkpoint_selectively(block, recompute)
+            model.blocks[i] = checkpoint_selectively(block, recompute, compiled)
         else:
             # There is no dropout, so recomputation needs no RNG state.
             model.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=False)
@@ -104,11 +104,15 @@ def is_checkpointed(recompute: str | int, layer: int) -> bool:
 # Selective checkpointing: what a block saves
 
 
-def checkpoint_selectively(block: Block, recompute: str, always_save: Collection = ()) -> nn.Module:
+def checkpoint_selectively(
+    block: Block, recompute: str, compiled: bool, always_save: Collection = ()
+) -> nn.Module:
     """The block, wrapped: "elementwise" and "selective" save attention and every n-th matmul.
 
     Matmuls of linear layers and grouped matmuls are counted separately. Batched ones (bmm) are
     recomputed. A layer's `keep_output` and a block's `keep_first` overrule this (model/llama.py).
+    compiled: whether the block will be compiled. If so, the policy sees attention's operators, and
+    torch.compile accepts only the policy's contexts.
     always_save: operators whose output both modes save in any case.
     """
     every = KEEP_EVERY[recompute]
@@ -128,6 +132,8 @@ def checkpoint_selectively(block: Block, recompute: str, always_save: Collection
     contexts = partial(
         save_expensive_ops, matmuls_of(block), saved, every, block.keep_first, always_save
     )
+    if not compiled:
+        contexts = partial(with_saved_attention, contexts)
     return checkpoint_wrapper(block, preserve_rng_state=False, context_fn=contexts)
 
 
@@ -178,10 +184,7 @@ def save_expensive_ops(
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts = create_selective_checkpoint_contexts(policy)
-    if torch.compiler.is_compiling():
-        return contexts
-    return with_saved_attention(*contexts)
+    return create_selective_checkpoint_contexts(policy)
 
 
 # Selective checkpointing: the order of the matmuls

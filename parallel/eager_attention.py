@@ -19,8 +19,12 @@ from torch.overrides import TorchFunctionMode
 from model.attention import eager_flex_attention
 
 
-def with_saved_attention(forward: Any, recomputation: Any) -> tuple[Any, Any]:
-    """checkpoint()'s contexts of one forward and of its recomputation, with attention saved."""
+def with_saved_attention(contexts: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """checkpoint()'s contexts of one forward and of its recomputation, with attention saved.
+
+    contexts: returns those of the policy.
+    """
+    forward, recomputation = contexts()
     outputs: list[Tensor] = []
     return entered(SaveAttention(outputs), forward), entered(
         ReplayAttention(outputs), recomputation

@@ -48,7 +48,7 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
 
     # 2. Activation checkpointing precedes FSDP2. Wrapped around a sharded block instead, the
     #    recomputation would run FSDP2's hooks a second time.
-    apply_activation_checkpointing(model, recompute)
+    apply_activation_checkpointing(model, recompute, p.compile)
 
     # 3. Compile each block in place. Activation checkpointing comes before, so that it is part of
     #    the graph. FSDP2 comes after, so that its hooks are not: all-gathers stay between the

@@ -90,20 +90,20 @@ def wide_addmm(counted: Counted, total: Tensor, a: Tensor, b: Tensor, **unused: 
     return total
 
 
-def save_matmuls(counted: Counted, model: Llama, setting: str | int) -> None:
-    """apply_activation_checkpointing() for compiled blocks.
+def save_matmuls(counted: Counted, model: Llama, setting: str | int, compiled: bool) -> None:
+    """apply_activation_checkpointing() for blocks that are counted as compiled.
 
     A compiled block without it saves what "elementwise" saves, and the inputs of its matmuls
     (PhaseHooks in simulate.py). Its stand-in is checkpointed that way. Backward recomputes the
     rest, but repeats no collective.
     """
-    apply_activation_checkpointing(model, setting)
+    apply_activation_checkpointing(model, setting, compiled)
     for i, block in enumerate(model.blocks):
         if is_checkpointed(setting, i):
             continue
         block.register_forward_pre_hook(partial(begin_recomputation, counted))
         block.register_forward_hook(partial(end_recomputation, counted), always_call=True)
-        model.blocks[i] = checkpoint_selectively(block, "elementwise", FORMULAS)
+        model.blocks[i] = checkpoint_selectively(block, "elementwise", compiled, FORMULAS)
         counted.saving_blocks.add(model.blocks[i])
 
 
