@@ -43,6 +43,7 @@ from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize, open_pretrained
 from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
+from parallel.random_numbers import seed_micro_batch
 from parallel.ranks import on_each_rank
 from parallel.verify import check_optimizer, refuse_late_state, unit_table, verify_sharding
 
@@ -166,6 +167,7 @@ def training_step(
     for number, micro_batch in enumerate(batch.micro_batches, 1):
         is_last = number == len(batch.micro_batches)
         set_gradient_sync(model, cfg.parallel, world, last_micro_batch=is_last)
+        seed_micro_batch(cfg.run.seed, step, number, world)
         tensors = (tensor.to(world.device, non_blocking=True) for tensor in micro_batch)
         # (tokens, targets, positions, documents) -> sums over the tokens
         losses, _ = model(*tensors)

@@ -3,10 +3,13 @@
 Shapes: B batch, T tokens, D model dimension (dim), H query heads, K key/value heads, E head
 dimension (head_dim), F feed-forward dimension, V vocabulary.
 
-A module that owns a weight declares `init_std`, the standard deviation of the weight's initial
-normal distribution, or None for ones. Values are torchtitan's
-(https://github.com/pytorch/torchtitan). `init_cutoff` truncates the distribution, in standard
-deviations.
+A module that owns parameters declares, by name,
+
+    init       how they begin: see model/init.py. Standard deviations are torchtitan's
+               (https://github.com/pytorch/torchtitan).
+    tp_dims    for a parameter that is not in parallel/tensor.py: TP_PLAN, the dimension that tensor
+               parallelism shards, such as 0 for one value per head. None: every rank holds all of
+               it, and computes with its own tokens, heads or features.
 
 parallel/ and extras/ change this model in place. They replace
 
@@ -30,6 +33,7 @@ from torch import Tensor, nn
 import config
 from config import ConfigError
 from model.attention import BlockMask, Cache, KVCache, attention, document_mask
+from model.init import constant, normal
 from model.loss import LossSums, Shard, chunked_cross_entropy
 
 
@@ -40,12 +44,11 @@ class RMSNorm(nn.Module):
     bfloat16 matrices, and a bfloat16 residual stream into a unit in `keep_fp32`.
     """
 
-    init_std = None
-
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(dim))
+        self.init = {"weight": constant(1.0)}
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -114,7 +117,7 @@ class Linear(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int, init_std: float = 0.02):
         super().__init__(inputs, outputs, bias=False)
-        self.init_std = init_std
+        self.init = {"weight": normal(init_std)}
 
     def reset_parameters(self) -> None:
         """Does nothing: materialize() initializes.
@@ -132,8 +135,9 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    init_std = 1.0
-    init_cutoff = math.inf
+    def __init__(self, rows: int, dim: int):
+        super().__init__(rows, dim)
+        self.init = {"weight": normal(1.0)}
 
     def reset_parameters(self) -> None:
         """Does nothing, as Linear's."""
@@ -257,8 +261,7 @@ class Head(nn.Module):
         super().__init__()
         self.norm = RMSNorm(m.dim, m.norm_eps)
         self.weight = nn.Parameter(torch.empty(m.vocab_size, m.dim))
-        self.init_std = m.dim**-0.5
-        self.init_cutoff = 3.0
+        self.init = {"weight": normal(m.dim**-0.5, cutoff=3.0)}
 
     def forward(
         self,
@@ -312,8 +315,7 @@ class Llama(nn.Module):
         self.head = Head(m)
         if m.tie_embeddings:  # one matrix, initialized as the output matrix
             self.embedding.weight = self.head.weight
-            self.embedding.init_std = self.head.init_std
-            self.embedding.init_cutoff = self.head.init_cutoff
+            self.embedding.init = self.head.init
 
     def forward(
         self,
@@ -354,23 +356,6 @@ class Llama(nn.Module):
     def build_mask(self, documents: Tensor | None) -> Tensor | BlockMask | None:
         """The attention mask of full sequences. Context parallelism replaces it by a local one."""
         return None if documents is None else document_mask(documents)
-
-    def init_distribution(self, name: str) -> tuple[float, float] | None:
-        """A parameter's initial normal distribution, None for ones.
-
-        It is (standard deviation, cutoff in standard deviations). Raises ConfigError for a
-        parameter that has no distribution.
-        """
-        path, _, attribute = name.rpartition(".")
-        module = self.get_submodule(path)
-        if attribute != "weight" or not hasattr(module, "init_std"):
-            raise ConfigError(
-                f"{name}: has no initial distribution; a module's weight gets one by init_std, "
-                "as in model/llama.py"
-            )
-        if module.init_std is None:
-            return None
-        return module.init_std, getattr(module, "init_cutoff", math.inf)
 
 
 def add_terms(terms: LossSums, block_terms: LossSums, block: str) -> LossSums:

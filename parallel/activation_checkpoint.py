@@ -65,8 +65,7 @@ def apply_activation_checkpointing(model: Llama, recompute: str | int, compiled:
         if recompute in config.SELECTIVE:
             model.blocks[i] = checkpoint_selectively(block, recompute, compiled)
         else:
-            # There is no dropout, so recomputation needs no RNG state.
-            model.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=False)
+            model.blocks[i] = checkpoint_wrapper(block)
 
 
 def first_in_backward(model: Llama) -> int:
@@ -130,11 +129,11 @@ def checkpoint_selectively(
     saved.update(undecided[:-1:every])
     drop_advice_on_policies()
     contexts = partial(
-        save_expensive_ops, matmuls_of(block), saved, every, block.keep_first, always_save
+        save_expensive_ops, matmuls_of(block), saved, every, compiled, block.keep_first, always_save
     )
     if not compiled:
         contexts = partial(with_saved_attention, contexts)
-    return checkpoint_wrapper(block, preserve_rng_state=False, context_fn=contexts)
+    return checkpoint_wrapper(block, context_fn=contexts)
 
 
 @functools.cache
@@ -148,6 +147,20 @@ def is_attention(operator: Any) -> bool:
     return bool(ATTENTION.search(name)) and not BACKWARD.search(name)
 
 
+def draws(operator: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether a call returns random numbers.
+
+    Attention's operators are tagged as random even without dropout, so their argument decides.
+    """
+    if not is_attention(operator):
+        tags = getattr(operator, "tags", ())  # higher-order operators have none
+        return torch.Tag.nondeterministic_seeded in tags and not operator._schema.is_mutable
+    schema = getattr(operator, "_schema", None)
+    arguments = schema.arguments if schema else ()
+    values = dict(zip((argument.name for argument in arguments), args))
+    return bool({**values, **kwargs}.get("dropout_p"))
+
+
 def matmuls_of(module: nn.Module) -> set:
     """LINEAR_MATMULS, and the `matmuls` that linear layers in the module declare."""
     matmuls = set(LINEAR_MATMULS)
@@ -158,13 +171,19 @@ def matmuls_of(module: nn.Module) -> set:
 
 
 def save_expensive_ops(
-    matmuls: set, saved: set[int], every: int, keep_first: Collection, always_save: Collection
+    matmuls: set,
+    saved: set[int],
+    every: int,
+    compiled: bool,
+    keep_first: Collection,
+    always_save: Collection,
 ) -> tuple:
     """Contexts of one block's forward and of its recomputation, for checkpoint()'s context_fn.
 
     matmuls: the operators of linear layers. saved: the numbers of the calls to save.
     every: n, for every n-th grouped matmul from the first on. It may be the last one, because a
     router's gradient reads its output.
+    compiled: whether the block will be compiled.
     keep_first: operators whose first output is saved. always_save: whose every output is.
     """
     counters = defaultdict(itertools.count)
@@ -174,7 +193,13 @@ def save_expensive_ops(
         return next(counters[call, context.is_recompute])
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
-        if is_attention(operator) or operator in always_save:
+        is_random = draws(operator, args, kwargs)
+        # In eager mode, recomputation restores the generator's state and draws everything again in
+        # the same order, so attention with dropout is recomputed, too. Compiled, random numbers are
+        # saved: torch 2.13 fails to restore the state next to tensor parallelism's DTensors.
+        if is_random and compiled:
+            return CheckpointPolicy.MUST_SAVE
+        if operator in always_save or (is_attention(operator) and not is_random):
             return CheckpointPolicy.MUST_SAVE
         if operator in matmuls and number_of("matmul", context) in saved:
             return CheckpointPolicy.MUST_SAVE
@@ -277,7 +302,7 @@ def run_on_meta(model: Llama, order: MatmulOrder, seq_len: int) -> list[nn.Modul
 
 
 def kind_of(block: nn.Module) -> tuple:
-    """Equal for blocks with equal modules and attributes, except tensors and floats (init_std)."""
+    """Equal for blocks with equal modules and attributes, except tensors and floats."""
     kind = []
     for name, module in block.named_modules():
         attributes = [

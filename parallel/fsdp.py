@@ -43,7 +43,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 import config
-from model.llama import Llama
+from config import ConfigError
+from model.llama import Llama, named_parameters
 from parallel.mesh import World, fsdp_mesh
 from parallel.torch_patches import allow_integer_parameters, share_classes
 
@@ -71,6 +72,12 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
 
     Parameters become DTensors on fsdp_mesh(world), except replicated ones.
     """
+    scalars = [name for name, param in named_parameters(model) if param.ndim == 0]
+    if scalars:
+        raise ConfigError(
+            f"{', '.join(scalars[:3])}: FSDP2 cannot shard a parameter without dimensions; give it "
+            "one: torch.empty(1)"
+        )
     mesh = fsdp_mesh(world)
     replicated = replicated_parameters(model, p)
     if replicated:

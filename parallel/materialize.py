@@ -4,7 +4,6 @@ Initial values do not depend on the mesh. If every rank drew its shards from one
 shards would be equal, and the model would depend on the number of ranks.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import config
 from config import ConfigError
+from model.init import Fill
 from model.llama import Linear, Llama, after_weight_update, named_parameters
+from parallel.random_numbers import seed_of
 from parallel.ranks import on_each_rank
 
 RNG_BLOCK = 65536  # elements drawn from one generator, rounded to full rows
@@ -34,13 +35,13 @@ def materialize(
 ) -> None:
     """Gives every tensor of a meta model, sharded or not, storage on `device` and values.
 
-    Parameters that `read` does not have are initialized at random. Each block of about 65,536
-    elements (full rows) has a generator of its own, seeded by (seed, name, block). A rank draws the
-    blocks that overlap its shard, so the values do not depend on the mesh. They may depend on the
-    type of device.
+    Parameters that `read` does not have, and buffers, begin as their module declares (model/init.py).
+    Each block of about 65,536 elements (full rows) has a generator of its own, seeded by (seed,
+    name, block). A rank draws the blocks that overlap its shard, so the values do not depend on the
+    mesh. They may depend on the type of device.
 
     Raises ConfigError on all ranks if `read` raises it on any rank, or if a tensor is left without
-    a value or without a distribution.
+    a value.
     """
     allocate(model, device)
     on_each_rank(lambda: initialize(model, seed, read))
@@ -84,7 +85,7 @@ def initialize(model: Llama, seed: int, read: ReadShard | None) -> None:
 
     def read_or_draw(name: str, shard_offset: ShardOffset, out: Tensor, shape: torch.Size) -> None:
         if read is None or read(name, shard_offset, out) is False:
-            draw(out, shard_offset, shape, model.init_distribution(name), seed, name)
+            draw(out, shard_offset, shape, declared_fill(model, name), seed, name)
 
     tensors = dict(local_tensors(model))
     for local in tensors.values():
@@ -98,17 +99,43 @@ def initialize(model: Llama, seed: int, read: ReadShard | None) -> None:
             module.quantize(name, shard_offset, tensors[name], read_or_draw)
         else:
             read_or_draw(name, shard_offset, tensors[name], parameter.shape)
+    for name, buffer in model.named_buffers():
+        check_is_constant(model, name)
+        rows = buffer if buffer.ndim else buffer[None]
+        draw(rows, (0,) * rows.ndim, rows.shape, declared_fill(model, name), seed, name)
 
-    if read is None:
-        problem = (
-            "no initial value: give it a distribution (model/llama.py: init_std), or compute it in "
-            "forward if it is a constant"
-        )
-    else:
-        problem = "holds values that are not finite (NaN, infinity), or was not read"
+    problem = "holds values that are not finite (NaN, infinity)"
+    if read is not None:
+        problem += ", or was not read"
     problems = [f"{name}: {problem}" for name, local in tensors.items() if not is_finite(local)]
     if problems:
         raise ConfigError(*problems)
+
+
+def declared_fill(model: Llama, name: str) -> Fill:
+    """How the parameter or buffer of this name begins. Raises ConfigError if nothing declares it."""
+    path, _, attribute = name.rpartition(".")
+    declared = getattr(model.get_submodule(path), "init", None)
+    if declared and attribute in declared:
+        return declared[attribute]
+    remedy = f'self.init = {{"{attribute}": normal(0.02)}}'
+    if declared:
+        remedy = f'self.init["{attribute}"] = normal(0.02)'
+    raise ConfigError(
+        f"{name}: nothing declares its initial values; add to __init__ of its module, with normal() "
+        f"or constant() of model/init.py or a function of your own: {remedy}"
+    )
+
+
+def check_is_constant(model: Llama, name: str) -> None:
+    """Raises ConfigError for a buffer that is registered as state: checkpoints lack it."""
+    path, _, attribute = name.rpartition(".")
+    if attribute not in model.get_submodule(path)._non_persistent_buffers_set:
+        raise ConfigError(
+            f"{name}: a persistent buffer, but checkpoints store parameters only: register_buffer("
+            f'"{attribute}", ..., persistent=False) if it is constant, else make it a parameter with '
+            "requires_grad=False"
+        )
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -146,42 +173,40 @@ def shard_shape_and_offset(tensor: Tensor) -> tuple[tuple[int, ...], ShardOffset
 
 
 def draw(
-    out: Tensor,
-    shard_offset: ShardOffset,
-    shape: torch.Size,
-    distribution: tuple[float, float] | None,
-    seed: int,
-    name: str,
+    out: Tensor, shard_offset: ShardOffset, shape: torch.Size, fill: Fill, seed: int, name: str
 ) -> None:
     """Initializes `out`, a shard of a parameter with this full shape.
 
-    distribution: what Llama.init_distribution() returns.
+    Raises ConfigError if `fill` does not fit the shape.
     """
-    if distribution is None:
-        out.fill_(1.0)
-        return
     if not out.numel():
         return
-    std, cutoff = distribution
     rows_per_block = max(1, RNG_BLOCK // math.prod(shape[1:]))
     first_row = shard_offset[0]
     end_row = first_row + len(out)
     columns = tuple(
         slice(first, first + size) for first, size in zip(shard_offset[1:], out.shape[1:])
     )
+    if out.is_floating_point():
+        dtype = torch.promote_types(out.dtype, torch.float32)
+        unfilled = math.nan
+    else:
+        dtype = out.dtype
+        unfilled = 0
     generator = torch.Generator(out.device)
     for block in range(first_row // rows_per_block, math.ceil(end_row / rows_per_block)):
-        key = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
-        generator.manual_seed(int.from_bytes(key, "big") >> 1)
+        generator.manual_seed(seed_of(seed, name, block))
         block_begin = block * rows_per_block
         block_end = min(block_begin + rows_per_block, shape[0])
-        values = torch.empty((block_end - block_begin, *shape[1:]), device=out.device)
-        if math.isinf(cutoff):
-            values.normal_(0.0, std, generator=generator)
-        else:
-            nn.init.trunc_normal_(
-                values, 0.0, std, -cutoff * std, cutoff * std, generator=generator
-            )
+        block_shape = (block_end - block_begin, *shape[1:])
+        values = torch.full(block_shape, unfilled, dtype=dtype, device=out.device)
+        try:
+            fill(values, block_begin, generator)
+        except (RuntimeError, IndexError) as error:
+            raise ConfigError(
+                f"{name}: its `init` fails for rows {block_begin} to {block_end} of its shape "
+                f"{tuple(shape)}: {error}"
+            ) from error
         # The rows that the block and the shard share.
         begin = max(block_begin, first_row)
         end = min(block_end, end_row)

@@ -58,8 +58,9 @@ from parallel.torch_patches import share_classes
 # Of x @ weight.T: colwise shards the output features, rowwise the input features.
 COLWISE = Shard(0)
 ROWWISE = Shard(1)
-# The placement of each module's weight over tp. What a Linear layer's `sharded_with_weight` names
-# (model/llama.py) is sharded along the same features, and so needs no collective of its own.
+# The placement of each module's weight over tp. Other parameters are placed by what their module
+# declares (model/llama.py): `tp_dims`, and of a Linear layer `sharded_with_weight`, which is sharded
+# along the same features as the weight, and so needs no collective of its own.
 TP_PLAN = {
     "embedding": Shard(0),
     "blocks.*.attention_norm": Replicate(),
@@ -112,10 +113,19 @@ def check_tp_plan(model: Llama, world: World) -> None:
     """Raises ConfigError if the plan lacks a parameter, or a block lacks a rowwise projection."""
     unknown = [name for name, _ in model.named_parameters() if placement_of(model, name) is None]
     if unknown:
+        attribute = unknown[0].rpartition(".")[2]
         raise ConfigError(
-            f"[parallel] tp = {world.tp}: {', '.join(unknown[:3])}: TP_PLAN in parallel/tensor.py "
-            "does not say how tp places it"
+            f"[parallel] tp = {world.tp}: {', '.join(unknown[:3])}: nothing says how tp places it; "
+            f'add to __init__ of its module: self.tp_dims = {{"{attribute}": None}} (see '
+            "model/llama.py; None: all of it on every rank, 0: dimension 0 sharded)"
         )
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and is_summed_with_outputs(model, name):
+            raise ConfigError(
+                f"[parallel] tp = {world.tp}: {name}: tp sums the outputs of this layer over its "
+                "ranks, and so would add it once for each; add it after the layer, as a parameter "
+                "of the module that calls it"
+            )
     for sublayer, projection in ("attention", "o_proj"), ("feed_forward", "down_proj"):
         for block in model.blocks:
             if projection not in dict(block.get_submodule(sublayer).named_children()):
@@ -142,6 +152,11 @@ def tp_warnings(world: World) -> list[str]:
 
 def placement_of(model: Llama, parameter: str) -> Placement | None:
     """The placement over tp of the parameter of this name; None if the TP plan has no entry."""
+    module_path, _, attribute = parameter.rpartition(".")
+    tp_dims = getattr(model.get_submodule(module_path), "tp_dims", {})
+    if attribute in tp_dims:
+        dim = tp_dims[attribute]
+        return Replicate() if dim is None else Shard(dim)
     path = parameter.removesuffix(".weight")
     parent_path, _, name = path.rpartition(".")
     parent = model.get_submodule(parent_path)
@@ -154,6 +169,16 @@ def placement_of(model: Llama, parameter: str) -> Placement | None:
         if fnmatch.fnmatchcase(path, pattern):
             return placement
     return None
+
+
+def is_summed_with_outputs(model: Llama, parameter: str) -> bool:
+    """Whether every tp rank applies it to its partial sum: a rowwise layer's bias, for example."""
+    path, _, name = parameter.rpartition(".")
+    if name == "weight" or not isinstance(model.get_submodule(path), Linear):
+        return False
+    placement = placement_of(model, parameter)
+    is_rowwise = placement_of(model, f"{path}.weight") == ROWWISE
+    return is_rowwise and placement is not None and placement.is_replicate()
 
 
 class ToLocal(nn.Module):

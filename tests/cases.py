@@ -103,6 +103,7 @@ def train_all(cases: dict[str, dict], output: str, kernels: bool = False) -> dic
         contextlib.nullcontext() if kernels and world.rank == 0 else without_kernels(),
     ):
         for name, sections in cases.items():
+            torch._dynamo.reset()  # another model is no other shape of the one before
             folder = name.replace(" ", "-").replace(",", "")
             cfg = make_config(
                 **sections, run={"name": folder, "output_dir": f"{output}/{world.size}"}

@@ -220,7 +220,8 @@ class Float8Linear(Linear):
 
     def __init__(self, plain: Linear, recipe: str):
         with torch.device("meta"):
-            super().__init__(plain.in_features, plain.out_features, plain.init_std)
+            super().__init__(plain.in_features, plain.out_features)
+        self.init = plain.init
         self.weight = plain.weight
         self.recipe = recipe
         # of a weight that is all-gathered in float8; set by update_scales() in all_gather.py

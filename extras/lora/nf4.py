@@ -218,7 +218,8 @@ class NF4Linear(Linear):
 
     def __init__(self, plain: Linear):
         with torch.device("meta"):
-            super().__init__(plain.in_features, plain.out_features, plain.init_std)
+            super().__init__(plain.in_features, plain.out_features)
+        self.init = plain.init
         rows, columns = plain.weight.shape
         device = plain.weight.device
         codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)

@@ -1,0 +1,35 @@
+"""Initial values: how the parameters and buffers of a module begin.
+
+A module declares them by name, in __init__:
+
+    self.gate = nn.Parameter(torch.empty(1))
+    self.init = {"gate": constant(0.0)}
+
+parallel/materialize.py calls what is declared once for each block of a parameter's rows, so that no
+rank ever holds a full parameter, and the values do not depend on the mesh.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+# fill(rows, first_row, generator) fills `rows` (n, ...), which are the full parameter's from
+# `first_row` on, in place and in float32. It draws random numbers from `generator` only. A
+# parameter of at most 65,536 elements, and a buffer, is filled by one call.
+Fill = Callable[[Tensor, int, torch.Generator], object]
+
+
+def constant(value: float) -> Fill:
+    """Every element is `value`."""
+    return lambda rows, first_row, generator: rows.fill_(value)
+
+
+def normal(std: float, cutoff: float = math.inf) -> Fill:
+    """The normal distribution with mean 0, truncated at `cutoff` standard deviations."""
+    if math.isinf(cutoff):
+        return lambda rows, first_row, generator: rows.normal_(0.0, std, generator=generator)
+    return lambda rows, first_row, generator: nn.init.trunc_normal_(
+        rows, 0.0, std, -cutoff * std, cutoff * std, generator=generator
+    )
