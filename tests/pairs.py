@@ -399,17 +399,16 @@ def write_adapter(folder: pathlib.Path, rank: int, alpha: float, targets: tuple[
 def larger_weights() -> Iterator[None]:
     """Fresh projections are eight times as large: as they are, attention is nearly uniform, and hardly any option of
     the model shows in a loss."""
-    from model.llama import Llama
+    from parallel import materialize
 
-    distribution = Llama.init_distribution
+    draw = materialize.draw
 
-    def larger(model: Llama, name: str) -> tuple[float, float] | None:
-        found = distribution(model, name)
-        if found and name.endswith("_proj.weight"):
-            found = (8 * found[0], found[1])
-        return found
+    def larger(out: torch.Tensor, *arguments: Any) -> None:
+        draw(out, *arguments)
+        if arguments[-1].endswith("_proj.weight"):
+            out.mul_(8)
 
-    with mock.patch.object(Llama, "init_distribution", larger):
+    with mock.patch.object(materialize, "draw", larger):
         yield
 
 

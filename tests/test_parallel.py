@@ -11,6 +11,7 @@ import config
 from config import ConfigError
 from lifecycle.process_group import shared_options
 from model.build import meta_model
+from model.init import normal
 from model.llama import Linear, Llama, RMSNorm
 from parallel import ranks as ranks_module
 from parallel.fsdp import mixed_precision, replicated_parameters, unit_dtypes
@@ -52,12 +53,12 @@ def test_every_parameter_differs_from_every_other(hashes):
 
 def test_values_follow_their_distribution():
     out = torch.empty(4000, 100)
-    draw(out, (0, 0), out.shape, (0.5, float("inf")), 0, "x")
+    draw(out, (0, 0), out.shape, normal(0.5), 0, "x")
     assert abs(out.mean()) < 0.005 and abs(out.std() - 0.5) < 0.005 and out.abs().max() > 1.5
-    draw(out, (0, 0), out.shape, (0.5, 3.0), 0, "x")
+    draw(out, (0, 0), out.shape, normal(0.5, cutoff=3.0), 0, "x")
     assert out.abs().max() <= 1.5
     again = torch.empty_like(out)
-    draw(again, (0, 0), out.shape, (0.5, 3.0), 1, "x")
+    draw(again, (0, 0), out.shape, normal(0.5, cutoff=3.0), 1, "x")
     assert not torch.equal(out, again)
     assert len(out.unique(dim=0)) == len(out)  # no block repeats another
 
@@ -67,7 +68,7 @@ def test_values_follow_their_distribution():
 def test_any_rectangle_of_a_parameter_equals_that_part_of_the_whole(width, cutoff):
     shape = torch.Size([300 if width < 1000 else 5, width])
     whole = torch.empty(shape)
-    draw(whole, (0, 0), shape, (1.0, cutoff), 3, "w")
+    draw(whole, (0, 0), shape, normal(1.0, cutoff), 3, "w")
     for down, across in ((2, 1), (3, 2), (shape[0], 3), (shape[0] + 4, 1)):
         for rows in torch.arange(shape[0]).tensor_split(down):
             for columns in torch.arange(width).tensor_split(across):
@@ -76,7 +77,7 @@ def test_any_rectangle_of_a_parameter_equals_that_part_of_the_whole(width, cutof
                     int(rows[0]) if len(rows) else shape[0],
                     int(columns[0]) if len(columns) else width,
                 )
-                draw(part, offsets, shape, (1.0, cutoff), 3, "w")
+                draw(part, offsets, shape, normal(1.0, cutoff), 3, "w")
                 assert torch.equal(part, whole[rows][:, columns])
 
 
@@ -408,7 +409,8 @@ def test_tp_refuses_a_parameter_that_it_knows_no_place_for():
     with cases.fake_process_group(2):
         world = World(0, 2, torch.device("cpu"), build_mesh("cpu", (1, 1, 1, 2)))
         with pytest.raises(
-            ConfigError, match=r"tp = 2: blocks.1.attention.v_norm.weight: TP_PLAN .* does not say"
+            ConfigError,
+            match=r'tp = 2: blocks.1.attention.v_norm.weight: .* self.tp_dims = {"weight": None}',
         ):
             parallelize(model, cfg, world)
         alone = World(0, 2, torch.device("cpu"), build_mesh("cpu", (1, 2, 1, 1)))

@@ -1,0 +1,152 @@
+"""Initial values that a module declares: of any parameter, equal on any mesh, refused where nothing
+is declared."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from config import ConfigError
+from model.build import meta_model
+from model.init import Fill, constant, normal
+from model.llama import Llama
+from parallel.fsdp import apply_fsdp
+from parallel.materialize import materialize
+from parallel.tensor import check_tp_plan
+from tests import cases, forks
+from tests.conftest import make_config
+from tests.test_training import with_data
+
+CPU = torch.device("cpu")
+UNEVEN = {"model": {"dim": 56, "ffn_dim": 76, "vocab_size": 320}}
+
+
+def test_a_fork_s_parameters_train_alike_on_any_mesh(on_ranks, corpus, prepared, tmp_path):
+    """A gate, a layer scale, a bias, a sink per head and a buffer: losses and gradient norms."""
+    meshes = {
+        1: {"plain": {}, "selective": {"recompute": "selective"}},
+        2: {"dp 2": {}, "tp 2": {"tp": 2}},
+        4: {"dp 4": {}, "dp 2 x tp 2": {"tp": 2}, "replicas": {"dp_replicate": 2}},
+    }
+    expected = None
+    for ranks, options in meshes.items():
+        runs = {
+            mesh: with_data(
+                {**UNEVEN, "train": {"micro_batch_size": 1}, "parallel": parallel},
+                corpus,
+                {320: prepared},
+            )
+            for mesh, parallel in options.items()
+        }
+        found = on_ranks(ranks, cases.train_forked, "with_parameters", runs, str(tmp_path))[0]
+        for mesh, rows in found.items():
+            losses = [row[key] for row in rows for key in ("loss", "grad_norm")]
+            expected = expected or losses
+            assert losses == pytest.approx(expected, rel=1e-5), mesh
+
+
+def test_declared_values_of_each_kind():
+    with forks.with_parameters():
+        model = Llama(make_config().model)
+    materialize(model, 0, CPU)
+    block = model.blocks[1]
+    assert block.gate.tolist() == [0.5]
+    assert block.attention.sink.tolist() == [0, 1, 2, 3]
+    assert block.factor == 0.25
+    assert block.attention.q_proj.bias.std().item() == pytest.approx(0.5, rel=0.3)
+    assert not torch.equal(block.scale, model.blocks[0].scale)
+
+
+def test_a_fill_gets_each_row_once_and_its_number():
+    """Of a parameter of several blocks, a buffer of integers, and one without dimensions."""
+
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = nn.Parameter(torch.empty(300, 1000))
+            self.register_buffer("counts", torch.empty(70_000, dtype=torch.int64), persistent=False)
+            self.init = {"rows": numbered, "counts": numbered}
+
+    def numbered(rows: Tensor, first_row: int, generator: torch.Generator) -> None:
+        numbers = torch.arange(first_row, first_row + len(rows))
+        rows.copy_(numbers.view(-1, *[1] * (rows.ndim - 1)).expand_as(rows))
+
+    model = Llama(make_config().model)
+    model.table = Table()
+    materialize(model, 0, CPU)
+    assert torch.equal(model.table.rows, torch.arange(300.0)[:, None].expand(300, 1000))
+    assert torch.equal(model.table.counts, torch.arange(70_000))
+
+
+def with_norm(init: dict[str, Fill] | None, **parameters: Tensor) -> Llama:
+    """A model whose last norm has these parameters, too. init: None for what RMSNorm declares."""
+    model = meta_model(make_config().model)
+    for name, value in parameters.items():
+        model.head.norm.register_parameter(name, nn.Parameter(value.to("meta")))
+    if init is not None:
+        model.head.norm.init = init
+    return model
+
+
+@pytest.mark.parametrize("init", [None, {}])
+def test_a_parameter_without_a_declaration_is_refused_with_a_remedy_that_works(init):
+    model = with_norm(init, offset=torch.empty(48))
+    if init == {}:
+        model.head.norm.weight = None
+    with pytest.raises(ConfigError, match=r"head\.norm\.offset: nothing declares") as refused:
+        materialize(model, 0, CPU)
+    remedy = re.search(r"self\.init.*$", str(refused.value)).group()
+    exec(remedy, {"self": model.head.norm, "normal": normal})
+    materialize(model, 0, CPU)
+    assert model.head.norm.offset.std().item() == pytest.approx(0.02, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    "fill, words",
+    [
+        (lambda rows, first_row, generator: rows.copy_(torch.ones(7)), "shape"),
+        (lambda rows, first_row, generator: rows[:3].zero_(), "not finite"),
+    ],
+)
+def test_values_that_do_not_fit_the_shape_are_refused(fill, words):
+    model = with_norm({"weight": constant(1.0), "offset": fill}, offset=torch.empty(48))
+    with pytest.raises(ConfigError, match=rf"head\.norm\.offset: .*{words}"):
+        materialize(model, 0, CPU)
+
+
+def test_a_persistent_buffer_is_refused():
+    model = meta_model(make_config().model)
+    model.head.norm.register_buffer("steps", torch.empty(1, device="meta"))
+    model.head.norm.init["steps"] = constant(0.0)
+    with pytest.raises(ConfigError, match=r"head\.norm\.steps: .*persistent=False"):
+        materialize(model, 0, CPU)
+
+
+def test_a_parameter_without_dimensions_is_refused():
+    model = with_norm(None, gate=torch.empty(()))
+    cfg = make_config()
+    with pytest.raises(ConfigError, match=r"head\.norm\.gate: .*torch\.empty\(1\)"):
+        apply_fsdp(model, cfg.parallel, None)
+
+
+class World:
+    tp = 2
+
+
+def test_tensor_parallelism_refuses_what_it_cannot_place():
+    model = with_norm(None, offset=torch.empty(48))
+    with pytest.raises(ConfigError, match=r"head\.norm\.offset: .*self\.tp_dims") as refused:
+        check_tp_plan(model, World)
+    remedy = re.search(r"self\.tp_dims = {[^}]*}", str(refused.value)).group()
+    exec(remedy, {"self": model.head.norm})
+    check_tp_plan(model, World)
+
+
+def test_tensor_parallelism_refuses_a_bias_that_it_would_add_on_each_rank():
+    model = meta_model(make_config().model)
+    projection = model.blocks[0].feed_forward.down_proj
+    projection.bias = nn.Parameter(torch.empty(48, device="meta"))
+    projection.sharded_with_weight = {"bias": 0}
+    with pytest.raises(ConfigError, match=r"blocks\.0\.feed_forward\.down_proj\.bias: tp sums"):
+        check_tp_plan(model, World)
