@@ -229,7 +229,9 @@ class Optim:
     weight_decay: float = option(
         0.1, "on every parameter with two or more dimensions", NOT_NEGATIVE
     )
-    warmup_steps: int = option(0, "steps of linear warm-up", NOT_NEGATIVE)
+    warmup_steps: int = option(
+        0, "steps of linear warm-up; at most schedule_steps, if that is given", NOT_NEGATIVE
+    )
     schedule: Literal["cosine", "linear", "constant", "wsd"] = option(
         "cosine", "decay; wsd: over decay_steps"
     )
@@ -663,11 +665,12 @@ def _schedule_rules(cfg: Config) -> Iterator[Rule]:
     schedule = (
         "optim.schedule optim.schedule_steps train.steps optim.warmup_steps optim.decay_steps"
     )
-    yield Rule(
-        f"optim.warmup_steps {schedule}",
-        o.warmup_steps <= end,
-        f"must not exceed the schedule's length, {end} (optim.schedule_steps, else train.steps)",
-    )
+    if o.schedule_steps:  # else a smoke run may end within the warm-up
+        yield Rule(
+            "optim.warmup_steps optim.schedule_steps",
+            o.warmup_steps <= o.schedule_steps,
+            f"must not exceed schedule_steps = {o.schedule_steps}",
+        )
     if o.schedule == "wsd":
         yield Rule(schedule, o.decay_steps, "needs optim.decay_steps")
     if o.decay_steps:
@@ -676,7 +679,7 @@ def _schedule_rules(cfg: Config) -> Iterator[Rule]:
         )
         yield Rule(
             f"optim.decay_steps {schedule}",
-            o.warmup_steps + o.decay_steps <= end,
+            o.warmup_steps > end or o.warmup_steps + o.decay_steps <= end,
             f"with warmup_steps = {o.warmup_steps} must fit into the schedule's length, {end}",
         )
 

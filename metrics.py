@@ -295,8 +295,9 @@ class Recorder:
         log.info(line)
 
     def log_start(self, parameters: int, units: str, epochs: Any, notes: list[str]) -> None:
-        """Logs the model's size, its parallelism and where it starts from; notes on the data; the
-        table of units. epochs: that all steps read, as Dataset.epochs()."""
+        """Logs the model's size, its parallelism and where it starts from; a warm-up that the run
+        does not complete; notes on the data; the table of units. epochs: that all steps read, as
+        Dataset.epochs()."""
         if self.rows is None:
             return
         world = self.world
@@ -323,6 +324,13 @@ class Recorder:
             f"{config.tokens_per_step(self.cfg):,} tokens per step = {micro_batches} micro-batches x "
             f"{world.dp_size} data ranks x {sequences} sequences of {self.cfg.train.seq_len}; {origin}"
         )
+        steps = self.cfg.train.steps
+        warmup = self.cfg.optim.warmup_steps
+        if warmup > steps:
+            log.warning(
+                f"the warm-up of {warmup:,} steps is longer than the run: the learning rate reaches "
+                f"{100 * steps / warmup:.3g} % of its peak"
+            )
         for text in (*notes, units):
             log.info(text)
 

@@ -336,14 +336,6 @@ def test_text_that_no_file_can_hold_is_refused(tmp_path):
             config.load(str(path), [f"--run.output_dir={wrong}"])
 
 
-def test_a_warm_up_fits_into_its_schedule_and_not_into_this_piece_of_it():
-    make_config(train={"steps": 10}, optim={"warmup_steps": 30, "schedule_steps": 300})
-    with pytest.raises(
-        ConfigError, match="warmup_steps = 30: must not exceed the schedule's length, 20"
-    ):
-        make_config(train={"steps": 100}, optim={"warmup_steps": 30, "schedule_steps": 20})
-
-
 def test_every_degree_that_cannot_be_had_is_named():
     """At once, and before a process starts: heads, widths and lengths that tp and cp do not divide."""
     model = {"dim": 56, "n_heads": 7, "n_kv_heads": 7, "ffn_dim": 81, "vocab_size": 321}

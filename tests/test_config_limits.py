@@ -233,8 +233,19 @@ RULES = {
         "a weight must be at least 1/65536 of the sum of all",
     ),
     "micro-batch": ({}, "train.micro_batch_size", ([1, 8], [3, 16]), "global_batch_size = 8"),
-    "warm-up": ({}, "optim.warmup_steps", ([4], [5]), "must not exceed the schedule's length, 4"),
+    "warm-up of a schedule": (
+        {"optim": {"schedule_steps": 20}},
+        "optim.warmup_steps",
+        ([5, 20], [21]),
+        "must not exceed schedule_steps = 20",
+    ),
     "wsd": ({"optim": WSD}, "optim.decay_steps", ([1, 3], [4]), "with warmup_steps = 1 must fit"),
+    "wsd after the warm-up": (
+        {"optim": {**WSD, "warmup_steps": 4}},
+        "optim.decay_steps",
+        ([], [1]),
+        "with warmup_steps = 4 must fit",
+    ),
     "decay without wsd": ({}, "optim.decay_steps", ([None], [1]), 'requires schedule = "wsd"'),
     "wsd without decay": (
         {"optim": {"warmup_steps": 1}},

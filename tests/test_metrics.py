@@ -491,26 +491,42 @@ def test_the_start_line_says_how_many_tokens_a_step_has_and_who_reads_them(
         assert rest == ["a note", "a table"]
 
 
+ALONE = SimpleNamespace(
+    rank=0,
+    size=1,
+    dp_replicate=1,
+    dp_shard=1,
+    dp_size=1,
+    cp=1,
+    tp=1,
+    device=torch.device("cpu"),
+)
+
+
+def test_a_warm_up_that_the_run_does_not_complete_is_logged(tmp_path, monkeypatch, caplog):
+    """With the share of the peak that the learning rate reaches."""
+    monkeypatch.setattr(metrics.log, "propagate", True)
+    for warmup, share in ((2000, "0.5 %"), (11, "90.9 %"), (10, None)):
+        cfg = make_config(train={"steps": 10}, optim={"warmup_steps": warmup})
+        caplog.clear()
+        recorder = Recorder(cfg, ALONE, tmp_path, 0, 1, Counter())
+        recorder.log_start(1, "", None, [])
+        recorder.close()
+        logged = [message for message in caplog.messages if "warm-up" in message]
+        assert len(logged) == (share is not None)
+        assert not logged or (f"{warmup:,} steps" in logged[0] and share in logged[0])
+
+
 def test_the_start_line_says_where_the_weights_are_from_and_which_options_are_on(
     tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(metrics.log, "propagate", True)
     caplog.set_level("INFO")
-    world = SimpleNamespace(
-        rank=0,
-        size=1,
-        dp_replicate=1,
-        dp_shard=1,
-        dp_size=1,
-        cp=1,
-        tp=1,
-        device=torch.device("cpu"),
-    )
 
     def shown(cfg: config.Config, epochs: float | None) -> tuple[str, str]:
         """The options, and what the run starts from."""
         caplog.clear()
-        recorder = Recorder(cfg, world, tmp_path, 0, 1, Counter())
+        recorder = Recorder(cfg, ALONE, tmp_path, 0, 1, Counter())
         recorder.log_start(1, "", epochs, [])
         recorder.close()
         _, options, tokens, *_ = caplog.messages

@@ -6,6 +6,8 @@ import re
 import pytest
 import torch
 
+import config
+import minimal
 from model.build import meta_model
 from model.llama import Llama
 from optim import (
@@ -60,6 +62,19 @@ def test_fall(schedule, step, expected):
         == learning_rate(o, 100, 5000)
         == pytest.approx(learning_rate(o, 100, 100))
     )
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_a_run_shorter_than_its_warm_up_trains_on_the_warm_ups_line(schedule):
+    """Without schedule_steps. Longer, it continues on that line."""
+    decay = {"decay_steps": 20} if schedule == "wsd" else {}
+    for steps in (10, 500):
+        changes = {"schedule": schedule, "lr": 3e-4, "warmup_steps": 2000, **decay}
+        cfg = make_config(train={"steps": steps}, optim=changes)
+        for step in (1, 9, steps):
+            for rule in (learning_rate, minimal.learning_rate):
+                lr = rule(cfg.optim, config.schedule_steps(cfg), step)
+                assert lr == pytest.approx(3e-4 * step / 2000)
 
 
 def test_without_warm_up():
