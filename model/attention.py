@@ -21,6 +21,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) 
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         if torch.compiler.is_compiling():  # with the block
+            # pyrefly: ignore[bad-return]  # torch 2.11 declares no overloads
             return flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
         return eager_flex_attention(q, k, v, mask, grouped)
 
@@ -45,6 +46,7 @@ def eager_flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, group
     """
     # Its backward cannot be compiled on a CPU, where only tests come here.
     flex = _compiled(flex_attention) if q.is_cuda else flex_attention
+    # pyrefly: ignore[bad-return]  # torch 2.11 declares no overloads
     return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
 
 

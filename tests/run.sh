@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Sets up and runs the tests, on CPU:   ./tests/run.sh [pytest arguments]
+# On another torch, in an environment of its own:   PYTHON=ENV/bin/python ./tests/run.sh [pytest arguments]
+#   made by: ENV/bin/pip install -r <(sed 's/^torch==.*/torch==2.11.0/' requirements.txt) -r tests/requirements.txt
 # Only the linter, the formatter, the checks of style and the type checker:   ./tests/run.sh --lint
 # Tests that reach most of the code, in two minutes:   ./tests/run.sh --quick
 # Those that reach what was changed since the last commit, or since another:   ./tests/run.sh --changed [COMMIT]
