@@ -313,7 +313,9 @@ class Llama(nn.Module):
         self.embedding = Embedding(m.vocab_size, m.dim)
         self.blocks = nn.ModuleList(Block(m, layer) for layer in range(m.n_layers))
         self.head = Head(m)
-        if m.tie_embeddings:  # one matrix, initialized as the output matrix
+        if m.tie_embeddings:
+            # One matrix, initialized as the output matrix. A smaller standard deviation would begin
+            # nearer to a guess, but trained worse: docs/troubleshooting.md, "The first loss is high".
             self.embedding.weight = self.head.weight
             self.embedding.init = self.head.init
 
