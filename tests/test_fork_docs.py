@@ -20,6 +20,7 @@ START, CHANGE, TOKENS = [
     commands(text) for label, text in BLOCK.findall(PAGE) if label == "bash fork"
 ]
 (DIFF,) = [text for label, text in BLOCK.findall(PAGE) if label == "diff fork"]
+(GATE,) = [text for label, text in BLOCK.findall(PAGE) if label == "diff fork-gate"]
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,28 @@ def run_in(folder, command: str) -> subprocess.CompletedProcess:
         timeout=300,
         env={**os.environ, "PYTHON": warm_python()},
     )
+
+
+def test_a_gate_in_one_file_trains_alike_on_any_mesh(write_config, tmp_path):
+    """Its initial value, 1, changes nothing before the first update."""
+    copy = copy_tracked(tmp_path / "gated")
+    (copy / "gate.diff").write_text(GATE)
+    applied = run_in(copy, "git apply gate.diff")
+    assert applied.returncode == 0, applied.stderr
+    found = {}
+    for name, repo, nproc, *options in (
+        ("original", REPO, 1),
+        ("one", copy, 1),
+        ("two", copy, 2),
+        ("tp", copy, 2, "--parallel.tp=2"),
+    ):
+        done = launch(write_config(name), *options, nproc=nproc, repo=repo)
+        assert done.returncode == 0, done.stderr
+        found[name] = [row["loss"] for row in rows(tmp_path / "outputs" / name)]
+    assert found["one"] == pytest.approx(found["two"], rel=1e-5)
+    assert found["one"] == pytest.approx(found["tp"], rel=1e-5)
+    assert found["one"][0] == found["original"][0]
+    assert found["one"][-1] != found["original"][-1]
 
 
 def test_the_worked_change_changes_losses_while_it_is_on_alone(fork, write_config, tmp_path):
