@@ -23,12 +23,14 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.launcher import LaunchConfig, elastic_launch
 from torch.distributed.tensor import DTensor
 
 import config
@@ -38,7 +40,6 @@ from model.llama import Block, Llama, parameter_count
 from parallel.materialize import materialize
 from parallel.mesh import World
 from parallel.parallelize import parallelize
-from tests.gloo import run_on_ranks
 
 ARMS = ("after", "before", "rebind", "fsdp1")
 STEPS = 3
@@ -152,9 +153,25 @@ def measure(arm: str, cfg: config.Config, world: World) -> dict:
     return {**sizes, "states made": len(optimizer.state), "moved": moved, "losses": losses}
 
 
+def run_on_ranks(ranks: int, function: Callable, *arguments: Any) -> list:
+    """Results of function(*arguments) by rank, each in its own process."""
+    local = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id="benchmark",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    results = elastic_launch(local, function)(*arguments)
+    return [results[rank] for rank in range(ranks)]
+
+
 def on_this_rank(arms: list[str], settings: dict) -> list[dict]:
     """Every arm after the other in one process group. For an fsdp1 arm that torch cannot run here
     the row has the reason."""
+    torch.set_num_threads(1)
     cfg = config.from_dict(settings, "benchmark")
     rows = []
     with distributed(cfg) as world:
@@ -177,11 +194,9 @@ def expected_difference(parameters: int, ranks: int) -> float:
     return 4 * parameters * (1 - 2 / ranks)
 
 
-def table(
-    ranks: int, arms: list[str], settings: dict = SETTINGS, start: Callable = run_on_ranks
-) -> list[dict]:
+def table(ranks: int, arms: list[str], settings: dict = SETTINGS) -> list[dict]:
     """A row for each arm, the first of which is "after": bytes of the rank that retains most."""
-    rows_of_rank = start(ranks, on_this_rank, arms, settings)
+    rows_of_rank = run_on_ranks(ranks, on_this_rank, arms, settings)
     with torch.device("meta"):
         parameters = parameter_count(Llama(config.from_dict(settings, "benchmark").model))
     rows = []
