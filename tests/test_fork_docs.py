@@ -1,6 +1,5 @@
 """docs/fork.md, followed in a copy of the repository: start, worked change, token files. What it names exists."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -10,8 +9,7 @@ import pytest
 
 import config
 from tests.conftest import REPO, copy_tracked, launch, rows, tables
-from tests.test_repo import BLOCK, commands
-from tests.warm import warm_python
+from tests.test_repo import BLOCK, commands, run_in
 
 pytestmark = pytest.mark.early
 
@@ -52,17 +50,6 @@ def small(corpus, prepared) -> str:
     return (
         f"--data.source={corpus} --data.path={prepared} --model.vocab_size=320 --eval.batches=2 --train.seq_len=32 "
         "--train.global_batch_size=2"
-    )
-
-
-def run_in(folder, command: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHON": warm_python()},
     )
 
 

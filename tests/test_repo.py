@@ -1,6 +1,7 @@
 """What the README and docs say, done; and the launcher's own answers."""
 
 import ast
+import functools
 import importlib.metadata
 import itertools
 import os
@@ -8,6 +9,8 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
 
 import pytest
 import tomli
@@ -261,15 +264,43 @@ def clone(tmp_path_factory):
     return copy_tracked(tmp_path_factory.mktemp("clone") / "repo")
 
 
+@functools.cache
+def hidden_packages() -> tempfile.TemporaryDirectory:
+    """A folder for PYTHONPATH that hides what tests/requirements.txt installs and requirements.txt does not."""
+    folder = tempfile.TemporaryDirectory(prefix="hidden-")
+    of_runs, of_tests = (
+        {Requirement(line).name for line in (REPO / name).read_text().splitlines()}
+        for name in ("requirements.txt", "tests/requirements.txt")
+    )
+    for module, packages in importlib.metadata.packages_distributions().items():
+        if {*packages} <= of_tests - of_runs:
+            message = f"{module} is installed for the tests alone"
+            pathlib.Path(folder.name, f"{module}.py").write_text(
+                f"raise ModuleNotFoundError({message!r}, name={module!r})\n"
+            )
+    return folder
+
+
 def run_in(folder: pathlib.Path, command: str) -> subprocess.CompletedProcess:
+    """A documented command. tests/run.sh alone, which installs them, finds the packages of the tests."""
+    environment = {**os.environ, "PYTHON": warm_python()}
+    if "tests/run.sh" not in command:
+        environment["PYTHONPATH"] = hidden_packages().name
     return subprocess.run(
         ["bash", "-c", command],
         cwd=folder,
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHON": warm_python()},
+        env=environment,
     )
+
+
+def test_documented_commands_do_not_find_the_packages_of_the_tests(tmp_path):
+    """Neither in a process that is started nor in one that is forked with torch loaded."""
+    for python in sys.executable, warm_python():
+        done = run_in(tmp_path, f"{python} -c 'import torch, pytest'")
+        assert "No module" not in done.stderr and "pytest is installed for the tests" in done.stderr
 
 
 def warnings_in(done: subprocess.CompletedProcess) -> list[str]:
@@ -311,9 +342,9 @@ def test_dry_run_blocks_give_a_plan(clone):
     for command in found:
         # each of them looks for what to change
         command = command.replace("--world-size 8,16,32", "--world-size 32")
-        done = run_in(
-            clone, command if "--dry-run" in command else f"{command} --dry-run --world-size 8"
-        )
+        if "--dry-run" not in command:
+            command = f"{command} --dry-run --world-size 8"
+        done = run_in(clone, command)
         assert done.returncode in (0, 3) and "parameters" in done.stdout, (
             f"{command}\n{done.stderr}"
         )
