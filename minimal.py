@@ -1,4 +1,4 @@
-"""A Llama trainer with FSDP2 on one page, of torch and the standard library. train.py computes the same losses.
+"""A Llama trainer with FSDP2 in one file, of torch and the standard library. train.py computes the same losses.
 
     python minimal.py configs/tiny.toml                                   one process
     torchrun --nproc-per-node 8 minimal.py configs/smollm2-135m.toml      one process per GPU

@@ -1,5 +1,5 @@
 """Trains a Llama-style model with FSDP2: one run, read from top to bottom. minimal.py is the same
-idea on one page.
+idea in one file.
 
 ./run_train.sh configs/tiny.toml --train.steps=50        sets up, prepares the data, starts ranks
 torchrun --nproc-per-node 8 train.py configs/llama8b.toml     the ranks alone, on prepared data

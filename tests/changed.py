@@ -1,5 +1,5 @@
 """The tests that a change needs: `./tests/run.sh --changed` runs those that reach the functions that you changed, and
-`--quick` those that reach most of the code in two minutes. Both are read from tests/map.json:
+`--quick` those that reach most of the code in about a minute. Both are read from tests/map.json:
 
     ./tests/run.sh --record        # 20 minutes: the whole suite, under coverage
     ./tests/run.sh --write-map     # tests/map.json from that
@@ -25,7 +25,7 @@ from tests import lines
 
 REPO = lines.REPO
 MAP = REPO / "tests/map.json"
-QUICK_SECONDS = 150  # of one core, recorded: less than two minutes on two
+QUICK_SECONDS = 150  # of one core, recorded: about a minute on two free ones
 CHANGED_SECONDS = 120
 PER_LINE = 2  # tests that reach each line of a function
 PER_FUNCTION = 10

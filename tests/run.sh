@@ -3,7 +3,7 @@
 # On another torch, in an environment of its own:   PYTHON=ENV/bin/python ./tests/run.sh [pytest arguments]
 #   made by: ENV/bin/pip install -r <(sed 's/^torch==.*/torch==2.11.0/' requirements.txt) -r tests/requirements.txt
 # Only the linter, the formatter, the checks of style and the type checker:   ./tests/run.sh --lint
-# Tests that reach most of the code, in two minutes:   ./tests/run.sh --quick
+# Tests that reach most of the code, in about a minute:   ./tests/run.sh --quick
 # Those that reach what was changed since the last commit, or since another:   ./tests/run.sh --changed [COMMIT]
 # Whether tests notice small wrong changes, made in copies:   ./tests/run.sh --mutants 40 data/ --seed 3
 # What these three choose from, written anew:   ./tests/run.sh --record, then ./tests/run.sh --write-map
