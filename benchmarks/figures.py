@@ -21,7 +21,7 @@ import config
 from extras.planner.counted import Phase
 from extras.planner.devices import Moment, device
 from extras.planner.plan import GIB, Asked, planned
-from extras.planner.show import COLORS, SHADES, draw, ticks
+from extras.planner.show import COLORS, SHADES, draw, expected_speed, ticks
 from extras.planner.svg import GRAY, Drawing
 
 REPO = pathlib.Path(__file__).parent.parent
@@ -152,7 +152,7 @@ def context() -> str:
     page.text(
         left,
         24,
-        "Llama 3 8B, sequences of 32,768 tokens, one per micro-batch: peak memory of a GPU",
+        "Llama 3 8B, sequences of 32,768 tokens, one per micro-batch: memory that a GPU needs",
         size=17,
     )
     for gib in ticks(most):
@@ -299,7 +299,7 @@ def recompute() -> str:
         page.box(x - 6, y - 6, 12, 12, color, mode)
         name = mode if mode.isalpha() else f"{mode} (every second block)"
         fits = "" if row["fits"] else ", does not fit"
-        page.text(x + 12, y + 4, f"{name}: {row['peak_gib']:.0f} GiB in all{fits}")
+        page.text(x + 12, y + 4, f"{name}: {row['peak_gib']:.0f} GiB allocated{fits}")
     return page.svg()
 
 
@@ -312,14 +312,15 @@ def fit_table(rows: list[tuple[str, int, str]]) -> str:
     """Will it fit, and how fast is it? A row of Markdown for each configuration, number of GPUs and
     GPU."""
     lines = [
-        "| configuration | GPUs | predicted peak, GiB | predicted tokens/s per GPU | predicted MFU |",
-        "|---|---|---|---|---|",
+        "| configuration | GPUs | predicted memory needed, GiB | predicted tokens/s per GPU |",
+        "|---|---|---|---|",
     ]
     for name, ranks, gpu in rows:
         row, _ = plan_of(name, ranks, gpu=gpu)
+        speed = expected_speed(row, config.load(str(REPO / f"configs/{name}.toml")))
         lines.append(
             f"| `{name}` | {ranks} x {gpu} | {row['device_gib']:.1f} of {device(gpu).memory:g} | "
-            f"{row['tokens_per_second_per_device']:,.0f} | {row['mfu']:.0%} |"
+            f"{speed} |"
         )
     return "\n".join(lines) + "\n"
 

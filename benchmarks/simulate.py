@@ -3,8 +3,8 @@
     python -m benchmarks.simulate configs/llama70b.toml --world-size 256,16384
     python -m benchmarks.simulate configs/llama8b.toml --suggestions 20
 
-Prints for each number of ranks the peak by the plan, which runs few blocks, and by the full step.
-Also collectives and bytes by the plan, the step and the closed forms (tests/theory.py), which must
+Prints for each number of ranks the allocated peak by the plan, which runs few blocks, and by the
+full step. Also collectives and bytes by the plan, the step and the closed forms (tests/theory.py), which must
 be equal, the smallest shard, and the size of a checkpoint's files. --suggestions: draws so many
 random configurations that do not fit. Does what the plan suggests fit by a full step, and is it the
 fastest that would? Further options override the configuration's.

@@ -76,7 +76,8 @@ def line(row: dict) -> str:
     """A row on one line, as it is measured."""
     words = [f"{row['group']}: {row['arm']}: {row['status']}"]
     if "tokens_per_second" in row:
-        words.append(f"{row['tokens_per_second']:,.0f} tokens/s, peak {row['peak_gib']:.2f} GiB")
+        speed = f"{row['tokens_per_second']:,.0f} tokens/s"
+        words.append(f"{speed}, allocated peak {row['peak_gib']:.2f} GiB")
     for key, ratio in row.get("measured_over_planned", {}).items():
         words.append(f"{key} {ratio:.3f} of the plan")
     if "marked" in row:

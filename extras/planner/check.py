@@ -147,7 +147,7 @@ class PlanCheck:
         """Logs plan and measurement, and warns where they differ."""
         peak, planned_peak = row["peak_gib"], row["planned_peak_gib"]
         log.info(
-            "plan: peak %.2f GiB, measured %.2f (%.2f reserved)",
+            "plan: allocated peak %.2f GiB, measured %.2f (%.2f reserved)",
             planned_peak,
             peak,
             row["reserved_gib"],

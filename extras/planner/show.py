@@ -8,7 +8,7 @@ import math
 import pathlib
 
 import config
-from extras.planner.devices import Moment, next_begins
+from extras.planner.devices import REACHED, REACHED_IN_FLOAT8, Moment, next_begins
 from extras.planner.plan import GIB, STATES, Asked
 from extras.planner.svg import Drawing
 
@@ -76,18 +76,18 @@ def lines_of_memory(row: dict, asked: Asked) -> list[Line]:
     lines = [("between steps", between_steps)]
     for state in STATES:
         lines.append((f"  {state}", f"{row[f'{state}_bytes_per_rank'] / GIB:10.3f} GiB"))
-    lines.append(("peak", f"{row['peak_gib']:.3f} GiB in the {row['peak_at']}, of these"))
+    lines.append(("allocated peak", f"{row['peak_gib']:.3f} GiB in the {row['peak_at']}, of these"))
     for kind, gib in row["parts_gib"].items():
         bar = "#" * round(BAR * gib / row["peak_gib"])
         lines.append((f"  {kind}", f"{gib:10.3f} GiB  {bar}"))
     if asked.without_cuda:
         return lines
     pools = ", ".join(f"{name} {gib:.2f}" for name, gib in row["pools_gib"].items())
-    lines.append(("reserved", f"{row['reserved_gib']:.3f} GiB by torch's allocator: {pools}"))
-    needed = f"{row['device_gib']:10.3f} GiB"
+    lines.append(("reserved peak", f"{row['reserved_gib']:.3f} GiB by torch's allocator: {pools}"))
+    needed = f"{row['device_gib']:.3f}"
     if asked.memory_gib:
         needed += f" of {asked.memory_gib:g}"
-    lines.append(("  with CUDA's own", needed))
+    lines.append(("needed", f"{needed} GiB, with CUDA's own"))
     return lines
 
 
@@ -110,6 +110,7 @@ def lines_of_traffic(row: dict) -> list[Line]:
 
 def lines_of_time(row: dict, cfg: config.Config) -> list[Line]:
     days = row["step_seconds"] * cfg.train.steps / 86400
+    low, high = reached(cfg)
     return [
         (
             "a step",
@@ -117,7 +118,7 @@ def lines_of_time(row: dict, cfg: config.Config) -> list[Line]:
         ),
         (
             "tokens/s per GPU",
-            f"{row['tokens_per_second_per_device']:,.0f}, MFU {row['mfu']:.1%}; at best "
+            f"{row['tokens_per_second_per_device']:,.0f} planned, MFU {row['mfu']:.1%}; at best "
             f"{row['best_tokens_per_second_per_device']:,.0f}",
         ),
         (
@@ -125,15 +126,36 @@ def lines_of_time(row: dict, cfg: config.Config) -> list[Line]:
             f"{days:,.2f} days, {row['gpu_hours']:,.0f} GPU-hours, "
             f"{row['kilowatt_hours']:,.0f} kWh at the GPUs' power",
         ),
+        ("measured runs", f"reached {low:g} to {high:g} of the planned speed, on one H200"),
     ]
+
+
+def reached(cfg: config.Config) -> tuple[float, float]:
+    """The lowest and the highest share of its planned speed that a measured run reached."""
+    return REACHED if cfg.parallel.float8 == "none" else REACHED_IN_FLOAT8
+
+
+def expected_speed(row: dict, cfg: config.Config) -> str:
+    """Tokens/s per GPU, as a range: the planned speed times what measured runs reached of theirs."""
+    speeds = [share * row["tokens_per_second_per_device"] for share in reached(cfg)]
+    return " to ".join(f"{float(f'{speed:.3g}'):,.0f}" for speed in speeds)
+
+
+def expected_duration(row: dict, cfg: config.Config) -> str:
+    """Days or hours of the whole run, as a range."""
+    low, high = reached(cfg)
+    planned_hours = row["step_seconds"] * cfg.train.steps / 3600
+    shortest = planned_hours / high
+    longest = planned_hours / low
+    if longest > 24:
+        return f"{shortest / 24:,.1f} to {longest / 24:,.1f} days"
+    return f"{shortest:.2g} to {longest:.2g} hours"
 
 
 def compared(rows: list[dict]) -> str:
     """A table with a line for each world size."""
     timed = rows[0]["step_seconds"] is not None
-    header = (
-        f"{'ranks':>8} {'peak GiB':>9} {'between steps':>14} {'activations':>12} {'sent GiB':>9}"
-    )
+    header = f"{'ranks':>8} {'allocated GiB':>13} {'between steps':>14} {'activations':>12} {'sent GiB':>9}"
     if timed:
         header += f" {'s/step':>8} {'waiting':>8} {'tok/s/GPU':>10}  MFU"
     lines = [header]
@@ -142,7 +164,7 @@ def compared(rows: list[dict]) -> str:
         sent = sum(size for _, size in row["collectives_per_step"].values()) / GIB
         activations = row["parts_gib"].get("activations", 0)
         line = (
-            f"{row['world_size']:8,} {row['peak_gib']:9.2f} {between_steps:14.2f} "
+            f"{row['world_size']:8,} {row['peak_gib']:13.2f} {between_steps:14.2f} "
             f"{activations:12.2f} {sent:9.1f}"
         )
         if timed:
@@ -155,22 +177,21 @@ def compared(rows: list[dict]) -> str:
 
 
 def verdict(row: dict, cfg: config.Config, asked: Asked) -> str:
-    """Whether the run fits, its peak, speed and duration, as far as they are known, in a line."""
+    """Whether the run fits, the memory it needs, speed and duration, as far as they are known, in a
+    line."""
     limit = asked.memory_gib
-    needed = f"{row['device_gib']:.4g}"
+    needed = f"needs {row['device_gib']:.4g}"
     clauses = []
     if limit:
         needed += f" of {limit:g}"
         spare = f"fits, {limit - row['device_gib']:.3g} GiB left"
         clauses.append(spare if row["fits"] else "does not fit")
     memory = "GiB of tensors on this CPU" if asked.without_cuda else "GiB"
-    clauses.append(f"{needed} {memory} at the peak ({row['peak_at']})")
+    clauses.append(f"{needed} {memory} (peak in the {row['peak_at']})")
     # the time of copies to the host is not known
     if row["step_seconds"] and row["fits"] and not row["host_gib"]:
-        clauses.append(f"{row['tokens_per_second_per_device']:,.0f} tokens/s per GPU")
-        hours = row["step_seconds"] * cfg.train.steps / 3600
-        duration = f"{hours / 24:,.1f} days" if hours > 24 else f"{hours:.2g} hours"
-        clauses.append(f"{duration} in all")
+        clauses.append(f"{expected_speed(row, cfg)} tokens/s per GPU")
+        clauses.append(f"{expected_duration(row, cfg)} in all")
     ranks = "1 rank" if row["world_size"] == 1 else f"{row['world_size']} ranks"
     return f"{ranks}: {'; '.join(clauses)}"
 
@@ -193,9 +214,8 @@ def draw(row: dict, moments: list[Moment], path: str, title: str, limit: float |
     chart.draw_time_scale()
     if limit:
         chart.draw_limit(limit)
-    page.text(
-        chart.LEFT, 22, f"{title}: peak {row['peak_gib']:.2f} GiB in the {row['peak_at']}", size=17
-    )
+    peak = f"allocated peak {row['peak_gib']:.2f} GiB in the {row['peak_at']}"
+    page.text(chart.LEFT, 22, f"{title}: {peak}", size=17)
     chart.draw_legend()
     pathlib.Path(path).write_text(page.svg())
 

@@ -12,7 +12,8 @@ from tests.fake_cuda import build, configurations
 from tests.fake_cuda.configurations import GPUS, Case, Measured, Text
 
 HEADER = """\
-| configuration, GPUs | planned peak | allocated | ratio | planned reserved | reserved | ratio | waits | launches |
+| configuration, GPUs | allocated peak: planned | by torch | ratio | reserved peak: planned | by torch | ratio \
+| waits | launches |
 |---|---|---|---|---|---|---|---|---|"""
 
 
