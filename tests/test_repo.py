@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib.metadata
 import itertools
+import math
 import os
 import pathlib
 import re
@@ -350,6 +351,17 @@ def test_dry_run_blocks_give_a_plan(clone):
         )
         assert not warnings_in(done), command
     assert found
+
+
+def test_configurations_support_the_world_sizes_in_their_commands():
+    checked = 0
+    for path in REPO.glob("configs/*.toml"):
+        for sizes in re.findall(r"^#   .* --world-size (\S+)", path.read_text(), re.M):
+            cfg = config.load(str(path))
+            for ranks in map(int, sizes.split(",")):
+                config.micro_batch_size(cfg, math.prod(config.mesh_shape(cfg, ranks)[:2]))
+                checked += 1
+    assert checked > 20
 
 
 def test_cluster_blocks_name_what_is_there():
