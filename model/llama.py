@@ -57,7 +57,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(m: config.Model, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and signed sine (..., T, E) in float32 for positions (..., T).
+    """Cosine and signed sine (..., T, 1, E) in float32 for positions (..., T): 1 for all heads.
 
     Half-split layout: both halves of E are equal, but the first half of the sines is negated, for
     apply_rope(). Computed in each forward pass, not stored: a buffer would be uninitialized after
@@ -67,9 +67,9 @@ def rope_tables(m: config.Model, positions: Tensor) -> tuple[Tensor, Tensor]:
     frequencies = 1.0 / (m.rope_theta ** (even / m.width_per_head))  # (E/2)
     if m.rope_scaling is not None:
         frequencies = scale_frequencies(frequencies, m.rope_scaling)
-    angles = positions.float()[..., None] * frequencies  # (..., T, E/2)
+    angles = positions.float()[..., None, None] * frequencies  # (..., T, 1, E/2)
     cos, sin = angles.cos(), angles.sin()
-    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)  # (..., T, E)
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)  # (..., T, 1, E)
 
 
 def scale_frequencies(frequencies: Tensor, s: config.RopeScaling) -> Tensor:
@@ -84,7 +84,7 @@ def scale_frequencies(frequencies: Tensor, s: config.RopeScaling) -> Tensor:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of x (B, heads, T, E), computed in float32.
+    """Rotary position embedding of x (B, T, heads, E), computed in float32.
 
     https://arxiv.org/abs/2104.09864; cos and sin are rope_tables().
     """
@@ -174,11 +174,12 @@ class Attention(nn.Module):
         q = self.q_proj(x).view(batch, length, -1, self.head_dim)  # (B, T, D) -> (B, T, H, E)
         k = self.k_proj(x).view(batch, length, -1, self.head_dim)  # (B, T, D) -> (B, T, K, E)
         v = self.v_proj(x).view(batch, length, -1, self.head_dim)  # (B, T, D) -> (B, T, K, E)
-        q = self.q_norm(q).transpose(1, 2)  # (B, H, T, E)
-        k = self.k_norm(k).transpose(1, 2)  # (B, K, T, E)
+        q = apply_rope(self.q_norm(q), cos, sin)
+        k = apply_rope(self.k_norm(k), cos, sin)
+        # After RoPE: in backward, Inductor would copy the gradient of a roll of what is transposed.
+        q = q.transpose(1, 2)  # (B, H, T, E)
+        k = k.transpose(1, 2)  # (B, K, T, E)
         v = v.transpose(1, 2)  # (B, K, T, E)
-        q = apply_rope(q, cos, sin)
-        k = apply_rope(k, cos, sin)
         if cache is None:
             out = self.attend(q, k, v, mask)  # (B, H, T, E)
         else:
@@ -341,8 +342,7 @@ class Llama(nn.Module):
             mask, positions, newest = cache.advance(tokens.shape[1])
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # (1, T)
-        cos, sin = rope_tables(self.config, positions)  # (B or 1, T, E)
-        cos, sin = cos[:, None], sin[:, None]  # (B or 1, 1, T, E): for all heads
+        cos, sin = rope_tables(self.config, positions)  # (B or 1, T, 1, E)
 
         x = self.embedding(tokens)  # (B, T) -> (B, T, D)
         terms: LossSums = {}

@@ -115,7 +115,7 @@ def test_rope_scaling_does_something():
     plain, scaled = make_config().model, make_config(model={"rope_scaling": SCALING}).model
     cos, sin = rope_tables(plain, torch.arange(64))
     other, _ = rope_tables(scaled, torch.arange(64))
-    assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (64, plain.width_per_head)
+    assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (64, 1, plain.width_per_head)
     assert not torch.equal(cos, other)
 
 
