@@ -19,9 +19,11 @@ import pathlib
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -46,6 +48,7 @@ from parallel.activation_checkpoint import (
     is_attention,
     leave_to_compiler,
 )
+from parallel.parallelize import compile_block
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 MODELS = ("llama1b", "llama3b", "llama8b", "llama70b")
@@ -69,17 +72,21 @@ H100 = SimpleNamespace(
 )
 
 
-def graphs_of(function: Callable, *inputs: object) -> list[GraphModule]:
-    """What torch.compile hands to Inductor: the graph of forward and, where there is a gradient,
-    that of backward."""
+@contextmanager
+def collected_graphs() -> Iterator[tuple[list[GraphModule], list[GraphModule]]]:
+    """(graphs of forward, graphs of backward) that torch.compile hands to Inductor within."""
     from torch._inductor import compile_fx
     from torch._inductor.decomposition import select_decomp_table
 
-    graphs = []
+    forwards: list[GraphModule] = []
+    backwards: list[GraphModule] = []
 
-    def compiler(graph: GraphModule, example_inputs: list) -> Callable:
-        graphs.append(graph)
-        return make_boxed_func(graph.forward)
+    def compiler(graphs: list[GraphModule]) -> Callable:
+        def collect(graph: GraphModule, example_inputs: list) -> Callable:
+            graphs.append(graph)
+            return make_boxed_func(graph.forward)
+
+        return collect
 
     def partition(
         joint: GraphModule, joint_inputs: list, **options
@@ -90,18 +97,18 @@ def graphs_of(function: Callable, *inputs: object) -> list[GraphModule]:
         )
 
     backend = aot_autograd(
-        fw_compiler=compiler,
-        bw_compiler=compiler,
+        fw_compiler=compiler(forwards),
+        bw_compiler=compiler(backwards),
         decompositions=select_decomp_table(),
         partition_fn=partition,
     )
     torch._dynamo.reset()
     # Attention could draw random numbers. But there is no dropout, and so no random state to save.
-    with mock.patch("torch._functorch.partitioners.has_recomputable_rng_ops", return_value=False):
-        out = torch.compile(function, fullgraph=True, backend=backend)(*inputs)
-        if isinstance(out, Tensor) and out.requires_grad:
-            out.sum().backward()
-    return graphs
+    with (
+        mock.patch("torch._functorch.partitioners.has_recomputable_rng_ops", return_value=False),
+        mock.patch("torch.compile", partial(torch.compile, backend=backend)),
+    ):
+        yield forwards, backwards
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
@@ -112,8 +119,8 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
 
 def block_graphs(
     m: config.Model, tokens: int, setting: str, documents: bool
-) -> tuple[GraphModule, GraphModule]:
-    """Forward and backward of a bfloat16 block on one sequence."""
+) -> tuple[list[GraphModule], list[GraphModule]]:
+    """Forward and backward of a bfloat16 block on one sequence, compiled as in training."""
     # FlexAttention refuses gradients on a CPU, which has no kernel for them; a trace needs none.
     with (
         FakeTensorMode(),
@@ -129,19 +136,20 @@ def block_graphs(
         if documents:
             rule = mask_mod(torch.zeros(1, tokens, dtype=torch.long))
             mask = create_block_mask(rule, 1, None, tokens, tokens, device="cpu")
-        forward, backward = graphs_of(
-            model.blocks[0], x, *rope_tables(m, torch.arange(tokens)), mask
-        )
-    return forward, backward
+        block = model.blocks[0]
+        with collected_graphs() as graphs:
+            compile_block(block)
+            block(x, *rope_tables(m, torch.arange(tokens)), mask).sum().backward()
+    return graphs
 
 
-def nodes(graph: GraphModule, operators: set) -> list[torch.fx.Node]:
-    return [node for node in graph.graph.nodes if node.target in operators]
+def products(graphs: list[GraphModule]) -> list[torch.fx.Node]:
+    return [node for graph in graphs for node in graph.graph.nodes if node.target in LINEAR_MATMULS]
 
 
-def product_flops(graph: GraphModule) -> int:
+def product_flops(graphs: list[GraphModule]) -> int:
     flops = 0
-    for node in nodes(graph, LINEAR_MATMULS):
+    for node in products(graphs):
         a, b = node.args[-2:]
         rows, inner = a.meta["val"].shape
         _, columns = b.meta["val"].shape
@@ -149,31 +157,34 @@ def product_flops(graph: GraphModule) -> int:
     return flops
 
 
-def kept_bytes(forward: GraphModule, x_shape: tuple[int, ...]) -> int:
-    """Bytes of a block's saved tensors, each storage once. Of its inputs only x counts: parameters,
-    rotary tables and mask exist anyway, once for all layers."""
-    inputs = set()
-    for node in forward.graph.find_nodes(op="placeholder"):
-        if node.meta["val"].shape != x_shape:
-            inputs.add(node.meta["val"].untyped_storage())
-    _, *saved = forward.graph.output_node().args[0]
-    storages = {node.meta["val"].untyped_storage() for node in saved}
-    return sum(storage.nbytes() for storage in storages - inputs)
+def kept_bytes(forwards: list[GraphModule], x_shape: tuple[int, ...]) -> int:
+    """Bytes of a block's saved tensors, each storage once. Of a graph's inputs only x counts:
+    parameters, rotary tables and mask exist anyway, once for all layers."""
+    total = 0
+    for forward in forwards:
+        inputs = set()
+        for node in forward.graph.find_nodes(op="placeholder"):
+            if node.meta["val"].shape != x_shape:
+                inputs.add(node.meta["val"].untyped_storage())
+        _, *saved = forward.graph.output_node().args[0]
+        storages = {node.meta["val"].untyped_storage() for node in saved}
+        total += sum(storage.nbytes() for storage in storages - inputs)
+    return total
 
 
 def count_block(m: config.Model, tokens: int, setting: str, documents: bool) -> dict:
-    forward, backward = block_graphs(m, tokens, setting, documents)
+    forwards, backwards = block_graphs(m, tokens, setting, documents)
     # backward itself takes two matmuls for each of forward
-    recomputed = (product_flops(backward) - 2 * product_flops(forward)) // tokens
+    recomputed = (product_flops(backwards) - 2 * product_flops(forwards)) // tokens
     # half of all pairs, as attention is causal
-    attentions = sum(is_attention(node.target) for node in backward.graph.nodes)
+    attentions = sum(is_attention(node.target) for graph in backwards for node in graph.graph.nodes)
     recomputed += attentions * 2 * tokens * m.n_heads * m.width_per_head
     return {
         "recompute": setting,
         "document_mask": documents,
-        "products_forward": len(nodes(forward, LINEAR_MATMULS)),
-        "products_backward": len(nodes(backward, LINEAR_MATMULS)),
-        "kept_bytes_per_token": kept_bytes(forward, (1, tokens, m.dim)) // tokens,
+        "products_forward": len(products(forwards)),
+        "products_backward": len(products(backwards)),
+        "kept_bytes_per_token": kept_bytes(forwards, (1, tokens, m.dim)) // tokens,
         "recomputed_flops_per_token": recomputed,
     }
 
@@ -221,7 +232,7 @@ def pretended_h100() -> Iterator[None]:
         yield
 
 
-def count_kernels(graph: GraphModule) -> dict:
+def count_kernels(graph: GraphModule) -> Counter:
     """Kernels that Inductor generates from a graph, and the bytes that these move, between matmuls
     and attention."""
     from torch._inductor import compile_fx, scheduler
@@ -257,15 +268,17 @@ def count_kernels(graph: GraphModule) -> dict:
             for node in lowering.scheduler.nodes:
                 if not isinstance(node, not_generated):
                     moved += node.get_read_write_buffers_sizes()
-    return {
-        "products": len(nodes(graph, LINEAR_MATMULS)),
-        "triton": len(re.findall(r"^\s*triton_\w+\.run\(", code, re.M)),
-        "bytes": moved,
-    }
+    return Counter(
+        products=len(products([graph])),
+        triton=len(re.findall(r"^\s*triton_\w+\.run\(", code, re.M)),
+        bytes=moved,
+    )
 
 
 def count_inductor(m: config.Model, tokens: int, setting: str) -> dict:
-    forward, backward = map(count_kernels, block_graphs(m, tokens, setting, False))
+    forwards, backwards = block_graphs(m, tokens, setting, False)
+    forward = sum(map(count_kernels, forwards), Counter())
+    backward = sum(map(count_kernels, backwards), Counter())
     return {"recompute": setting, "forward": forward, "backward": backward}
 
 
@@ -275,8 +288,10 @@ def count_loss(vocabulary: int) -> list[dict]:
         logits = torch.empty(LOSS_TOKENS, vocabulary, dtype=torch.bfloat16)
         index = torch.empty(LOSS_TOKENS, 1, dtype=torch.long)
         column = torch.empty(LOSS_TOKENS, 1)
-        (forward,) = graphs_of(softmax_parts, logits, index)
-        (backward,) = graphs_of(logits_gradient, logits, index, None, *[column] * 5)
+        with collected_graphs() as (graphs, _):
+            torch.compile(softmax_parts, fullgraph=True)(logits, index)
+            torch.compile(logits_gradient, fullgraph=True)(logits, index, None, *[column] * 5)
+    forward, backward = graphs
     return [
         {"function": softmax_parts.__name__, **count_kernels(forward)},
         {"function": logits_gradient.__name__, **count_kernels(backward)},

@@ -15,6 +15,7 @@ parallel/ and extras/ change this model in place. They replace
 
     Linear layers of the blocks                       extras/lora/nf4.py, extras/float8/matmul.py
     Attention.attend, Llama.build_mask                parallel/context.py
+    Block.add_attention, Block.add_feed_forward       parallel/parallelize.py (compiled)
     forward() of Embedding, Attention, FeedForward    parallel/tensor.py
         and Head
 
@@ -219,6 +220,9 @@ class Block(nn.Module):
     __init__ assigns Linear layers in the order in which forward calls them. Selective activation
     checkpointing saves every n-th output, and numbers the layers in the order of named_modules()
     (check_matmul_order refuses any other).
+
+    A forward that only calls the two halves below is compiled in two graphs, any other one whole
+    (compile_block in parallel/parallelize.py).
     """
 
     # Selective activation checkpointing: operators whose first result in the block is saved.
@@ -242,7 +246,20 @@ class Block(nn.Module):
         mask: Tensor | BlockMask | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache)
+        x = self.add_attention(x, cos, sin, mask, cache)
+        return self.add_feed_forward(x)
+
+    def add_attention(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | BlockMask | None,
+        cache: KVCache | None,
+    ) -> Tensor:
+        return x + self.attention(self.attention_norm(x), cos, sin, mask, cache)
+
+    def add_feed_forward(self, x: Tensor) -> Tensor:
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 

@@ -1,6 +1,7 @@
 """Parallelizes a plain model: each step in order, with the reason for its place in that order."""
 
 import torch
+from torch import nn
 
 import config
 from model.llama import Llama
@@ -11,6 +12,8 @@ from parallel.activation_checkpoint import (
 )
 from parallel.fsdp import apply_fsdp
 from parallel.mesh import World
+
+HALVES = ("add_attention", "add_feed_forward")  # of Block.forward()
 
 
 def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
@@ -52,18 +55,34 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
 
     # 3. Compile each block in place. Activation checkpointing comes before, so that it is part of
     #    the graph. FSDP2 comes after, so that its hooks are not: all-gathers stay between the
-    #    blocks, where computation hides them. All blocks share one graph, and parameter names do
-    #    not change. The head compiles its norm and the elementwise part of its chunked cross
+    #    blocks, where computation hides them. All blocks share their graphs, and parameter names
+    #    do not change. The head compiles its norm and the elementwise part of its chunked cross
     #    entropy.
     if p.compile:
-        # Blocks with different dtypes or frozen parameters recompile the shared graph, each with
+        # Blocks with different dtypes or frozen parameters recompile the shared graphs, each with
         # and without gradients. torch allows 8 recompilations by default.
         torch._dynamo.config.recompile_limit = 64
         for block in model.blocks:
-            block.compile(fullgraph=True)
+            compile_block(block)
         model.head.norm.compile(fullgraph=True)
         model.head.compile_loss = True
 
     # 4. FSDP2 comes last: it replaces every parameter by a DTensor. materialize() replaces them
     #    once more, so build the optimizer after both.
     apply_fsdp(model, p, world)
+
+
+def compile_block(block: nn.Module) -> None:
+    """Compiles a block in place: as two halves if its forward only calls these, else whole.
+
+    In one graph, Inductor sums the gradients of both norms' weights in one kernel, because both
+    read the block's input; the kernels of each norm's backward then read the same tensors again.
+    Two graphs keep no more for backward: the input of the second half instead of what attention
+    adds to it. A checkpoint's graph would keep that input in addition. A fork's forward may do
+    more between the halves, and do without them: its names tell.
+    """
+    if type(block).forward.__code__.co_names != HALVES:
+        block.compile(fullgraph=True)
+        return
+    for half in HALVES:
+        setattr(block, half, torch.compile(getattr(block, half), fullgraph=True))

@@ -32,6 +32,7 @@ from checkpoint.save import Saver
 from config import ConfigError
 from data.loader import inputs_and_targets
 from lifecycle.process_group import distributed
+from model import loss as loss_module
 from model.build import meta_model
 from model.llama import Llama, after_weight_update, named_parameters, rope_tables
 from parallel import materialize as materialize_module
@@ -643,14 +644,8 @@ def timeouts() -> set[float]:
 def train_and_evaluate_unlike_blocks() -> list[float]:
     """The loss after a backward pass, compiled and not, of a model whose every block has something else frozen."""
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]
-    found, compile_module = [], torch.nn.Module.compile
-
-    def traced(
-        module: torch.nn.Module, **keywords
-    ) -> None:  # as compiled, but for the kernels, which take long
-        compile_module(module, backend="eager", **keywords)
-
-    with process_group() as world, mock.patch.object(torch.nn.Module, "compile", traced):
+    found = []
+    with process_group() as world, compiled_by("eager"):  # without kernels, which take long
         for compiled in (True, False):
             cfg = make_config(
                 model={"n_layers": 6, "freeze": [f"blocks.{i}.*{n}*" for i, n in enumerate(names)]},
@@ -668,18 +663,15 @@ def train_and_evaluate_unlike_blocks() -> list[float]:
 
 def graphs_of(cases: list[dict]) -> list[int]:
     """How many graphs torch.compile makes of a model's blocks, in training and in an evaluation, on two ranks."""
-    found, compile_module = [], torch.nn.Module.compile
+    found = []
 
     def counting(graph: torch.fx.GraphModule, inputs: list) -> Callable:
         found[-1] += 1
         return graph.forward
 
-    def traced(module: torch.nn.Module, **keywords) -> None:
-        compile_module(module, backend=counting, **keywords)
-
     with (
         fake_process_group(2) as world,
-        mock.patch.object(torch.nn.Module, "compile", traced),
+        compiled_by(counting),
         mock.patch("model.loss.compiled", lambda function: function),
     ):
         for sections in cases:
@@ -1450,15 +1442,26 @@ def same_batch(
 
 
 @contextlib.contextmanager
-def without_kernels():
-    """Blocks are compiled, traced and partitioned, but for the kernels: these take half a minute."""
-    compile_module = torch.nn.Module.compile
-
-    def traced(module: torch.nn.Module, **keywords) -> None:
-        compile_module(module, backend="aot_eager_decomp_partition", **keywords)
-
-    with mock.patch.object(torch.nn.Module, "compile", traced):
+def compiled_by(backend: str | Callable) -> Iterator[None]:
+    """What is compiled within has this backend of torch.compile, not Inductor."""
+    with (
+        mock.patch("torch.compile", functools.partial(torch.compile, backend=backend)),
+        mock.patch("model.loss.compiled", functools.cache(loss_module.compiled.__wrapped__)),
+    ):
         yield
+
+
+def without_kernels() -> contextlib.AbstractContextManager:
+    """What is compiled within is traced and partitioned, but has no kernels: these take half a minute."""
+    return compiled_by("aot_eager_decomp_partition")
+
+
+def weights_by_halves_and_whole(sections: dict) -> tuple[dict, dict]:
+    """The weights after training with a block's two halves compiled, and with a fork's forward of the same formula."""
+    ((*_, halves),) = train_steps([sections]) or [({},)]
+    with forks.whole_block():
+        ((*_, whole),) = train_steps([sections]) or [({},)]
+    return halves, whole
 
 
 def same_batch_traced(cases: list[dict]) -> list[tuple[float, list[float]]]:

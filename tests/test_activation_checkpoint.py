@@ -23,7 +23,8 @@ from parallel.activation_checkpoint import (
     leave_to_compiler,
 )
 from parallel.materialize import materialize
-from tests.cases import storages
+from parallel.parallelize import compile_block
+from tests.cases import compiled_by, storages
 from tests.conftest import make_config, needs_extra
 
 # counted below once each, whether or not torch shows these hooks what a policy keeps
@@ -51,8 +52,9 @@ def built(setting: str | int, backend: str | None = None, **sizes: int) -> Llama
     apply_activation_checkpointing(model, setting, compiled=bool(backend))
     if backend:
         torch.compiler.reset()
-        for block in model.blocks:
-            block.compile(fullgraph=True, backend=backend)
+        with compiled_by(backend):
+            for block in model.blocks:
+                compile_block(block)
     return model
 
 
@@ -172,8 +174,9 @@ def test_blocks_that_backward_does_not_reach_are_compiled_without_a_checkpoint()
         materialize(model, 0, torch.device("cpu"))
         apply_activation_checkpointing(model, setting, compiled=True)
         torch.compiler.reset()
-        for block in model.blocks:
-            block.compile(fullgraph=True, backend="aot_eager")
+        with compiled_by("aot_eager"):
+            for block in model.blocks:
+                compile_block(block)
         ids = torch.randint(0, 320, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
         model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
         found[setting] = {name: p.grad for name, p in named_parameters(model)}

@@ -1,6 +1,7 @@
 """Weights, memory, prefetch order and tear-down of the sharded model, on real ranks."""
 
 import contextlib
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -17,9 +18,9 @@ from parallel import ranks as ranks_module
 from parallel.fsdp import mixed_precision, replicated_parameters, unit_dtypes
 from parallel.materialize import draw, materialize
 from parallel.mesh import World, build_mesh
-from parallel.parallelize import parallelize
+from parallel.parallelize import compile_block, parallelize
 from parallel.verify import verify_sharding
-from tests import cases
+from tests import cases, forks
 from tests.conftest import make_config, needs_extra
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
@@ -341,8 +342,45 @@ def test_all_layers_share_one_compiled_graph(on_ranks, strategy):
         for layers in (2, 5)
     ]
     few, many = on_ranks(1, cases.graphs_of, sections)[0]
-    # of a block, and of the head's norm: with gradients, without, over frozen parameters
+    # of a block's halves, and of the head's norm: with gradients, without, over frozen parameters
     assert few == many <= 2 * 4
+
+
+def test_a_block_is_compiled_as_two_halves_and_a_forks_whole():
+    """Also a fork's that forgets the halves. A block that is not compiled would train, but slowly."""
+
+    def linears_of_graphs() -> list[int]:
+        found = []
+
+        def counting(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+            calls = graph.graph.find_nodes(op="call_function", target=nn.functional.linear)
+            found.append(len(calls))
+            return graph.forward
+
+        torch.compiler.reset()
+        cfg = make_config(model={"n_layers": 3})
+        model = Llama(cfg.model)
+        materialize(model, 0, torch.device("cpu"))
+        with cases.compiled_by(counting):
+            for block in model.blocks:
+                compile_block(block)
+            model(torch.zeros((1, 8), dtype=torch.int64))
+        return found
+
+    assert linears_of_graphs() == [4, 3]
+    with forks.whole_block():
+        assert linears_of_graphs() == [7]
+
+
+@pytest.mark.nightly  # kernels take minutes to compile
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_of_two_compiled_halves_are_those_of_the_whole_block(on_ranks, ranks):
+    """In float32 to the bit, by Inductor's own kernels."""
+    sections = {"train": {"global_batch_size": 8}, "parallel": {"compile": True}}
+    halves, whole = on_ranks(ranks, cases.weights_by_halves_and_whole, sections)[0]
+    assert len(halves) == 21
+    for name, weight in halves.items():
+        assert (weight == whole[name]).all(), name
 
 
 @pytest.mark.parametrize("tied", [False, True])
