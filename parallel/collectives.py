@@ -30,18 +30,23 @@ def group_of(mesh: DeviceMesh) -> Group:
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Every rank's x, concatenated along dim in rank order."""
+    """Every rank's x, concatenated along dim (not negative) in rank order.
+
+    A view of the collective's output, without a copy, if the dimensions before dim are 1.
+    """
     full = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
-    if dim == 0:
-        return full
-    return torch.cat(full.chunk(group.size), dim)
+    shards = full.unflatten(0, (group.size, -1))  # (ranks * A, ...) -> (ranks, A, ...)
+    return shards.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's shard, along dim, of the sum of all ranks' x."""
-    if dim != 0:
-        x = torch.cat(x.chunk(group.size, dim))
-    return ops.wait_tensor(ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
+    """This rank's shard, along dim (not negative), of the sum of all ranks' x.
+
+    Copies nothing before the collective if the dimensions before dim are 1.
+    """
+    shards = x.unflatten(dim, (group.size, -1)).movedim(dim, 0)  # (ranks, A, ...)
+    rows = shards.flatten(0, 1).contiguous()  # (ranks * A, ...)
+    return ops.wait_tensor(ops.reduce_scatter_tensor(rows, "sum", group.size, group.name))
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:

@@ -321,7 +321,7 @@ class SequenceParallel:
             output = local_forward(x, targets, terms, **options)
             if isinstance(output, tuple):
                 return output
-            return all_gather(output, -1, self.group)  # logits (B, T, V / tp) -> (B, T, V)
+            return all_gather(output, 2, self.group)  # logits (B, T, V / tp) -> (B, T, V)
 
         return forward
 

@@ -36,6 +36,7 @@ from model import loss as loss_module
 from model.build import meta_model
 from model.llama import Llama, after_weight_update, named_parameters, rope_tables
 from parallel import materialize as materialize_module
+from parallel.collectives import Group, all_gather, reduce_scatter
 from parallel.fsdp import reshard, set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, build_mesh, fsdp_mesh
@@ -1050,6 +1051,41 @@ def count_collectives(
             found.append({kind: tuple(value) for kind, value in counted.found.items()})
             del model
     return found
+
+
+class Copies(TorchDispatchMode):
+    """Counts the operators that copy a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        self.count += operator in (aten.cat.default, aten.clone.default, aten.copy_.default)
+        return operator(*args, **(kwargs or {}))
+
+
+def collectives_of_sequences(batch: int) -> tuple[list[bool], int]:
+    """(are the values and gradients of both collectives on shards of sequences right, how often they copy a tensor)."""
+    with process_group() as world:
+        group = Group(world.rank, world.size, dist.group.WORLD.group_name)
+        full = torch.randn(batch, 6, 3, generator=torch.Generator().manual_seed(0))
+        shard = full.chunk(world.size, 1)[world.rank].contiguous()
+        local = shard.clone().requires_grad_()
+        partial_sum = full.clone().requires_grad_()
+        with Copies() as copies:
+            gathered = all_gather(local, 1, group)
+            gathered.backward(full)
+            scattered = reduce_scatter(partial_sum, 1, group)
+            scattered.backward(shard)
+        pairs = [
+            (gathered, full),
+            (local.grad, world.size * shard),
+            (scattered, world.size * shard),
+            (partial_sum.grad, full),
+        ]
+        return [torch.equal(a, b) for a, b in pairs], copies.count
 
 
 @contextlib.contextmanager

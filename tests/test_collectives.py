@@ -198,6 +198,13 @@ def test_the_known_numbers():
     assert numbers(sync_every_micro_batch=False)["reduce_scatter"] == 6
 
 
+@pytest.mark.parametrize("sequences, copies", [(1, 0), (2, 4)])
+def test_shards_of_one_sequence_are_sent_without_a_copy(on_ranks, sequences, copies):
+    """Of several, each collective copies once, forward and backward: a rank's shards are not contiguous."""
+    for right, counted in on_ranks(2, cases.collectives_of_sequences, sequences):
+        assert all(right) and counted == copies
+
+
 ALONE = """
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
