@@ -171,16 +171,28 @@ def scaled_matmul(x: Scaled, y: Scaled, dtype: torch.dtype, fast: bool = False) 
     # the only layouts that the kernels take
     a = a.contiguous()
     b = b.t().contiguous().t()
-    if b_scale.numel() == 1 or fast:
+    if b_scale.numel() == 1 or fast or takes_row_scales(a.device):
         out = torch._scaled_mm(
             a, b, a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast
         )
     else:
-        # The rowwise kernel is slow here. Powers of two can be multiplied afterwards.
+        # Powers of two can be multiplied afterwards.
         one = torch.ones((1, 1), device=a.device)
         out = torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
         out = out * (a_scale * b_scale)
     return out.to(dtype)
+
+
+def takes_row_scales(device: torch.device) -> bool:
+    """Whether the GPU is fast with a scale per row and without fast accumulation.
+
+    torch calls cuBLAS for it on GPUs of compute capability 9, with CUDA from 12.9 on. Elsewhere it
+    has a kernel of its own, which is slow without fast accumulation.
+    """
+    if device.type != "cuda" or torch.version.cuda is None:  # a plan's tensors, an AMD GPU
+        return False
+    cuda = tuple(int(number) for number in torch.version.cuda.split("."))
+    return cuda >= (12, 9) and torch.cuda.get_device_capability(device)[0] == 9
 
 
 class Float8Matmul(torch.autograd.Function):

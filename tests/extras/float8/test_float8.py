@@ -127,8 +127,9 @@ class OnGpu(Tensor):
     is_cuda = True
 
 
+@pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_gpu_s_kernel_gets_the_layouts_that_it_takes(recipe):
+def test_a_gpu_s_kernel_gets_the_layouts_that_it_takes(recipe, by_row):
     """a by rows, b by columns, 16 dividing b's sides, two e5m2 never: torch.ops.aten._scaled_mm's conditions."""
     calls = []
 
@@ -161,11 +162,33 @@ def test_a_gpu_s_kernel_gets_the_layouts_that_it_takes(recipe):
         return [out, *Float8Matmul.backward(context, grad)[:2]]
 
     expected = gradients(x, weight, grad)
-    with mock.patch.object(torch, "_scaled_mm", scaled_mm):
+    with (
+        mock.patch.object(torch, "_scaled_mm", scaled_mm),
+        mock.patch.object(float8, "takes_row_scales", lambda device: by_row),
+    ):
         found = gradients(*(t.as_subclass(OnGpu) for t in (x, weight, grad)))
-    assert calls == [(True, recipe == "rowwise"), (False, False), (False, False)]
+    rowwise = recipe == "rowwise"
+    assert calls == [(True, rowwise), *[(False, rowwise and by_row)] * 2]
     for a, b in zip(found, expected):
         assert (a.float() - b.float()).norm() / b.float().norm() < 2**-7
+
+
+@pytest.mark.parametrize(
+    "capability, cuda, takes",
+    [
+        ((9, 0), "12.9", True),
+        ((9, 0), "13.0", True),
+        ((9, 0), "12.8", False),
+        ((9, 0), None, False),  # an AMD GPU
+        ((8, 9), "13.0", False),
+        ((10, 0), "13.0", False),
+    ],
+)
+def test_row_scales_are_left_to_cublas_where_it_takes_them(monkeypatch, capability, cuda, takes):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert float8.takes_row_scales(torch.device("cuda")) == takes
+    assert not float8.takes_row_scales(torch.device("cpu"))  # also of a plan
 
 
 def test_matrices_too_small_to_win_are_left_out_on_a_gpu():
