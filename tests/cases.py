@@ -1492,12 +1492,10 @@ def without_kernels() -> contextlib.AbstractContextManager:
     return compiled_by("aot_eager_decomp_partition")
 
 
-def weights_by_halves_and_whole(sections: dict) -> tuple[dict, dict]:
-    """The weights after training with a block's two halves compiled, and with a fork's forward of the same formula."""
-    ((*_, halves),) = train_steps([sections]) or [({},)]
+def train_whole_blocks(cases: list[dict]) -> list[tuple[list[float], list[float], dict]]:
+    """train_steps() of a fork whose block has the same formula, but calls no halves."""
     with forks.whole_block():
-        ((*_, whole),) = train_steps([sections]) or [({},)]
-    return halves, whole
+        return train_steps(cases)
 
 
 def same_batch_traced(cases: list[dict]) -> list[tuple[float, list[float]]]:
