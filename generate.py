@@ -35,7 +35,7 @@ from metrics import log
 from model.build import meta_model
 from model.llama import Llama, parameter_count
 from parallel.fsdp import reshard
-from parallel.materialize import materialize
+from parallel.materialize import initialize_buffers, materialize
 from parallel.mesh import World
 from parallel.ranks import all_gather_objects
 
@@ -375,6 +375,7 @@ def load_model(
     else:
         with device:
             model = Llama(cfg.model)
+        initialize_buffers(model, cfg.run.seed)
     load.restore(folder, model, None)
     if dtype is None:
         dtype = cfg.parallel.param_dtype if device.type == "cuda" else "float32"
@@ -389,7 +390,7 @@ def load_base(folder: pathlib.Path, cfg: config.Config, device: torch.device) ->
     base = weights_to_read(cfg, step=1)
     assert base and base.sums is not None  # as adapters have a base
     model = meta_model(cfg.model, cfg.lora)
-    materialize(model, 0, device, base.read_into)
+    materialize(model, cfg.run.seed, device, base.read_into)
     compare.check_base(folder, cfg.model.init_from, fingerprint([base.sums]))
     return model
 

@@ -43,7 +43,7 @@ from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize, open_pretrained
 from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
-from parallel.random_numbers import seed_micro_batch
+from parallel.random_numbers import seed_micro_batch, seed_update
 from parallel.ranks import on_each_rank
 from parallel.verify import check_optimizer, refuse_late_state, unit_table, verify_sharding
 
@@ -184,6 +184,7 @@ def training_step(
     # the gradients are zero, but weight decay and momentum would still change the weights.
     # A fused optimizer is always called: the device leaves weights and state alone if the norm is
     # not finite. For any other, the host waits for the norm, and skips the step.
+    seed_update(cfg.run.seed, step, world)
     if batch.valid_tokens and guard.may_update(step, grad_norm):
         optimizer.step()
     optimizer.zero_grad()

@@ -12,24 +12,23 @@ rank ever holds a full parameter, and the values do not depend on the mesh.
 import math
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
-# fill(rows, first_row, generator) fills `rows` (n, ...), which are the full parameter's from
-# `first_row` on, in place and in float32. It draws random numbers from `generator` only. A
-# parameter of at most 65,536 elements, and a buffer, is filled by one call.
-Fill = Callable[[Tensor, int, torch.Generator], object]
+# fill(rows, first_row) fills `rows` (n, ...) in place: rows of the full parameter, from `first_row`
+# on, in float32. It may draw from torch's default generators, as torch.nn.init does. A parameter of
+# at most 65,536 elements is filled by one call, a buffer always is, in its own dtype.
+Fill = Callable[[Tensor, int], object]
 
 
 def constant(value: float) -> Fill:
     """Every element is `value`."""
-    return lambda rows, first_row, generator: rows.fill_(value)
+    return lambda rows, first_row: rows.fill_(value)
 
 
 def normal(std: float, cutoff: float = math.inf) -> Fill:
     """The normal distribution with mean 0, truncated at `cutoff` standard deviations."""
     if math.isinf(cutoff):
-        return lambda rows, first_row, generator: rows.normal_(0.0, std, generator=generator)
-    return lambda rows, first_row, generator: nn.init.trunc_normal_(
-        rows, 0.0, std, -cutoff * std, cutoff * std, generator=generator
+        return lambda rows, first_row: rows.normal_(0.0, std)
+    return lambda rows, first_row: nn.init.trunc_normal_(
+        rows, 0.0, std, -cutoff * std, cutoff * std
     )

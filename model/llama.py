@@ -335,7 +335,7 @@ class Llama(nn.Module):
             # One matrix, initialized as the output matrix. A smaller standard deviation would begin
             # nearer to a guess, but trained worse: docs/troubleshooting.md, "The first loss is high".
             self.embedding.weight = self.head.weight
-            self.embedding.init = self.head.init
+            self.embedding.init["weight"] = self.head.init["weight"]
 
     def forward(
         self,
@@ -400,9 +400,20 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     Strips what activation checkpointing's wrappers and parametrizations add.
     """
     for name, parameter in model.named_parameters():
-        name = name.replace("_checkpoint_wrapped_module.", "")
-        name = name.replace("parametrizations.", "").removesuffix(".original")
-        yield name, parameter
+        yield plain_name(name), parameter
+
+
+def plain_name(name: str) -> str:
+    """A parameter's or buffer's name in the plain model."""
+    name = name.replace("_checkpoint_wrapped_module.", "")
+    return name.replace("parametrizations.", "").removesuffix(".original")
+
+
+def check_has_weight_alone(layer: Linear, name: str, option: str) -> None:
+    """Raises ConfigError for a layer that an option would replace, and drop its other parameters."""
+    for parameter, _ in layer.named_parameters(recurse=False):
+        if parameter != "weight":
+            raise ConfigError(f"{option}: would drop {name}.{parameter}; add it after the layer")
 
 
 def after_weight_update(model: nn.Module) -> None:

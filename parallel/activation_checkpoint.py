@@ -152,13 +152,13 @@ def draws(operator: Any, args: tuple, kwargs: dict) -> bool:
 
     Attention's operators are tagged as random even without dropout, so their argument decides.
     """
-    if not is_attention(operator):
-        tags = getattr(operator, "tags", ())  # higher-order operators have none
-        return torch.Tag.nondeterministic_seeded in tags and not operator._schema.is_mutable
     schema = getattr(operator, "_schema", None)
-    arguments = schema.arguments if schema else ()
-    values = dict(zip((argument.name for argument in arguments), args))
-    return bool({**values, **kwargs}.get("dropout_p"))
+    if schema is None:  # a higher-order operator
+        return False
+    names = [argument.name for argument in schema.arguments]
+    if is_attention(operator) and "dropout_p" in names:
+        return bool({**dict(zip(names, args)), **kwargs}.get("dropout_p"))
+    return torch.Tag.nondeterministic_seeded in operator.tags and not schema.is_mutable
 
 
 def matmuls_of(module: nn.Module) -> set:

@@ -6,6 +6,7 @@ shards would be equal, and the model would depend on the number of ranks.
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 import config
 from config import ConfigError
 from model.init import Fill
-from model.llama import Linear, Llama, after_weight_update, named_parameters
-from parallel.random_numbers import seed_of
+from model.llama import Linear, Llama, after_weight_update, named_parameters, plain_name
+from parallel.random_numbers import seed_generators
 from parallel.ranks import on_each_rank
 
 RNG_BLOCK = 65536  # elements drawn from one generator, rounded to full rows
@@ -36,9 +37,9 @@ def materialize(
     """Gives every tensor of a meta model, sharded or not, storage on `device` and values.
 
     Parameters that `read` does not have, and buffers, begin as their module declares (model/init.py).
-    Each block of about 65,536 elements (full rows) has a generator of its own, seeded by (seed,
-    name, block). A rank draws the blocks that overlap its shard, so the values do not depend on the
-    mesh. They may depend on the type of device.
+    The generators are seeded by (seed, name, block) for each block of about 65,536 elements (full
+    rows). A rank draws the blocks that overlap its shard, so the values do not depend on the mesh.
+    They may depend on the type of device.
 
     Raises ConfigError on all ranks if `read` raises it on any rank, or if a tensor is left without
     a value.
@@ -85,7 +86,7 @@ def initialize(model: Llama, seed: int, read: ReadShard | None) -> None:
 
     def read_or_draw(name: str, shard_offset: ShardOffset, out: Tensor, shape: torch.Size) -> None:
         if read is None or read(name, shard_offset, out) is False:
-            draw(out, shard_offset, shape, declared_fill(model, name), seed, name)
+            draw(out, shard_offset, shape, partial(call_fill, model, name), seed, name)
 
     tensors = dict(local_tensors(model))
     for local in tensors.values():
@@ -99,10 +100,7 @@ def initialize(model: Llama, seed: int, read: ReadShard | None) -> None:
             module.quantize(name, shard_offset, tensors[name], read_or_draw)
         else:
             read_or_draw(name, shard_offset, tensors[name], parameter.shape)
-    for name, buffer in model.named_buffers():
-        check_is_constant(model, name)
-        rows = buffer if buffer.ndim else buffer[None]
-        draw(rows, (0,) * rows.ndim, rows.shape, declared_fill(model, name), seed, name)
+    initialize_buffers(model, seed)
 
     problem = "holds values that are not finite (NaN, infinity)"
     if read is not None:
@@ -112,30 +110,44 @@ def initialize(model: Llama, seed: int, read: ReadShard | None) -> None:
         raise ConfigError(*problems)
 
 
-def declared_fill(model: Llama, name: str) -> Fill:
-    """How the parameter or buffer of this name begins. Raises ConfigError if nothing declares it."""
+@torch.no_grad()
+def initialize_buffers(model: Llama, seed: int) -> None:
+    """Gives every buffer its values, on each rank. Checkpoints store none."""
+    for wrapped_name, buffer in model.named_buffers():
+        path, _, attribute = wrapped_name.rpartition(".")
+        name = plain_name(wrapped_name)
+        if attribute not in model.get_submodule(path)._non_persistent_buffers_set:
+            raise ConfigError(
+                f"{name}: a persistent buffer, but checkpoints store parameters only: "
+                f'register_buffer("{attribute}", ..., persistent=False) if it is constant, else '
+                "make it a parameter with requires_grad=False"
+            )
+        seed_generators(buffer.device, seed, name)
+        call_fill(model, name, buffer, 0)
+
+
+def call_fill(model: Llama, name: str, rows: Tensor, first_row: int) -> None:
+    """Fills rows of the parameter or buffer of this name, as its module declares.
+
+    Raises ConfigError if it declares nothing, or what does not fit the shape.
+    """
     path, _, attribute = name.rpartition(".")
-    declared = getattr(model.get_submodule(path), "init", None)
-    if declared and attribute in declared:
-        return declared[attribute]
-    remedy = f'self.init = {{"{attribute}": normal(0.02)}}'
-    if declared:
+    fills = getattr(model.get_submodule(path), "init", {})
+    if attribute not in fills:
         remedy = f'self.init["{attribute}"] = normal(0.02)'
-    raise ConfigError(
-        f"{name}: nothing declares its initial values; add to __init__ of its module, with normal() "
-        f"or constant() of model/init.py or a function of your own: {remedy}"
-    )
-
-
-def check_is_constant(model: Llama, name: str) -> None:
-    """Raises ConfigError for a buffer that is registered as state: checkpoints lack it."""
-    path, _, attribute = name.rpartition(".")
-    if attribute not in model.get_submodule(path)._non_persistent_buffers_set:
+        if not fills:
+            remedy = f'self.init = {{"{attribute}": normal(0.02)}}'
         raise ConfigError(
-            f"{name}: a persistent buffer, but checkpoints store parameters only: register_buffer("
-            f'"{attribute}", ..., persistent=False) if it is constant, else make it a parameter with '
-            "requires_grad=False"
+            f"{name}: nothing declares its initial values; add to __init__ of its module (of one of "
+            "torch's, to that of its parent, with its name), with normal() or constant() of "
+            f"model/init.py or a function of your own: {remedy}"
         )
+    try:
+        fills[attribute](rows, first_row)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"{name}: its `init` cannot fill {tuple(rows.shape)}, from row {first_row} on: {error}"
+        ) from error
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -151,13 +163,12 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, local tensor) of each parameter and buffer."""
+    """(name, local tensor) of each parameter."""
     for name, parameter in named_parameters(model):
         if isinstance(parameter, DTensor):
             yield name, parameter.to_local()
         else:
             yield name, parameter
-    yield from model.named_buffers()
 
 
 def shard_shape_and_offset(tensor: Tensor) -> tuple[tuple[int, ...], ShardOffset]:
@@ -175,10 +186,7 @@ def shard_shape_and_offset(tensor: Tensor) -> tuple[tuple[int, ...], ShardOffset
 def draw(
     out: Tensor, shard_offset: ShardOffset, shape: torch.Size, fill: Fill, seed: int, name: str
 ) -> None:
-    """Initializes `out`, a shard of a parameter with this full shape.
-
-    Raises ConfigError if `fill` does not fit the shape.
-    """
+    """Initializes `out`, a shard of a parameter with this full shape."""
     if not out.numel():
         return
     rows_per_block = max(1, RNG_BLOCK // math.prod(shape[1:]))
@@ -187,26 +195,12 @@ def draw(
     columns = tuple(
         slice(first, first + size) for first, size in zip(shard_offset[1:], out.shape[1:])
     )
-    if out.is_floating_point():
-        dtype = torch.promote_types(out.dtype, torch.float32)
-        unfilled = math.nan
-    else:
-        dtype = out.dtype
-        unfilled = 0
-    generator = torch.Generator(out.device)
     for block in range(first_row // rows_per_block, math.ceil(end_row / rows_per_block)):
-        generator.manual_seed(seed_of(seed, name, block))
+        seed_generators(out.device, seed, name, block)
         block_begin = block * rows_per_block
         block_end = min(block_begin + rows_per_block, shape[0])
-        block_shape = (block_end - block_begin, *shape[1:])
-        values = torch.full(block_shape, unfilled, dtype=dtype, device=out.device)
-        try:
-            fill(values, block_begin, generator)
-        except (RuntimeError, IndexError) as error:
-            raise ConfigError(
-                f"{name}: its `init` fails for rows {block_begin} to {block_end} of its shape "
-                f"{tuple(shape)}: {error}"
-            ) from error
+        values = torch.full((block_end - block_begin, *shape[1:]), math.nan, device=out.device)
+        fill(values, block_begin)
         # The rows that the block and the shard share.
         begin = max(block_begin, first_row)
         end = min(block_end, end_row)

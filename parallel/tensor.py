@@ -113,13 +113,22 @@ def check_tp_plan(model: Llama, world: World) -> None:
     """Raises ConfigError if the plan lacks a parameter, or a block lacks a rowwise projection."""
     unknown = [name for name, _ in model.named_parameters() if placement_of(model, name) is None]
     if unknown:
-        attribute = unknown[0].rpartition(".")[2]
+        path, _, attribute = unknown[0].rpartition(".")
+        remedy = f'self.tp_dims = {{"{attribute}": None}}'
+        if hasattr(model.get_submodule(path), "tp_dims"):
+            remedy = f'self.tp_dims["{attribute}"] = None'
         raise ConfigError(
             f"[parallel] tp = {world.tp}: {', '.join(unknown[:3])}: nothing says how tp places it; "
-            f'add to __init__ of its module: self.tp_dims = {{"{attribute}": None}} (see '
-            "model/llama.py; None: all of it on every rank, 0: dimension 0 sharded)"
+            f"add to __init__ of its module: {remedy} (see model/llama.py; None: all of it on every "
+            "rank, 0: dimension 0 sharded)"
         )
     for name, parameter in model.named_parameters():
+        placement = placement_of(model, name)
+        if isinstance(placement, Shard) and parameter.shape[placement.dim] % world.tp:
+            raise ConfigError(
+                f"[parallel] tp = {world.tp}: does not divide dimension {placement.dim} of {name}, "
+                f"{tuple(parameter.shape)}"
+            )
         if parameter.is_floating_point() and is_summed_with_outputs(model, name):
             raise ConfigError(
                 f"[parallel] tp = {world.tp}: {name}: tp sums the outputs of this layer over its "
@@ -174,7 +183,7 @@ def placement_of(model: Llama, parameter: str) -> Placement | None:
 def is_summed_with_outputs(model: Llama, parameter: str) -> bool:
     """Whether every tp rank applies it to its partial sum: a rowwise layer's bias, for example."""
     path, _, name = parameter.rpartition(".")
-    if name == "weight" or not isinstance(model.get_submodule(path), Linear):
+    if name == "weight" or not isinstance(model.get_submodule(path), nn.Linear):
         return False
     placement = placement_of(model, parameter)
     is_rowwise = placement_of(model, f"{path}.weight") == ROWWISE

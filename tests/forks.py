@@ -161,7 +161,7 @@ def with_parameters() -> Iterator[None]:
         self.gate = nn.Parameter(torch.empty(1))
         self.scale = nn.Parameter(torch.empty(m.dim))
         self.register_buffer("factor", torch.empty(()), persistent=False)
-        self.init = {"gate": constant(0.5), "scale": normal(1.0), "factor": constant(0.25)}
+        self.init = {"gate": constant(0.5), "scale": normal(1.0), "factor": normal(1.0)}
         self.tp_dims = {"gate": None, "scale": None}
 
     def block(self, x: Tensor, cos: Tensor, sin: Tensor, mask=None, cache=None) -> Tensor:
@@ -176,7 +176,7 @@ def with_parameters() -> Iterator[None]:
         yield
 
 
-def one_per_head(rows: Tensor, first_row: int, generator: torch.Generator) -> None:
+def one_per_head(rows: Tensor, first_row: int) -> None:
     rows.copy_(torch.arange(first_row, first_row + len(rows)))
 
 

@@ -8,14 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from config import ConfigError
+from generate import load_model
 from model.build import meta_model
 from model.init import Fill, constant, normal
 from model.llama import Llama
+from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.fsdp import apply_fsdp
 from parallel.materialize import materialize
 from parallel.tensor import check_tp_plan
 from tests import cases, forks
-from tests.conftest import make_config
+from tests.conftest import make_config, needs_extra
 from tests.test_training import with_data
 
 CPU = torch.device("cpu")
@@ -53,7 +55,7 @@ def test_declared_values_of_each_kind():
     block = model.blocks[1]
     assert block.gate.tolist() == [0.5]
     assert block.attention.sink.tolist() == [0, 1, 2, 3]
-    assert block.factor == 0.25
+    assert block.factor != model.blocks[0].factor
     assert block.attention.q_proj.bias.std().item() == pytest.approx(0.5, rel=0.3)
     assert not torch.equal(block.scale, model.blocks[0].scale)
 
@@ -68,7 +70,7 @@ def test_a_fill_gets_each_row_once_and_its_number():
             self.register_buffer("counts", torch.empty(70_000, dtype=torch.int64), persistent=False)
             self.init = {"rows": numbered, "counts": numbered}
 
-    def numbered(rows: Tensor, first_row: int, generator: torch.Generator) -> None:
+    def numbered(rows: Tensor, first_row: int) -> None:
         numbers = torch.arange(first_row, first_row + len(rows))
         rows.copy_(numbers.view(-1, *[1] * (rows.ndim - 1)).expand_as(rows))
 
@@ -105,8 +107,9 @@ def test_a_parameter_without_a_declaration_is_refused_with_a_remedy_that_works(i
 @pytest.mark.parametrize(
     "fill, words",
     [
-        (lambda rows, first_row, generator: rows.copy_(torch.ones(7)), "shape"),
-        (lambda rows, first_row, generator: rows[:3].zero_(), "not finite"),
+        (lambda rows, first_row: rows.copy_(torch.ones(7)), r"cannot fill \(48,\), from row 0"),
+        (lambda rows, first_row: rows[:3].zero_(), "not finite"),
+        (0.5, "not callable"),
     ],
 )
 def test_values_that_do_not_fit_the_shape_are_refused(fill, words):
@@ -143,10 +146,49 @@ def test_tensor_parallelism_refuses_what_it_cannot_place():
     check_tp_plan(model, World)
 
 
-def test_tensor_parallelism_refuses_a_bias_that_it_would_add_on_each_rank():
+def test_tensor_parallelism_refuses_a_dimension_that_it_does_not_divide():
+    model = with_norm(None, offset=torch.empty(3))
+    model.head.norm.tp_dims = {"offset": 0}
+    with pytest.raises(ConfigError, match=r"does not divide dimension 0 of head\.norm\.offset"):
+        check_tp_plan(model, World)
+
+
+@pytest.mark.parametrize("of_torch", [False, True])
+def test_tensor_parallelism_refuses_a_bias_that_it_would_add_on_each_rank(of_torch):
     model = meta_model(make_config().model)
-    projection = model.blocks[0].feed_forward.down_proj
-    projection.bias = nn.Parameter(torch.empty(48, device="meta"))
-    projection.sharded_with_weight = {"bias": 0}
+    feed_forward = model.blocks[0].feed_forward
+    if of_torch:
+        feed_forward.down_proj = nn.Linear(80, 48, device="meta")
+        feed_forward.down_proj.tp_dims = {"bias": None}
+    else:
+        feed_forward.down_proj.bias = nn.Parameter(torch.empty(48, device="meta"))
+        feed_forward.down_proj.sharded_with_weight = {"bias": 0}
     with pytest.raises(ConfigError, match=r"blocks\.0\.feed_forward\.down_proj\.bias: tp sums"):
         check_tp_plan(model, World)
+
+
+@needs_extra("lora", "float8")
+def test_a_layer_whose_bias_would_be_dropped_is_not_replaced():
+    from extras.float8.matmul import use_float8
+    from extras.lora.nf4 import quantize_projections
+
+    for replace in (quantize_projections, lambda module: use_float8(module, "tensorwise", "cpu")):
+        attention = meta_model(make_config(model={"dim": 64}).model).blocks[0].attention
+        attention.q_proj.bias = nn.Parameter(torch.empty(64, device="meta"))
+        with pytest.raises(ConfigError, match=r"would drop q_proj\.bias"):
+            replace(attention)
+
+
+def test_a_checkpoint_s_model_has_its_buffers(on_ranks, corpus, prepared, tmp_path):
+    """They are not saved: what the module declares is drawn again, whatever is recomputed."""
+    sections = with_data({"checkpoint": {}, "train": {"steps": 1}}, corpus, {320: prepared})
+    on_ranks(1, cases.train_forked, "with_parameters", {"r": sections}, str(tmp_path))
+    cfg = make_config(**sections)
+    with forks.with_parameters():
+        model = load_model(tmp_path / "1/r/checkpoints/step-00000001", cfg, CPU, None)
+        again = Llama(cfg.model)
+        apply_activation_checkpointing(again, "full", compiled=False)
+        materialize(again, cfg.run.seed, CPU)
+    for ours, expected in zip(model.buffers(), again.buffers(), strict=True):
+        assert torch.equal(ours, expected)
+    assert next(model.buffers()).isfinite().all()

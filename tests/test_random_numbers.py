@@ -8,7 +8,7 @@ from torch import Tensor
 from model.llama import Llama, named_parameters
 from parallel.activation_checkpoint import apply_activation_checkpointing, leave_to_compiler
 from parallel.materialize import materialize
-from parallel.random_numbers import seed_micro_batch
+from parallel.random_numbers import seed_micro_batch, seed_update
 from tests import cases, forks
 from tests.conftest import make_config
 from tests.test_training import with_data
@@ -48,25 +48,34 @@ def test_recomputation_repeats_random_numbers(change, backend):
     assert not any(torch.equal(plain[name], expected[name]) for name in expected)
 
 
-@torch.library.custom_op("tests::attention_that_draws", mutates_args=())
-def attention_that_draws(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+@torch.library.custom_op("tests::attention_with_dropout", mutates_args=())
+def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
     return v * (torch.rand_like(v) > dropout_p)
 
 
-@attention_that_draws.register_autograd
-def _(ctx, grad: Tensor):
-    return torch.zeros_like(grad), torch.zeros_like(grad), grad, None
+@torch.library.custom_op(
+    "tests::noisy_attention", mutates_args=(), tags=torch.Tag.nondeterministic_seeded
+)
+def noisy_attention(q: Tensor, k: Tensor, v: Tensor, noise: float) -> Tensor:
+    return v + noise * torch.rand_like(v)
 
 
+for operator in (attention_with_dropout, noisy_attention):
+    operator.register_autograd(
+        lambda ctx, grad: (torch.zeros_like(grad), torch.zeros_like(grad), grad, None)
+    )
+
+
+@pytest.mark.parametrize("operator", [attention_with_dropout, noisy_attention])
 @pytest.mark.parametrize("recompute", ["elementwise", "selective"])
-def test_attention_with_dropout_is_recomputed(recompute, monkeypatch):
+def test_attention_that_draws_is_recomputed(recompute, operator, monkeypatch):
     """Saved, it would draw nothing in recomputation, and the feed-forward's mask would be another."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
         groups = q.shape[1] // k.shape[1]
         k = k.repeat_interleave(groups, dim=1)
         v = v.repeat_interleave(groups, dim=1)
-        return attention_that_draws(q, k, v, 0.2)
+        return operator(q, k, v, 0.2)
 
     monkeypatch.setattr("model.llama.attention", attend)
     with forks.with_dropout():
@@ -87,16 +96,19 @@ def numbers_of_meshes() -> list[dict[str, list[float]]]:
         for key in ((1, 1, 1), (0, 2, 1), (0, 1, 2)):
             seed_micro_batch(*key, world)
             drawn[str(key)] = torch.rand(4).tolist()
+        seed_update(0, 1, world)
+        drawn["update"] = torch.rand(4).tolist()
     return drawn
 
 
 def test_data_parallel_ranks_draw_different_numbers_and_tp_and_cp_ranks_equal_ones(on_ranks):
     by_rank = on_ranks(4, numbers_of_meshes)
     drawn = [[tuple(numbers) for numbers in rank.values()] for rank in by_rank]
-    data, tp, cp, replicas, *others = zip(*drawn)
+    data, tp, cp, replicas, *others, update = zip(*drawn)
     assert len(set(data)) == 4
     assert tp == cp == replicas == (data[0], data[0], data[1], data[1])
     assert len({data[0], *(numbers[0] for numbers in others)}) == 4  # seed, step, micro-batch
+    assert len(set(update)) == 1  # an optimizer that draws updates replicas alike
 
 
 def train_to(steps: int, change: str, sections: dict, folder: str) -> list[dict]:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from config import ConfigError
-from model.llama import Linear
+from model.llama import Linear, check_has_weight_alone
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -88,6 +88,7 @@ def use_float8(blocks: nn.Module, recipe: str, device_type: str) -> None:
         )
     for path, module in list(blocks.named_modules()):
         if module in chosen:
+            check_has_weight_alone(module, path, f'[parallel] float8 = "{recipe}"')
             parent, _, name = path.rpartition(".")
             setattr(blocks.get_submodule(parent), name, Float8Linear(module, recipe))
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import ConfigError
-from model.llama import Linear
+from model.llama import Linear, check_has_weight_alone
 
 BLOCK = 64  # weights that share an absmax
 RANGE = 256  # blocks whose absmax values share a range
@@ -202,6 +202,7 @@ def quantize_projections(module: nn.Module) -> None:
     """Replaces the linear layers that are a module's children by NF4Linear, in place."""
     for name, child in list(module.named_children()):
         if isinstance(child, Linear):
+            check_has_weight_alone(child, name, '[lora] base_dtype = "nf4"')
             setattr(module, name, NF4Linear(child))
 
 
