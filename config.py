@@ -288,6 +288,9 @@ class Parallel:
     sync_every_micro_batch: bool = option(
         True, "reduce gradients in every micro-batch; false: once per step"
     )
+    gather_once: bool = option(
+        False, "all-gather each unit once per step, and keep it until its last backward"
+    )
     recompute: int | Literal["none", "elementwise", "selective", "full"] = option(
         "none",
         "recompute elementwise operations, half the matmuls too, or all; n: every n-th block",

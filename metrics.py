@@ -353,6 +353,8 @@ class Recorder:
             options.append(f"adapters of rank {lora.rank} over a base in {lora.base_dtype}")
         if not parallel.sync_every_micro_batch:
             options.append("reduced once a step")
+        if parallel.gather_once:
+            options.append("all-gathered once a step")
         return options
 
     def sync(self) -> None:

@@ -315,7 +315,8 @@ OPTIONS = (
     ("parallel", {"recompute": "none"}),
     ("checkpoint", {"save_every_steps": None}),
 )
-IGNORED = ("checkpoint.", "eval.", "log.", "profile.", "run.", "parallel.compile", "parallel.dp_")
+IGNORED = ("checkpoint.", "eval.", "log.", "profile.", "run.")
+IGNORED += ("parallel.compile", "parallel.dp_", "parallel.gather_once")
 
 
 def read_options(path: str) -> SimpleNamespace:

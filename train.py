@@ -39,7 +39,7 @@ from optim import (
     learning_rate,
     set_learning_rate,
 )
-from parallel.fsdp import set_gradient_sync, unshard_first_units
+from parallel.fsdp import set_communication, unshard_first_units
 from parallel.materialize import materialize, open_pretrained
 from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
@@ -166,7 +166,7 @@ def training_step(
     sums: dict[str, Tensor] = {}
     for number, micro_batch in enumerate(batch.micro_batches, 1):
         is_last = number == len(batch.micro_batches)
-        set_gradient_sync(model, cfg.parallel, world, last_micro_batch=is_last)
+        set_communication(model, cfg.parallel, world, last_micro_batch=is_last)
         seed_micro_batch(cfg.run.seed, step, number, world)
         tensors = (tensor.to(world.device, non_blocking=True) for tensor in micro_batch)
         # (tokens, targets, positions, documents) -> sums over the tokens

@@ -13,6 +13,9 @@ Exceptions:
   tied, its unit stays unsharded until the end of backward, where the embedding's gradient comes.
 - An untied embedding is not all-gathered in backward: the gradient of a lookup reads no weight.
 - With reshard_after_forward = false, every unit stays unsharded until its backward.
+- With gather_once, every unit stays unsharded from its first forward to the backward of the step's
+  last micro-batch. So do, without it, the units that prefetch_forward gathers before a forward,
+  from their backward to the next micro-batch's forward.
 - With sync_every_micro_batch = false, only the step's last micro-batch reduces gradients.
 - The parameters that `replicated` names belong to no unit: FSDP2 ignores them.
 
@@ -35,7 +38,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -45,6 +47,7 @@ from torch.distributed.tensor import DTensor
 import config
 from config import ConfigError
 from model.llama import Llama, named_parameters
+from parallel.activation_checkpoint import first_in_backward
 from parallel.mesh import World, fsdp_mesh
 from parallel.torch_patches import allow_integer_parameters, share_classes
 
@@ -128,14 +131,20 @@ def set_prefetch(model: Llama, p: config.Parallel) -> None:
     """
     # FSDP2 attaches a unit's state to the first of its modules.
     forward = [modules[0] for _, modules in units(model)]
-    backward = forward[::-1]
-    if model.config.tie_embeddings:
-        # The tied unit holds the head, so it is first in backward, too.
-        backward = [forward[0], *reversed(forward[1:])]
     for i, unit in enumerate(forward):
         unit.set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + p.prefetch_forward])
+
+    # The tied unit holds the head, so it is first in backward, too. Backward does not reach the first
+    # units if they are frozen.
+    tied = model.config.tie_embeddings
+    backward = [forward[0 if tied else -1], *reversed(model.blocks[first_in_backward(model) :])]
+    if not tied and any(parameter.requires_grad for parameter in model.embedding.parameters()):
+        backward.append(model.embedding)
     for i, unit in enumerate(backward):
         unit.set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + p.prefetch_backward])
+    # Nothing follows the last unit. Without a list, FSDP2 would all-gather the unit whose forward
+    # preceded that of this one: the head of the previous micro-batch or evaluation, or a frozen one.
+    backward[-1].set_modules_to_backward_prefetch([backward[-1]])
 
 
 # Mixed precision
@@ -229,20 +238,35 @@ def unshard_first_units(model: Llama, p: config.Parallel) -> None:
         modules[0].unshard(async_op=True)
 
 
-def set_gradient_sync(
-    model: FSDPModule, p: config.Parallel, world: World, last_micro_batch: bool
+def set_communication(
+    model: Llama, p: config.Parallel, world: World, last_micro_batch: bool
 ) -> None:
-    """Call before each micro-batch: sets whether its backward reduces gradients.
+    """Call before each micro-batch: sets what its backward reduces, and which units it leaves
+    unsharded for the next micro-batch. The step's last one leaves none.
 
-    With sync_every_micro_batch each one does, else only the step's last one. Deferred, unsharded
-    gradients of the full model accumulate in reduce_dtype. HSDP defers only the all-reduce.
+    With sync_every_micro_batch each micro-batch reduces gradients, else only the step's last one.
+    Deferred, unsharded gradients of the full model accumulate in reduce_dtype. HSDP defers only the
+    all-reduce.
     """
-    if p.sync_every_micro_batch:
-        return
-    if world.dp_replicate == 1:  # from the mesh: the option may be "auto"
-        model.set_requires_gradient_sync(last_micro_batch)
-    else:
-        model.set_requires_all_reduce(last_micro_batch)
+    if not p.sync_every_micro_batch:
+        if world.dp_replicate == 1:  # from the mesh: the option may be "auto"
+            model.set_requires_gradient_sync(last_micro_batch)
+        else:
+            model.set_requires_all_reduce(last_micro_batch)
+    # The end of the last backward waits for all reductions. That of an earlier one need not: the
+    # last reduce-scatter overlaps with the next forward, and keeps its buffer meanwhile. With
+    # replicas, each unit would keep its own.
+    overlaps = world.dp_replicate == 1 and world.fsdp_size > 1
+    model.set_is_last_backward(last_micro_batch or not overlaps)
+
+    kept = units(model) if p.gather_once else units(model)[: p.prefetch_forward]
+    for _, modules in kept:
+        modules[0].set_reshard_after_backward(last_micro_batch)
+        if p.gather_once and not last_micro_batch:  # a step of one micro-batch frees as it would
+            modules[0].set_reshard_after_forward(False)
+    if kept and not model.config.tie_embeddings:
+        # All-gathers it for the next forward before its gradient is reduced, not behind that.
+        model.embedding.set_unshard_in_backward(not last_micro_batch)
 
 
 def reshard(model: Llama) -> None:

@@ -37,7 +37,7 @@ from model.build import meta_model
 from model.llama import Llama, after_weight_update, named_parameters, rope_tables
 from parallel import materialize as materialize_module
 from parallel.collectives import Group, all_gather, reduce_scatter
-from parallel.fsdp import reshard, set_gradient_sync, unshard_first_units
+from parallel.fsdp import reshard, set_communication, unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, build_mesh, fsdp_mesh
 from parallel.parallelize import parallelize
@@ -842,6 +842,43 @@ def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     }
 
 
+def trained_digests(cases: list[dict]) -> list[dict[str, str]]:
+    """By case: digests of weights and optimizer states after four steps of train.py's, with a forward pass without
+    backward after the second; and the losses and gradient norms."""
+    from data.loader import Batch
+    from optim import FiniteGuard, build_optimizer
+    from train import training_step
+
+    found = []
+    with process_group() as world:
+        for sections in cases:
+            cfg = make_config(**sections)
+            ours = world_for(cfg, world)
+            model = build(cfg, ours)
+            optimizer = build_optimizer(model, cfg.optim)
+            guard = FiniteGuard(optimizer, ours.device, 0)
+            figures = []
+            for step, rows_ in enumerate(batches(cfg.model.vocab_size, 4, 16), 1):
+                of_rank = rows_[: cfg.train.global_batch_size][ours.dp_rank :: ours.dp_size]
+                micro_batches = [
+                    own_inputs(row, ours)
+                    for row in of_rank.split(config.micro_batch_size(cfg, ours.dp_size))
+                ]
+                batch = Batch(micro_batches, cfg.train.global_batch_size * 16, 0)
+                unshard_first_units(model, cfg.parallel)
+                sums, scalars = training_step(model, optimizer, guard, batch, step, cfg, ours)
+                assert all(isinstance(p, DTensor) for p in model.parameters()), "not resharded"
+                figures.append((sums["loss"].item(), scalars["grad_norm"].item()))
+                if step == 2:
+                    with torch.no_grad():
+                        model(*micro_batches[0])
+                    reshard(model)
+            tensors = tensors_of(model, optimizer)
+            found.append(digests(tensors) | {"figures": repr(figures)})
+            del model, optimizer, guard, tensors
+    return found
+
+
 def full_state_round_trip(cases: dict[str, dict], snippet: str) -> dict[str, tuple]:
     """By case: digests of what the snippet gathers as `full`, of the model before, and after it was emptied in between;
     the names of a plain model."""
@@ -990,7 +1027,7 @@ def live_peak(cases: list[dict]) -> list[int]:
                 for _ in range(5):
                     live.most = 0
                     for i in range(times):
-                        set_gradient_sync(model, cfg.parallel, ours, i == times - 1)
+                        set_communication(model, cfg.parallel, ours, i == times - 1)
                         unshard_first_units(model, cfg.parallel)
                         model(*own_inputs(ids, ours))[0]["loss"].backward()
                     clip_gradients(model, optimizer, 1.0)
@@ -1046,6 +1083,9 @@ def count_collectives(
                 0, cfg.model.vocab_size, (cfg.train.micro_batch_size, cfg.train.seq_len + 1)
             )
             one_step(model, cfg, ours, ids)  # FSDP2 learns its order in the first one
+            with torch.no_grad():  # an evaluation between changes nothing
+                model(*own_inputs(ids, ours))
+            reshard(model)
             with Collectives() as counted:
                 one_step(model, cfg, ours, ids)
             found.append({kind: tuple(value) for kind, value in counted.found.items()})
@@ -1106,7 +1146,7 @@ def one_step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor) 
     accumulation = config.accumulation_steps(cfg, world.dp_size)
     unshard_first_units(model, cfg.parallel)
     for i in range(accumulation):
-        set_gradient_sync(model, cfg.parallel, world, i == accumulation - 1)
+        set_communication(model, cfg.parallel, world, i == accumulation - 1)
         model(*own_inputs(ids, world))[0]["loss"].backward()
     clip_gradients(model, torch.optim.SGD(model.parameters()), 1.0)
     after_weight_update(model)
@@ -1165,9 +1205,11 @@ def unit_map(sections: dict) -> list[dict]:
         return verify_sharding(build(cfg, spread), cfg.parallel, spread)
 
 
-def batches(vocab_size: int, steps: int) -> torch.Tensor:
-    """(steps, 8 sequences, 17 tokens), the same everywhere."""
-    return torch.randint(0, vocab_size, (steps, 8, 17), generator=torch.Generator().manual_seed(3))
+def batches(vocab_size: int, steps: int, sequences: int = 8) -> torch.Tensor:
+    """(steps, sequences, 17 tokens), the same everywhere."""
+    return torch.randint(
+        0, vocab_size, (steps, sequences, 17), generator=torch.Generator().manual_seed(3)
+    )
 
 
 def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]]:
@@ -1186,7 +1228,7 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
                 total = torch.zeros(())
                 ours = ids[spread.dp_rank :: spread.dp_size]
                 for i, row in enumerate(ours):
-                    set_gradient_sync(model, cfg.parallel, spread, i == len(ours) - 1)
+                    set_communication(model, cfg.parallel, spread, i == len(ours) - 1)
                     loss = model(*own_inputs(row[None], spread))[0]["loss"]
                     assert loss.dtype == torch.float32  # whatever the head computes in
                     (loss * (spread.fsdp_size / (8 * 16))).backward()
@@ -1570,7 +1612,7 @@ def chat_gradients(
             batch = next(loader)
             loader.close()
             for i, tensors in enumerate(batch.micro_batches, 1):
-                set_gradient_sync(
+                set_communication(
                     model, cfg.parallel, ours, last_micro_batch=i == len(batch.micro_batches)
                 )
                 (model(*tensors)[0]["loss"] * (ours.fsdp_size / batch.valid_tokens)).backward()

@@ -114,6 +114,7 @@ OPTIONS: dict[str, list] = {
     "parallel.cpu_offload": [False, True],
     "parallel.one_memory_pool": [False, True],
     "parallel.sync_every_micro_batch": [True, False],
+    "parallel.gather_once": [False, True],
     "parallel.recompute": ["none", "elementwise", "selective", "full", 2],
     "parallel.compile": [False, True],
     "parallel.float8": ["none", "tensorwise", "rowwise"],

@@ -267,7 +267,8 @@ optim name="adamw" lr=0.0003 muon_lr=- muon_momentum=0.95 betas=[0.9,0.95] eps=1
 optim schedule="cosine" decay_steps=- schedule_steps=- min_lr_ratio=0.1 state_dtype="float32"
 parallel dp_replicate=1 dp_shard="auto" cp=1 tp=1 reshard_after_forward=true prefetch_forward=1 prefetch_backward=1
 parallel param_dtype="bfloat16" reduce_dtype="float32" output_dtype=- keep_fp32=[] replicated=[] cpu_offload=false
-parallel one_memory_pool=false sync_every_micro_batch=true recompute="none" compile=false float8="none"
+parallel one_memory_pool=false sync_every_micro_batch=true gather_once=false recompute="none" compile=false
+parallel float8="none"
 lora rank=16 alpha=- targets=["q_proj","k_proj","v_proj","o_proj","gate_proj","up_proj","down_proj"]
 lora base_dtype="bfloat16" init_from=-
 checkpoint save_every_steps=- keep_last=- keep_every_steps=- async_save=false resume="auto" allow_changed=[]

@@ -136,6 +136,34 @@ def test_bfloat16_stays_near(trained, expected):
         assert difference < STEPS * 2 * 3e-3, key
 
 
+@pytest.mark.parametrize(
+    ("ranks", "chosen"),
+    [
+        (2, [{}, {"param_dtype": "bfloat16", "prefetch_forward": 2, "cpu_offload": True}]),
+        (4, [{"dp_replicate": 2}, {"tp": 2}, {"cp": 2, "prefetch_forward": 0}]),
+    ],
+)
+def test_gathering_once_a_step_changes_no_bit_of_weights_and_optimizer_states(
+    on_ranks, ranks, chosen
+):
+    """Four micro-batches a step; the first blocks are frozen or the embeddings tied; with and without an evaluation
+    between. Weights are sharded between steps."""
+    models = [{"tie_embeddings": True}, {"freeze": ["embedding.weight", "blocks.0.*"]}]
+    cases_ = []
+    for model, parallel in itertools.product(models, chosen):
+        data_ranks = ranks // (parallel.get("tp", 1) * parallel.get("cp", 1))
+        case = {
+            "model": {"n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "head_dim": 6, **model},
+            "train": {"steps": 4, "seq_len": 16, "micro_batch_size": 1},
+            "parallel": parallel,
+        }
+        case["train"]["global_batch_size"] = 4 * data_ranks
+        cases_ += [case, case | {"parallel": parallel | {"gather_once": True}}]
+    found = on_ranks(ranks, cases.trained_digests, cases_)[0]
+    for case, without, once in zip(cases_[1::2], found[::2], found[1::2]):
+        assert once == without, case
+
+
 def test_fewer_rows_than_ranks(on_ranks):
     """Three rows of vocabulary, two of width, on four ranks: some hold no row of any tensor."""
     case = sections("FULL_SHARD", True, "none")

@@ -547,11 +547,13 @@ def test_the_start_line_says_where_the_weights_are_from_and_which_options_are_on
         float8="rowwise",
         cpu_offload=True,
         sync_every_micro_batch=False,
+        gather_once=True,
     )
     cfg = dataclasses.replace(cfg, parallel=parallel, lora=config.Lora(rank=11, base_dtype="nf4"))
     assert shown(cfg, None)[0] == (
         "recompute 3, prefetch 2 forward, 0 backward (0: implicit), compiled, float8 rowwise, "
-        "offloaded to the host, adapters of rank 11 over a base in nf4, reduced once a step"
+        "offloaded to the host, adapters of rank 11 over a base in nf4, reduced once a step, all-gathered once a "
+        "step"
     )
 
 

@@ -62,8 +62,10 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
     With U units, A micro-batches, S = dp_shard x cp shards, R replicas, and A' = A, or 1 where reduction is deferred:
 
         all-gather       A (U + B)     B = U - 2 resharded after forward are all-gathered again in backward (all but
-                                       head and embedding, tied U - 1); B = 0 where
-                                       they are kept
+                                       head and embedding, tied U - 1; nor frozen first ones); B = 0 where
+                                       they are kept; A - 1 less for each unit that is kept for the next micro-batch:
+                                       of the first prefetch_forward those that backward has all-gathered, but for the
+                                       embedding, which it gathers for that; U in all with gather_once, where A > 1
         reduce-scatter   A' U          A U where R > 1: then only the all-reduce is deferred; 0 where S = 1
         all-reduce       A' U          where R > 1; and, where S > 1, one of the gradients' sum of squares (float64) and
                                        one of the largest values (float32) of the matrices sent in 8 bits
@@ -103,8 +105,10 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
     if cfg.optim.name == "muon":
         sizes = [*of_muon(cfg, model, ranks, numel)]
         found["all_to_all"] = [len(sizes), sum(sizes)]
-    for name, modules in units(model):
+    frozen_so_far = True
+    for i, (name, modules) in enumerate(units(model)):
         parameters = [q for q in unit_parameters(modules) if q not in replicated]
+        frozen_so_far &= not any(q.requires_grad for q in parameters)
         param_dtype, reduce_dtype = unit_dtypes(p, name)
         size = sum(
             numel[q] * (1 if q in in_8_bits else all_gather_dtype(q, param_dtype).itemsize)
@@ -112,8 +116,15 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
         )
         trained = sum(numel[q] for q in parameters if q.requires_grad)
         if shards > 1:
-            again = p.reshard_after_forward and not {model.head, model.embedding} & {*modules}
-            add("all_gather", accumulation * (1 + again), size * shards)
+            is_tied, is_edge = len(modules) > 1, bool({model.head, model.embedding} & {*modules})
+            again = p.reshard_after_forward and not is_edge and not frozen_so_far
+            gathers = accumulation * (1 + again)
+            in_backward = again or is_tied or not p.reshard_after_forward
+            if i < p.prefetch_forward and in_backward:
+                gathers -= accumulation - 1
+            if p.gather_once and accumulation > 1:
+                gathers = 1
+            add("all_gather", gathers, size * shards)
             add("reduce_scatter", scatters, reduce_dtype.itemsize * trained * shards)
         if dp_replicate > 1:
             add("all_reduce", reductions, reduce_dtype.itemsize * trained)

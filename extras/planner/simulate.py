@@ -47,7 +47,7 @@ from extras.planner.pools import REDUCE_SCATTER, ROUNDED_TO, pool_of, stream_now
 from model.build import meta_model
 from model.llama import Llama, after_weight_update
 from optim import build_optimizer, clip_gradients
-from parallel.fsdp import set_gradient_sync, unshard_first_units
+from parallel.fsdp import set_communication, unshard_first_units
 from parallel.materialize import allocate
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
@@ -270,15 +270,7 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[Modu
         trained = [param for param in model.parameters() if param.requires_grad]
         state_is_made = all(optimizer.state.get(param) for param in trained)
         after_weight_update(model)
-        adds = p.sync_every_micro_batch and config.accumulation_steps(cfg, world.dp_size) > 1
-        counted.pool_now = lambda: pool_of(stream_now(model), p, adds)
         hooks = PhaseHooks(model, counted, compiled=p.compile and on_gpu)
-
-        if adds:
-            # the micro-batch that runs stands for those that add to gradients of earlier ones
-            with mock.patch.object(counted, "pool_now", lambda: pool_of(REDUCE_SCATTER, p, False)):
-                for param in trained:
-                    param.grad = torch.zeros_like(param)
         states = [counted.mark_state(block, optimizer) for block in model.blocks]
         held = counted.mark_state(model, optimizer).size
         counted.empty_pools()
@@ -308,12 +300,15 @@ def run_step(
     """A step as training_step() in train.py runs it, in phases."""
     p = cfg.parallel
     counted = hooks.counted
-    accumulation = config.accumulation_steps(cfg, world.dp_size)
-    for is_last, times in distinct_micro_batches(p, accumulation):
+    micro_batches = distinct_micro_batches(config.accumulation_steps(cfg, world.dp_size))
+    for number, times in enumerate(micro_batches, 1):
         counted.times = times
         hooks.begin("batch")
-        unshard_first_units(model, p)
-        set_gradient_sync(model, p, world, is_last)
+        adds = number > 1 and p.sync_every_micro_batch
+        counted.pool_now = lambda adds=adds: pool_of(stream_now(model), p, adds)
+        if number == 1:
+            unshard_first_units(model, p)
+        set_communication(model, p, world, last_micro_batch=number == len(micro_batches))
         # alive during the update too, as in a run
         inputs = micro_batch_inputs(cfg, world)
         model(*inputs)[0]["loss"].backward()
@@ -362,16 +357,12 @@ def optimizer_on_fakes(model: Llama, cfg: config.Config, counted: Counted) -> to
         return build_optimizer(model, cfg.optim, compile=cfg.parallel.compile)
 
 
-def distinct_micro_batches(p: config.Parallel, accumulation: int) -> list[tuple[bool, int]]:
-    """(whether it is the step's last, occurrences in a step) of each micro-batch that runs.
-
-    Micro-batches that are alike run once.
-    """
-    if p.sync_every_micro_batch:
-        return [(True, accumulation)]
-    if accumulation == 1:
-        return [(True, 1)]
-    return [(False, accumulation - 1), (True, 1)]
+def distinct_micro_batches(accumulation: int) -> list[int]:
+    """How often each micro-batch that runs occurs in a step: the first, one for all in between,
+    which are alike, and the last."""
+    if accumulation < 3:
+        return [1] * accumulation
+    return [1, accumulation - 2, 1]
 
 
 def micro_batch_inputs(cfg: config.Config, world: World) -> tuple:

@@ -333,6 +333,7 @@ STRATEGIES = [
     {"dp_replicate": "auto", "dp_shard": 1},
     {"cp": 2},
     {"sync_every_micro_batch": False},
+    {"gather_once": True},
 ]
 
 

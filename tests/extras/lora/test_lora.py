@@ -296,6 +296,7 @@ VARIANTS = {
     "bfloat16": {"lora": {"base_dtype": "bfloat16"}, "parallel": {"param_dtype": "bfloat16"}},
     "some targets": {"lora": {"targets": ["o_proj", "up_proj"], "base_dtype": "nf4"}},
     "deferred": {"parallel": {"sync_every_micro_batch": False}},
+    "gathered once": {"parallel": {"gather_once": True}, "lora": {"base_dtype": "nf4"}},
     "full": {"parallel": {"recompute": "full"}, "lora": {"base_dtype": "nf4"}},
     "selective": {
         "parallel": {"recompute": "selective"},

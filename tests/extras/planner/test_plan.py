@@ -1171,12 +1171,14 @@ def test_the_drawing_is_the_plan(tmp_path, capsys):
     # what is named stays what it is: it may be a device, too
     link = tmp_path / "link.svg"
     link.symlink_to("step.svg")
-    dry_run(capsys, CONFIGS / "llama8b.toml", "--world-size=8", "--gpu", "H100", "--plot", link)
+    one_micro_batch = "--train.global_batch_size=8"
+    arguments = ["--world-size=8", "--gpu", "H100", one_micro_batch, "--plot", link]
+    dry_run(capsys, CONFIGS / "llama8b.toml", *arguments)
     assert link.is_symlink()
     drawing = ET.parse(tmp_path / "step.svg")
     words = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert {
-        "llama8b on 8 x H100: allocated peak 53.57 GiB in the backward head",
+        "llama8b on 8 x H100: allocated peak 49.83 GiB in the backward head",
         "the GPU's memory: 79.1 GiB",
         "0.7 s",
         "70",
@@ -1200,7 +1202,7 @@ def test_the_drawing_is_the_plan(tmp_path, capsys):
         for title, tall in boxes.items()
         if title.startswith("backward head: ") and " of " in title
     ]
-    assert sum(highest) == pytest.approx(320 * 53.57 / 79.1, abs=0.1)
+    assert sum(highest) == pytest.approx(320 * 49.83 / 79.1, abs=0.1)
     computed, sent = (
         next(
             (float(rect.get("width")), float(title.split()[-2]))
@@ -1212,7 +1214,7 @@ def test_the_drawing_is_the_plan(tmp_path, capsys):
     # pixels a millisecond
     assert sent[0] / sent[1] == pytest.approx(computed[0] / computed[1], rel=0.01)
     assert any(
-        t.startswith("backward head: activations") and t.endswith("of 53.57 GiB") for t in titles
+        t.startswith("backward head: activations") and t.endswith("of 49.83 GiB") for t in titles
     )
     # the unit after each
     assert sum(t.startswith("forward block") and " gathers: " in t for t in titles) == 32
@@ -1227,7 +1229,7 @@ def test_the_reductions_of_replicas_take_their_time():
         str(CONFIGS / "llama8b.toml"), ["--parallel.dp_replicate=2", "--model.n_layers=4"]
     )
     _, moments = plan_module.planned(cfg, 16, Asked(h100, None, 8), None)
-    (moment,) = [m for m in moments if m.phase.name == "backward block 2"]
+    moment = next(m for m in moments if m.phase.name == "backward block 2")
     gradients = 4 * sum(p.numel() for p in meta_model(cfg.model).blocks[1].parameters())
     within, between = gradients * 7 / 8 / h100.link, gradients / 8 * 2 / 2 / h100.network
     begin, end = moment.sends["reduces"]
