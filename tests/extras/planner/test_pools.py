@@ -126,7 +126,7 @@ def test_on_one_rank_nothing_is_gathered():
 def test_pools_of_blocks_that_are_not_run_count_as_if_they_were():
     cfg = config.load(
         str(REPO / "configs/llama8b.toml"),
-        ["--model.n_layers=9", "--train.global_batch_size=16", "--train.seq_len=1024"],
+        ["--model.n_layers=9", "--train.global_batch_size=24"],
     )
     short, whole = simulate(cfg, 8), simulate(cfg, 8, all_blocks=True)
     for name, size in whole.reserved().items():
