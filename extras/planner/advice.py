@@ -25,6 +25,7 @@ BASES = ("float32", "bfloat16", "nf4")
 COMBINED = (
     "train.micro_batch_size",
     "parallel.recompute",
+    "parallel.gather_once",
     "parallel.reshard_after_forward",
     "parallel.sync_every_micro_batch",
     "optim.state_dtype",
@@ -44,6 +45,7 @@ def alternatives(cfg: config.Config, ranks: int, gpus_per_node: int) -> dict[str
     sequences = config.micro_batch_size(cfg, dp_size)
     return {
         "train.micro_batch_size": [sequences >> n for n in range(1, sequences.bit_length())],
+        "parallel.gather_once": after((True, False), p.gather_once),
         "parallel.reshard_after_forward": after((False, True), p.reshard_after_forward),
         "parallel.prefetch_forward": [1] if p.prefetch_forward > 1 else [],
         "parallel.prefetch_backward": [1] if p.prefetch_backward > 1 else [],
@@ -98,7 +100,7 @@ def tried(ranks: int, args: Namespace, asked: Asked) -> Iterator[tuple[Change, d
     Combinations are tried if no change of one option fits without offload, up to the first that
     does. Speeds assume an H100 if no GPU is given.
     """
-    asked = replace(asked, gpu=asked.gpu or device("H100"), gpu_memory_gib=asked.memory_gib)
+    asked = with_gpu(asked)
     cfg = config.load(args.config, args.overrides)
     one_fits = False
     for change in changes(cfg, ranks, asked.gpus_per_node):
@@ -115,6 +117,28 @@ def tried(ranks: int, args: Namespace, asked: Asked) -> Iterator[tuple[Change, d
         if row["fits"] and speed(row) > 0:
             one_fits = True
         yield change, row
+
+
+def with_gpu(asked: Asked) -> Asked:
+    return replace(asked, gpu=asked.gpu or device("H100"), gpu_memory_gib=asked.memory_gib)
+
+
+def gathered_once(
+    change: Change, row: dict, ranks: int, args: Namespace, asked: Asked
+) -> tuple[Change, dict] | None:
+    """The change and gather_once with its plan, if that is faster and fits. row: the change's plan.
+
+    None if it is on, or a step is one micro-batch.
+    """
+    overrides = (*change.overrides, override("parallel.gather_once", True))
+    cfg = config.load(args.config, [*args.overrides, *change.overrides])
+    if cfg.parallel.gather_once or row["accumulation_steps"] == 1:
+        return None
+    cfg = replace(cfg, parallel=replace(cfg.parallel, gather_once=True))
+    once = plan(cfg, ranks * change.times, with_gpu(asked))
+    if not once["fits"] or speed(once) <= speed(row):
+        return None
+    return Change(overrides, change.times), once
 
 
 def words(change: Change, row: dict) -> str:
@@ -138,6 +162,11 @@ def fastest(tried: Iterable[tuple[Change, dict]]) -> tuple[Change, dict] | None:
 def advise(ranks: int, args: Namespace, asked: Asked) -> str:
     """A line for each change that was tried, and the fastest that fits."""
     plans = list(tried(ranks, args, asked))
+    best = fastest(plans)
+    once = gathered_once(*best, ranks, args, asked) if best else None
+    if once:
+        plans.append(once)
+        best = once
     assumed = "" if asked.gpu else " (speeds: an H100's)"
     lines = [f"{ranks} ranks: what would change it, by the plan{assumed}"]
     for change, row in plans:
@@ -146,12 +175,23 @@ def advise(ranks: int, args: Namespace, asked: Asked) -> str:
         lines.append(
             f"  {row['device_gib']:9.1f} GiB {rate:>9} tok/s a GPU   {fits:<6}{words(change, row)}"
         )
-    best = fastest(plans)
     if best is None:
         lines.append("nothing on this list fits: take GPUs with more memory, or a smaller model")
     else:
         lines.append(f"the fastest that fits: {words(*best)}")
     return "\n".join(lines)
+
+
+def faster(row: dict, ranks: int, args: Namespace, asked: Asked) -> str:
+    """A line on gather_once where the plan `row` fits and that would be faster; "" elsewhere."""
+    once = gathered_once(Change(()), row, ranks, args, asked)
+    if once is None:
+        return ""
+    change, row = once
+    return (
+        f"{ranks} ranks: faster, and fits: {words(change, row)} ({row['device_gib']:.1f} GiB, "
+        f"{speed(row):,.0f} tok/s a GPU)\n"
+    )
 
 
 def out_of_memory(cfg: config.Config, ranks: int, words: list[str]) -> str:

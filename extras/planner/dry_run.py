@@ -20,7 +20,7 @@ from config import ConfigError
 from data.dataset import open_data
 from data.folder_names import is_prepared
 from data.order import make_order
-from extras.planner.advice import advise
+from extras.planner.advice import advise, faster
 from extras.planner.devices import Moment, device
 from extras.planner.plan import Asked, planned
 from extras.planner.show import compared, draw, table, verdict
@@ -131,12 +131,15 @@ def print_tables(rows: list[dict], cfg: config.Config, asked: Asked, show_config
 
 
 def print_advice(rows: list[dict], cfg: config.Config, args: Namespace, asked: Asked) -> None:
-    """Prints what to change where a plan does not fit: on stderr, so that --json stays JSON."""
+    """Prints what to change where a plan does not fit, and where gather_once would make it faster:
+    on stderr, so that --json stays JSON."""
     for row in rows:
         if args.json:
             print(verdict(row, cfg, asked), file=sys.stderr)
         if not row["fits"]:
             print(advise(row["world_size"], args, asked), file=sys.stderr)
+        elif asked.gpu and not args.json:
+            print(faster(row, row["world_size"], args, asked), end="", file=sys.stderr)
 
 
 def samples_per_epoch(cfg: config.Config) -> float | None:

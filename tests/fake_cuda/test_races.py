@@ -19,10 +19,12 @@ SIZES = {
 }
 CASES = {
     "pools-of-their-own": {},
+    "gathered-once": {"gather_once": True},
     "one-pool": ONE_POOL,
     "one-pool-kept": ONE_POOL | {"reshard_after_forward": False},
     "one-pool-two-ahead": ONE_POOL | {"prefetch_forward": 2, "prefetch_backward": 2},
     "one-pool-deferred": ONE_POOL | {"sync_every_micro_batch": False},
+    "one-pool-gathered-once": ONE_POOL | {"gather_once": True},
     "one-pool-recomputed": ONE_POOL | {"recompute": "full"},
     "one-pool-tp": ONE_POOL | {"tp": 2},
     "one-pool-bfloat16": ONE_POOL | {"reduce_dtype": "bfloat16"},

@@ -426,11 +426,25 @@ def test_what_fsdp_sends_is_its_own_where_cp_is_all_that_shards():
     assert traffic["cp"]["all_gather"][0] == 2 * 2 * 4
 
 
+GATHER_ONCE = "--parallel.gather_once=true"
+
+
 def dry_run(capsys, *words: object) -> tuple[bool, str, str]:
     """(does it fit, stdout, stderr) of `--dry-run` in this process."""
     args = config.parse_arguments([*map(str, words), "--dry-run"])
     fits = dry_run_module.dry_run(config.load(args.config, args.overrides), args)
     return fits, *capsys.readouterr()
+
+
+def test_gathering_once_is_advised_for_several_micro_batches_where_it_fits(capsys):
+    """Not where it is on, nor for one micro-batch. What holds less turns it off first."""
+    many = "--train.micro_batch_size=1"
+    for options, advised in (([many], True), ([], False), ([many, GATHER_ONCE], False)):
+        words = [CONFIGS / "tiny.toml", "--world-size=2", "--gpu", "RTX4090", *options]
+        assert (f"faster, and fits: {GATHER_ONCE} (" in dry_run(capsys, *words)[2]) is advised
+    cfg = config.load(str(CONFIGS / "tiny.toml"), [GATHER_ONCE])
+    off = GATHER_ONCE.replace("true", "false")
+    assert advice.Change((off,)) in advice.changes(cfg, 2, 8)
 
 
 def test_json_has_what_the_contract_names(capsys):
