@@ -68,7 +68,7 @@ def step() -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "step.svg"
         draw(
-            *plan_of("llama8b", 8),
+            *plan_of("llama8b", 8, "--train.global_batch_size=8"),
             str(path),
             "Llama 3 8B on 8 x H100, one micro-batch",
             device("H100").memory,
