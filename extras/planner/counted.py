@@ -107,6 +107,10 @@ class Phase:
     times: int = 1
     # by (mesh dimension, collective, "number" or "bytes")
     sent: Counter = field(default_factory=Counter)
+    # FSDP2's all-gathers that it waits for, each by how many phases before they were issued
+    gathered_before: set[int] = field(default_factory=set)
+    # whether FSDP2 waits for all reductions when it ends
+    ends_reduced: bool = False
     # calls of operators whose FLOP are in no formula, by name
     uncounted: Counter = field(default_factory=Counter)
 
@@ -216,6 +220,8 @@ class Counted(TorchDispatchMode):
         self.pool_now: Callable[[], str] = lambda: COMPUTATION
         # inside run_uncounted()
         self.paused = False
+        # the index of the phase that issued an all-gather of FSDP2, by its output's storage
+        self.gathering: dict[int, int] = {}
 
         # inside a compiled block
         self.fused = False
@@ -367,6 +373,10 @@ class Counted(TorchDispatchMode):
             return result
         inputs = fake_tensors((args, kwargs))
         new = [t for t in outputs if t.untyped_storage()._cdata not in self.storages]
+        if operator is torch.ops.fsdp.split_with_sizes_copy.default:
+            # FSDP2 copies parameters out of what it has all-gathered
+            issued = self.gathering[args[0].untyped_storage()._cdata]
+            self.phases[-1].gathered_before.add(len(self.phases) - 1 - issued)
         if operator in COLLECTIVES:
             self.count_collective(operator, args, [*inputs, *outputs])
         elif operator in MATMULS or str(operator) == NF4:
@@ -519,6 +529,8 @@ class Counted(TorchDispatchMode):
         sent = self.phases[-1].sent
         sent[dimension, kind, "number"] += 1
         sent[dimension, kind, "bytes"] += max(t.nbytes for t in buffers)
+        if operator is c10d._allgather_base_.default:
+            self.gathering[args[0].untyped_storage()._cdata] = len(self.phases) - 1
         if dimension in ("dp_shard", "dp_replicate"):
             self.mark(buffers, "gathered units" if kind == "all_gather" else "reductions")
 

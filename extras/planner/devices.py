@@ -5,22 +5,30 @@ plan.py calls it with the phases that simulate.py has counted: timeline() places
 step_seconds() adds them up.
 
 A phase's compute time is FLOP / rate for matmuls and attention, plus bytes / bandwidth for
-everything else. FSDP2's collectives overlap with it. Those of tensor and context parallelism are
-exposed (on the critical path). A collective takes a latency, plus the bytes that a rank sends / the
-rate of its links.
+everything else, on the slowest of the ranks. FSDP2's collectives overlap with it, on some of its
+multiprocessors. Those of tensor and context parallelism are exposed (on the critical path). A
+collective takes NCCL's latency for its ring, plus the bytes that a rank sends / the rate of its
+links.
 """
 
 import math
 import re
 from dataclasses import dataclass, fields, replace
+from statistics import NormalDist
+from typing import NamedTuple
 
 import config
 from config import ConfigError
 from extras.planner.counted import Phase
 from metrics import PEAK_TFLOPS
 
-LATENCY = 10e-6  # seconds per collective
-HOP = 1e-6  # seconds more per node of its ring
+# Collectives that overlap with computation slow it: NCCL shares no multiprocessor with other kernels
+# (github.com/NVIDIA/nccl/issues/689), and takes 16 of an H100's 132 to fill its links (issue 1453).
+OF_MULTIPROCESSORS = 16 / 132
+LINK_FILLED_BY_THEM = 450  # GB/s
+# Standard deviation of the speeds of GPUs of one kind: in clusters of five centers they vary by 8 %
+# on average (arXiv 2208.11035), here taken as the range without outliers, 5.4 deviations.
+SPREAD = 0.08 / 5.4
 OF_LINK = 0.8  # share of a link's bandwidth that NCCL's rings reach
 OF_BANDWIDTH = 0.9  # share that copies reach: 4.3 of 4.8 TB/s on an H200
 OF_PEAK = 0.8  # share of the peak that the best shapes reach at least, in short benchmarks
@@ -30,6 +38,22 @@ OF_PEAK = 0.8  # share of the peak that the best shapes reach at least, in short
 REACHED = (0.84, 0.95)
 REACHED_IN_FLOAT8 = (0.75, 0.86)
 
+
+class Protocol(NamedTuple):
+    """One of NCCL's: latencies are in seconds."""
+
+    of_bandwidth: float
+    base: float
+    step: float  # to a rank of the same node
+    network_step: float
+
+
+# NCCL's own model, by which it chooses (src/graph/tuning.cc, 2.27; rings)
+PROTOCOLS = (
+    Protocol(1 / 2, 6.6e-6, 0.6e-6, 2.7e-6),  # LL
+    Protocol(120 / 128, 14e-6, 1.9e-6, 4e-6),  # LL128
+    Protocol(1, 8.4e-6, 3.4e-6, 14e-6),  # Simple
+)
 GATHERS = ("all_gather",)
 REDUCES = ("reduce_scatter", "all_reduce", "all_to_all")
 
@@ -146,21 +170,33 @@ class Cluster:
         rank's own.
         """
         seconds = 0.0
-        for (dimension, kind, unit), amount in phase.sent.items():
-            if dimension not in dimensions or kind not in kinds:
-                continue
+        for dimension in dimensions:
             ranks, in_a_node = self.within(dimension)
             nodes = math.ceil(ranks / in_a_node)
-            if unit == "number":
-                seconds += amount * (LATENCY + HOP * nodes)
-                continue
-            rate = self.device.link
-            if nodes > 1:
-                links = 1 if kind == "all_to_all" else in_a_node
-                rate = min(rate, self.device.network * links)
-            rounds = 2 if kind == "all_reduce" else 1
-            seconds += amount * rounds * (ranks - 1) / ranks / (rate * OF_LINK * 1e9)
+            for kind in kinds:
+                number = phase.sent[dimension, kind, "number"]
+                size = phase.sent[dimension, kind, "bytes"]
+                rate = self.device.link
+                if nodes > 1:
+                    links = 1 if kind == "all_to_all" else in_a_node
+                    rate = min(rate, self.device.network * links)
+                rounds = 2 if kind == "all_reduce" else 1
+                sending = size * rounds * (ranks - 1) / ranks / (rate * OF_LINK * 1e9)
+                seconds += min(
+                    number * latency(protocol, kind, ranks, nodes) + sending / protocol.of_bandwidth
+                    for protocol in PROTOCOLS
+                )
         return seconds
+
+    def slowest(self) -> float:
+        """The expected time of the slowest rank, relative to the mean: each collective waits."""
+        ranks = math.prod(self.shape)
+        # the largest of so many normally distributed numbers, by Blom's approximation
+        return 1 + SPREAD * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+
+    def taken_by_nccl(self) -> float:
+        """Share of the multiprocessors that a collective of FSDP2 takes."""
+        return OF_MULTIPROCESSORS * min(1.0, self.device.link / LINK_FILLED_BY_THEM)
 
     def computing(self, phase: Phase, wide_heads: bool, best: bool = False) -> float:
         """Seconds of a phase's work. best: at the rates of short benchmarks of the best shapes."""
@@ -179,6 +215,19 @@ class Cluster:
             work["matmuls"] / matmuls + work["float8"] / float8 + work["attention"] / attention
         )
         return computed / 1e12 + work["moved"] / (bandwidth * 1e12)
+
+
+def latency(protocol: Protocol, kind: str, ranks: int, nodes: int) -> float:
+    """Seconds of a collective without bytes: of a step a rank in a ring, down and up in a tree."""
+    if kind == "all_to_all":
+        return protocol.base
+    if kind == "all_reduce":
+        steps = 2 * (math.ceil(ranks / nodes) - 1)
+        network_steps = 2 * math.log2(nodes)
+    else:
+        steps = ranks - nodes
+        network_steps = nodes - 1
+    return protocol.base + steps * protocol.step + network_steps * protocol.network_step
 
 
 @dataclass(frozen=True)
@@ -200,45 +249,72 @@ def timeline(
 ) -> list[Moment]:
     """The phases in order; micro-batches that are alike appear once.
 
-    A phase's all-gather serves the next phase, or the one that explicit prefetch reaches, which
-    waits for it. Its gradient reductions start when it ends. FSDP2 runs one collective at a time.
-    waiting = False: no phase waits for FSDP2. best: see computing().
+    A phase waits for the all-gathers that FSDP2 copies from in it. Those that it issues itself are
+    issued while the phase before it runs, as the host is ahead. Gradient reductions start when a
+    phase ends, and when that before is done with its input, as FSDP2 keeps one such buffer. FSDP2
+    runs one collective at a time. waiting = False: no phase waits for FSDP2. best: see computing().
     """
-    p = cfg.parallel
     wide_heads = cfg.model.width_per_head >= 128
-    # when the previous phase ends, and FSDP2's previous collective
+    slowest = 1.0 if best else cluster.slowest()
+    taken = 0.0 if best else cluster.taken_by_nccl()
+    # when the previous phase ends, FSDP2's previous collective, the previous reduction, and its
+    # reduce-scatter
     now = 0.0
     free = 0.0
-    # when the all-gather ends that a phase waits for, by the phase's index
-    gathered: dict[int, float] = {}
-    moments = []
+    reduced = 0.0
+    scattered = 0.0
+    # when the all-gathers end that a phase issues
+    gathered: list[float] = []
+    # begin and end of FSDP2's collectives
+    sent: list[tuple[float, float]] = []
+    moments: list[Moment] = []
     for i, phase in enumerate(phases):
-        is_update = phase.name == "update"
         begin = now
         if waiting:
-            begin = max(begin, gathered.get(i, 0.0))
-        if waiting and is_update:
-            begin = max(begin, free)
-        exposed = cluster.sending(phase, ("tp", "cp"))
-        now = begin + cluster.computing(phase, wide_heads, best) + exposed
-
-        gather_begin = max(free, begin)
+            begin = max([begin, *(gathered[i - n] for n in phase.gathered_before if n)])
+        is_for_itself = 0 in phase.gathered_before
+        issued = moments[-1].begin if is_for_itself and moments else begin
+        gather_begin = max(free, issued)
         free = gather_begin + cluster.sending(phase, ("dp_shard",), GATHERS)
-        sends = {"gathers": (gather_begin, free)}
-        is_backward = phase.name.startswith("backward")
-        ahead = p.prefetch_backward if is_backward else p.prefetch_forward
-        gathered[i + max(1, ahead)] = free
+        gathered.append(free)
+        sent.append((gather_begin, free))
+        sends = {"gathers": sent[-1]}
+        if waiting and is_for_itself:
+            begin = max(begin, free)
 
-        reducing = cluster.sending(phase, ("dp_shard", "dp_replicate", "replica"), REDUCES)
+        end = begin + slowest * cluster.computing(phase, wide_heads, best)
+        end += taken * overlap(begin, end, sent)
+        end += cluster.sending(phase, ("tp", "cp"))
+        now = end
+        scattering = cluster.sending(phase, ("dp_shard",), REDUCES)
+        reducing = scattering + cluster.sending(phase, ("dp_replicate", "replica"), REDUCES)
         if reducing:
+            if waiting:
+                now = max(now, scattered)
             reduce_begin = max(free, now)
+            scattered = reduce_begin + scattering
             free = reduce_begin + reducing
-            sends["reduces"] = (reduce_begin, free)
-            if waiting and is_update:
+            reduced = free
+            sent.append((reduce_begin, free))
+            sends["reduces"] = sent[-1]
+            if waiting and phase.name == "update":
                 # it needs the result: the gradients' norm
-                now = free
-        moments.append(Moment(phase, begin, now, sends))
+                end = free
+        now = max(now, end)
+        if waiting and phase.ends_reduced:
+            now = max(now, reduced)
+        moments.append(Moment(phase, begin, end, sends))
     return moments
+
+
+def overlap(begin: float, end: float, intervals: list[tuple[float, float]]) -> float:
+    """Seconds from begin to end in which one of the intervals runs, which follow each other."""
+    seconds = 0.0
+    for first, last in reversed(intervals):
+        if last <= begin:
+            break
+        seconds += max(0.0, min(end, last) - max(begin, first))
+    return seconds
 
 
 def next_begins(moments: list[Moment]) -> list[float]:

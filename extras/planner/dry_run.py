@@ -31,7 +31,7 @@ from lifecycle.gpus import visible_gpus
 def dry_run(cfg: config.Config, args: Namespace) -> bool:
     """Prints the plans. Returns False if one does not fit into the memory given.
 
-    Raises ConfigError for an invalid world size, GPU or plot path.
+    Raises ConfigError for a GPU or plot path that is invalid, or if no world size is possible.
     """
     gpu = None if args.gpu is None else device(args.gpu)
     asked = Asked(
@@ -43,8 +43,9 @@ def dry_run(cfg: config.Config, args: Namespace) -> bool:
     )
     plans = plan_each(cfg, args.world_size or [fewest_ranks(cfg.parallel)], asked)
     rows = [row for row, _ in plans]
+    possible = [row for row in rows if "problems" not in row]
     if args.plot is not None:
-        row, moments = plans[0]
+        row, moments = plans[rows.index(possible[0])]
         title = f"{cfg.run.name} on {row['world_size']} x {args.gpu or 'GPU'}"
         try:
             draw(row, moments, args.plot, title, asked.memory_gib)
@@ -55,10 +56,10 @@ def dry_run(cfg: config.Config, args: Namespace) -> bool:
     else:
         print_tables(rows, cfg, asked, args.show_config)
     if asked.memory_gib:
-        print_advice(rows, cfg, args, asked)
+        print_advice(possible, cfg, args, asked)
     if is_for_this_machine(cfg, args):
         print_lacks(cfg)
-    return all(row["fits"] is not False for row in rows)
+    return all(row["fits"] is not False for row in possible)
 
 
 def is_for_this_cpu(cfg: config.Config, args: Namespace) -> bool:
@@ -100,7 +101,10 @@ def fewest_ranks(p: config.Parallel) -> int:
 def plan_each(
     cfg: config.Config, world_sizes: list[int], asked: Asked
 ) -> list[tuple[dict, list[Moment]]]:
-    """The plan of each world size. Raises one ConfigError with the problems of all."""
+    """The plan of each world size; of one that is refused {"world_size", "problems"}.
+
+    Raises one ConfigError with the problems of all if all are refused.
+    """
     epoch = samples_per_epoch(cfg)
     plans = []
     problems = []
@@ -108,8 +112,9 @@ def plan_each(
         try:
             plans.append(planned(cfg, ranks, asked, epoch))
         except ConfigError as error:
+            plans.append(({"world_size": ranks, "problems": [*error.problems]}, []))
             problems += [f"--world-size {ranks}: {problem}" for problem in error.problems]
-    if problems:
+    if all("problems" in row for row, _ in plans):
         raise ConfigError(*problems)
     return plans
 
@@ -117,7 +122,7 @@ def plan_each(
 def print_tables(rows: list[dict], cfg: config.Config, asked: Asked, show_config: bool) -> None:
     """Prints the verdicts, the configuration if it is wanted, and the tables. All around a
     configuration is a comment: the output is TOML."""
-    details = [table(row, cfg, asked) for row in rows]
+    details = [table(row, cfg, asked) for row in rows if "problems" not in row]
     if len(rows) > 1:
         details.append(compared(rows))
     verdicts = "\n".join(verdict(row, cfg, asked) for row in rows) + "\n"

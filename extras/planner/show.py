@@ -154,12 +154,15 @@ def expected_duration(row: dict, cfg: config.Config) -> str:
 
 def compared(rows: list[dict]) -> str:
     """A table with a line for each world size."""
-    timed = rows[0]["step_seconds"] is not None
+    timed = any(row.get("step_seconds") is not None for row in rows)
     header = f"{'ranks':>8} {'allocated GiB':>13} {'between steps':>14} {'activations':>12} {'sent GiB':>9}"
     if timed:
         header += f" {'s/step':>8} {'waiting':>8} {'tok/s/GPU':>10}  MFU"
     lines = [header]
     for row in rows:
+        if "problems" in row:
+            lines.append(f"{row['world_size']:8,}   refused")
+            continue
         between_steps = sum(row[f"{state}_bytes_per_rank"] for state in STATES) / GIB
         sent = sum(size for _, size in row["collectives_per_step"].values()) / GIB
         activations = row["parts_gib"].get("activations", 0)
@@ -178,7 +181,10 @@ def compared(rows: list[dict]) -> str:
 
 def verdict(row: dict, cfg: config.Config, asked: Asked) -> str:
     """Whether the run fits, the memory it needs, speed and duration, as far as they are known, in a
-    line."""
+    line; or why this world size is refused."""
+    ranks = "1 rank" if row["world_size"] == 1 else f"{row['world_size']} ranks"
+    if "problems" in row:
+        return f"{ranks}: refused: {'; '.join(row['problems'])}"
     limit = asked.memory_gib
     needed = f"needs {row['device_gib']:.4g}"
     clauses = []
@@ -192,7 +198,6 @@ def verdict(row: dict, cfg: config.Config, asked: Asked) -> str:
     if row["step_seconds"] and row["fits"] and not row["host_gib"]:
         clauses.append(f"{expected_speed(row, cfg)} tokens/s per GPU")
         clauses.append(f"{expected_duration(row, cfg)} in all")
-    ranks = "1 rank" if row["world_size"] == 1 else f"{row['world_size']} ranks"
     return f"{ranks}: {'; '.join(clauses)}"
 
 

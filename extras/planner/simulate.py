@@ -312,6 +312,7 @@ def run_step(
         # alive during the update too, as in a run
         inputs = micro_batch_inputs(cfg, world)
         model(*inputs)[0]["loss"].backward()
+        counted.phases[-1].ends_reduced = model._get_fsdp_state()._state_ctx.is_last_backward
     counted.times = 1
     hooks.begin("update")
     if p.cpu_offload:
