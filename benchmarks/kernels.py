@@ -1,4 +1,4 @@
-"""What the parts of a step reach alone on this device: benchmarks.gpu's ceilings.
+"""What the parts of a step reach alone on this device, for benchmarks.gpu.
 
 Each function takes a configuration, the process's World and the seconds that one timing may take.
 It returns figures. Data is random, as matmuls of zeros draw less power, and so run faster.
@@ -140,6 +140,105 @@ def update(cfg: Config, world: World, each: float) -> dict:
         optimizer = build_optimizer(model, options, compile=world.device.type == "cuda")
         times[f"clipping and AdamW, {dtype} state"] = milliseconds(partial(step, optimizer), each)
     return {"milliseconds": times, "parameters": parameter_count(model)}
+
+
+def shapes_of_block(cfg: Config, fused: bool) -> list[tuple[int, int]]:
+    """(rows, columns) of a block's weights: q, k, v, o, gate, up, down; fused: q with k and v, and
+    gate with up, as one matrix each."""
+    m = cfg.model
+    queries = m.n_heads * m.width_per_head
+    keys = m.n_kv_heads * m.width_per_head
+    output = (m.dim, queries)
+    down = (m.dim, m.ffn_dim)
+    if fused:
+        return [(queries + 2 * keys, m.dim), output, (2 * m.ffn_dim, m.dim), down]
+    qkv = [(queries, m.dim), (keys, m.dim), (keys, m.dim)]
+    return [*qkv, output, (m.ffn_dim, m.dim), (m.ffn_dim, m.dim), down]
+
+
+def block(cfg: Config, world: World, each: float) -> dict:
+    """TFLOP/s of a block's matmuls one after the other, as in a step: a shape alone finds the GPU
+    cooler. Apart (21), and with fused matrices (12)."""
+    n = cfg.train.seq_len
+    figures = {}
+    for name, fused in {"apart": False, "fused": True}.items():
+        flops = 0
+        pairs = []
+        for rows, columns in shapes_of_block(cfg, fused):
+            weight = normal(world, rows, columns)
+            x = normal(world, n, columns)
+            gradient = normal(world, n, rows)  # of the output
+            pairs += [(x, weight.T), (gradient, weight), (gradient.T, x)]
+            flops += 6 * n * rows * columns
+
+        def multiply(pairs: list = pairs) -> None:
+            for a, b in pairs:
+                torch.mm(a, b)
+
+        with torch.no_grad():
+            ms = milliseconds(multiply, 3 * each)
+        figures[name] = {"milliseconds": ms, "tflops": flops / ms / 1e9}
+    return figures
+
+
+def of_largest_shapes(cfg: Config) -> dict[str, tuple[int, int]]:
+    """(rows, columns) of the weights that most of a block's work is of."""
+    q, *_, up, down = shapes_of_block(cfg, fused=False)
+    return {"q": q, "up": up, "down": down}
+
+
+def rate_or_reason(multiply: Callable, flops: float, each: float) -> float | str:
+    """TFLOP/s, or why this device does not multiply so."""
+    try:
+        return flops / milliseconds(multiply, each) / 1e9
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+
+
+def float8_products(cfg: Config, world: World, each: float) -> dict:
+    """TFLOP/s of float8 matmuls, by scales and accumulation."""
+    n = cfg.train.seq_len
+    tflops = {}
+    for name, (rows, columns) in of_largest_shapes(cfg).items():
+        x = normal(world, n, columns).detach().to(torch.float8_e4m3fn)
+        weight = normal(world, rows, columns).detach().to(torch.float8_e4m3fn)
+        for scales, lengths in {"one scale": (1, 1), "a scale a row": (n, rows)}.items():
+            x_scale = torch.ones(lengths[0], 1, device=world.device)
+            weight_scale = torch.ones(1, lengths[1], device=world.device)
+            for accumulation, fast in {"fast": True, "slow": False}.items():
+                multiply = partial(
+                    torch._scaled_mm,
+                    x,
+                    weight.T,
+                    x_scale,
+                    weight_scale,
+                    out_dtype=torch.bfloat16,
+                    use_fast_accum=fast,
+                )
+                flops = 2 * n * rows * columns
+                label = f"{name}, {scales}, {accumulation} accumulation"
+                tflops[label] = rate_or_reason(multiply, flops, each)
+    return {"tflops": tflops}
+
+
+def weight_gradients(cfg: Config, world: World, each: float) -> dict:
+    """TFLOP/s of matmuls that return a weight's gradient, or add it in float32 to earlier ones."""
+    n = cfg.train.seq_len
+    tflops = {}
+    for name, (rows, columns) in of_largest_shapes(cfg).items():
+        x = normal(world, n, columns).detach()
+        gradient = normal(world, n, rows).detach()  # of the output
+        total = torch.zeros(rows, columns, device=world.device)
+        ways = {
+            "bfloat16": partial(torch.mm, gradient.T, x),
+            "added in float32": partial(
+                torch.addmm, total, gradient.T, x, out_dtype=torch.float32, out=total
+            ),
+        }
+        for way, multiply in ways.items():
+            flops = 2 * n * rows * columns
+            tflops[f"{name}, {way}"] = rate_or_reason(multiply, flops, each)
+    return {"tflops": tflops}
 
 
 # name: (function, configuration)

@@ -45,7 +45,7 @@ def compare(row: dict, rows: list[dict]) -> None:
     for other in rows:
         if (
             other["model"] == row["model"]
-            and other["arm"] == SHIPPED
+            and other["arm"].endswith(SHIPPED)
             and "tokens_per_second" in other
         ):
             shipped = other

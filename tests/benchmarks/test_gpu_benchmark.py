@@ -1,5 +1,7 @@
 """benchmarks.gpu at tiny sizes; what it does where arms fail, hang or find no time; that it continues."""
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -17,8 +19,10 @@ from benchmarks import step
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import arms, environment, measure, planned, processes, report, training
 from benchmarks.gpu.measure import Work
+from benchmarks.gpu.trace import by_kernel
 from benchmarks.kernels import TIMINGS, milliseconds
 from benchmarks.step import build, step_of
+from extras.reports.profiler import Event
 from tests import cases
 from tests.conftest import REPO, make_config
 from tests.warm import warm_python
@@ -57,7 +61,7 @@ def check(lines: list[str], content: dict, groups: list[str]) -> None:
     assert {cfg.train.micro_batch_size for cfg in tried} == {1, 2, 4, 8}
     assert {cfg.parallel.recompute for cfg in tried} == {"none", "elementwise", "selective", "full"}
     assert {cfg.optim.state_dtype for cfg in tried} == {"float32", "bfloat16"}
-    for option in ("reshard_after_forward", "sync_every_micro_batch", "compile"):
+    for option in ("reshard_after_forward", "compile"):
         assert {getattr(cfg.parallel, option) for cfg in tried} == {False, True}
     assert len({str(cfg) for cfg in tried}) == len(tried) - 1  # two are as shipped
 
@@ -83,7 +87,7 @@ def test_all_of_it_on_a_cpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "executable", warm_python())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     # of the others each starts one more process
-    groups = ["environment", "ceilings", "1B", "adapters", "options", "more"]
+    groups = ["environment", "ceilings", "1B", "faster", "adapters", "options"]
     lines, content = run(tmp_path, capsys, "--seconds=400", "--only", *groups)
     check(lines, content, groups)
     rows = {row["arm"]: row for row in content["rows"]}
@@ -99,6 +103,14 @@ def test_all_of_it_on_a_cpu(tmp_path, capsys, monkeypatch):
         "512 x 64",
     }
     assert len(products) == 15 and all(value > 0 for value in products.values())
+    # seven weights of a block, or four, three matmuls of each: 2 * 32 tokens a weight's element
+    block = rows["block of 8B"]
+    elements = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128
+    for figures in (block["apart"], block["fused"]):
+        flops = figures["tflops"] * 1e9 * figures["milliseconds"]
+        assert flops == pytest.approx(3 * 2 * 32 * elements)
+    assert len(rows["float8 products"]["tflops"]) == 3 * 2 * 2
+    assert rows["trace"]["milliseconds"]["matrix products"] > 0
     assert (
         rows["update"]["parameters"] == 512 * 64 + 2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128 + 3 * 64
     )
@@ -132,6 +144,20 @@ def test_no_time(tmp_path, capsys, monkeypatch):
     assert [json.loads(line) for line in done.stdout.splitlines()] == [
         {"status": "skipped: time"}
     ] * 2
+
+
+@pytest.mark.parametrize("left, fit", [(50, ["once", "3B, once"]), (40, ["3B, once"]), (3, [])])
+def test_arms_that_no_longer_fit_are_skipped_by_name(left, fit, monkeypatch):
+    """Each has its own time: after one that is too long, a shorter one may fit."""
+    monkeypatch.setattr(measure, "distributed", lambda cfg: contextlib.nullcontext(None))
+    monkeypatch.setattr(measure, "attempt", lambda arm, work, world: {"status": "ok"})
+    monkeypatch.setattr(measure.os, "_exit", lambda status: None)
+    rows = io.StringIO()
+    given = Work("faster", ["once", "3B, once"], time.time() + left, 560.0, "runs")
+    measure.run_arms(given, rows)
+    expected = {arm: "ok" if arm in fit else "skipped: time" for arm in given.arms}
+    found = [json.loads(row)["status"] for row in rows.getvalue().splitlines()]
+    assert found == [*expected.values()]
 
 
 @pytest.mark.parametrize(
@@ -473,6 +499,21 @@ def test_compared_with_as_shipped(other, speed, mark):
     report.compare(other, rows)
     assert other.get("vs_shipped") == (speed and pytest.approx(speed))
     assert other.get("marked", "None").startswith(str(mark))
+
+
+def test_kernels_are_told_apart_by_stream_and_the_longest_come_first():
+    events = [
+        Event("nvjet", "kernel", 7, 1000, 4000, 1),
+        Event("aten::mm", "cpu_op", 1, 0, 9000, 1),
+        Event("copy", "kernel", 7, 4000, 4500, 2),
+        Event("nvjet", "kernel", 20, 2000, 3000, 3),
+        Event("copy", "kernel", 7, 5000, 9000, 4),
+    ]
+    assert list(by_kernel(events).items()) == [
+        ("copy, stream 7", (2, 4.5)),
+        ("nvjet, stream 7", (1, 3.0)),
+        ("nvjet, stream 20", (1, 1.0)),
+    ]
 
 
 def test_timings():
