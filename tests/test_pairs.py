@@ -1,26 +1,155 @@
-"""Options in pairs: real runs, in which each option has each of its values and any two that touch the same code are
-together, against tests/plain.py, which knows nothing of ranks. What is combined is in tests/pairs.py."""
+"""Options in pairs: real runs against tests/plain.py, which knows nothing of ranks.
 
-import math
+Each line of pairs.jsonl is a configuration: its number of ranks, and what it sets beside conftest's TINY. They were
+drawn once, so that nearly any two values of options that the same code reads are together in one. Paths that begin with
+@ are below folder().
+"""
+
+import functools
+import json
 import pathlib
-import re
+import random
 import shutil
-import typing
-from dataclasses import MISSING
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import config
 from data.prepare import prepare
-from tests import cases, pairs, plain
-from tests.conftest import REPO, lacks, make_config, rows
+from model.build import meta_model
+from tests import cases, order_model, plain
+from tests.conftest import REPO, lacks, make_config, rows, words
 from tests.test_training import weights
 
 pytestmark = [pytest.mark.first, pytest.mark.slow]
 
 EXACT = 1e-5  # in float32
+STEPS = 4
+FIRST_LEG = 2  # steps before a run with [checkpoint] is started again
+# What a run that is allowed to goes on with.
+CHANGED = {"train.seq_len": 16, "train.global_batch_size": 4}
+ROWS = (REPO / "tests/pairs.jsonl").read_text().splitlines()
+BASE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 128, "head_dim": 16}
+
+
+# What the rows read
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, prepared) -> pathlib.Path:
+    """Of texts, bases, adapters, prepared data and runs."""
+    found = tmp_path_factory.mktemp("pairs")
+    write_texts(found)
+    (found / "tokenizer").mkdir()
+    for copy in ("tokenizer.model", "tokenizer/tokenizer.model"):
+        shutil.copy(prepared / "tokenizer.model", found / copy)
+    if config.has_extra("huggingface"):
+        write_base(found / "llama", "llama", {})
+        write_base(found / "qwen3", "qwen3", {"tie_word_embeddings": True})
+    if config.has_extra("huggingface") and config.has_extra("lora"):
+        write_adapter(found / "adapter", 4, 6, config.PROJECTIONS)
+        write_adapter(found / "few", 5, 5, ("o_proj", "up_proj"))
+    return found
+
+
+def write_texts(folder: pathlib.Path) -> None:
+    """Texts, one twice, of sizes that nothing divides, and a quarter of them held out, so that an evaluation has
+    several batches."""
+    texts = random.Random(0)
+
+    def text(size: int, end: str, held_out: bool) -> str:
+        """Random words of which the hash decides so."""
+        while True:
+            found = words(texts.randrange(10**9), size) + end
+            if order_model.held_out_by_hash(found) == held_out:
+                return found
+
+    def rows(count: int) -> list[dict]:
+        found = []
+        for i in range(count):
+            held_out = i % 4 == 1
+            found.append(
+                {
+                    "text": text(texts.choice([2, 5, 11, 29]), "", held_out),
+                    "body": text(7, " é", held_out),
+                    "title": text(5, "", held_out),
+                }
+            )
+        return [*found, found[0]]
+
+    def write(name: str, its_rows: list[dict]) -> None:
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in its_rows]
+        (folder / name).write_text("".join(lines))
+
+    write("a.jsonl", rows(211))
+    write("b.json", rows(97))
+    for number, size in enumerate((53, 71, 43)):
+        write(f"more-{number}.jsonl", rows(size))
+
+
+def write_base(folder: pathlib.Path, kind: str, more: dict) -> None:
+    """A Hugging Face folder of random weights."""
+    m = make_config(
+        model={
+            **BASE,
+            "qk_norm": kind == "qwen3",
+            "tie_embeddings": bool(more),
+        }
+    ).model
+    folder.mkdir()
+    settings = {
+        "model_type": kind,
+        "architectures": [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind]],
+        "hidden_size": m.dim,
+        "num_hidden_layers": m.n_layers,
+        "num_attention_heads": m.n_heads,
+        "num_key_value_heads": m.n_kv_heads,
+        "intermediate_size": m.ffn_dim,
+        "head_dim": m.head_dim,
+        "vocab_size": m.vocab_size,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000.0,
+        "hidden_act": "silu",
+        "max_position_embeddings": 64,
+        **more,
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    weights = {}
+    for number, (name, p) in enumerate(meta_model(m).named_parameters()):
+        generator = torch.Generator().manual_seed(number)
+        weight = 0.1 * torch.randn(p.shape, generator=generator)
+        theirs = plain.name_in_folder(name)
+        weights[theirs] = weight + 1 if p.ndim == 1 else weight
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_adapter(folder: pathlib.Path, rank: int, alpha: float, targets: tuple[str, ...]) -> None:
+    """PEFT's folder of random adapters, B too."""
+    folder.mkdir()
+    settings = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": [*targets],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    lora = config.Lora(rank=rank, targets=targets, base_dtype="float32")
+    tensors = {}
+    for number, (name, p) in enumerate(
+        meta_model(make_config(model=BASE).model, lora).named_parameters()
+    ):
+        if "lora_" in name:
+            generator = torch.Generator().manual_seed(number)
+            tensors[plain.name_in_adapter(name)] = 0.1 * torch.randn(p.shape, generator=generator)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+# The runs
 
 
 class Leg(NamedTuple):
@@ -31,72 +160,65 @@ class Leg(NamedTuple):
     refused: str = ""  # part of why it is
 
 
-class Trained(NamedTuple):
-    case: pairs.Case
-    folder: pathlib.Path
-    legs: list[Leg]
-    refused: list[str]  # why each leg was
-
-
 def legs_of(sections: dict) -> list[Leg]:
     """With [checkpoint] a run is started again in its middle, with what allow_changed allows changed."""
     checkpoint = sections.get("checkpoint")
     if checkpoint is None:
         return [Leg(sections, 0)]
-    if checkpoint["resume"] == "never":
-        return [Leg(sections, 0), Leg(sections, pairs.STEPS, 'resume = "never"')]
+    resume = checkpoint.get("resume", "auto")
+    if resume == "never":
+        return [Leg(sections, 0), Leg(sections, STEPS, 'resume = "never"')]
+    optim = {"schedule_steps": STEPS, **sections.get("optim", {})}
     begun = {
         **sections,
-        "train": {**sections["train"], "steps": pairs.FIRST_LEG},
-        "optim": {
-            **sections["optim"],
-            "schedule_steps": sections["optim"]["schedule_steps"] or pairs.STEPS,
-        },
+        "train": {**sections["train"], "steps": FIRST_LEG},
+        "optim": optim,
         "checkpoint": {**checkpoint, "resume": "auto"},
     }
-    before = pairs.FIRST_LEG if checkpoint["resume"] == "auto" else checkpoint["resume"]
-    return [Leg(begun, 0), Leg(pairs.changed(sections), before)]
+    train = dict(sections["train"])
+    for option in checkpoint.get("allow_changed", []):
+        train[option.removeprefix("train.")] = CHANGED[option]
+    before = FIRST_LEG if resume == "auto" else resume
+    return [Leg(begun, 0), Leg({**sections, "train": train}, before)]
+
+
+class Trained(NamedTuple):
+    folder: pathlib.Path
+    legs: list[Leg]
+    refused: list[str]  # why each leg was
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, prepared) -> pathlib.Path:
-    """Of texts, bases, adapters, prepared data and runs."""
-    found = tmp_path_factory.mktemp("pairs")
-    fill(found, prepared)
-    return found
-
-
-def fill(folder: pathlib.Path, prepared: pathlib.Path) -> None:
-    pairs.materials(folder)
-    (folder / "tokenizer").mkdir()
-    for copy in ("tokenizer.model", "tokenizer/tokenizer.model"):
-        shutil.copy(prepared / "tokenizer.model", folder / copy)
-
-
-@pytest.fixture(scope="module")
-def array(folder) -> pairs.Array:
-    return pairs.Array(folder)
-
-
-def train(array: list[pairs.Case], folder, on_ranks) -> list[Trained]:
-    """Each case in one process group with the others of its number of ranks."""
-    by_ranks: dict[int, list[Trained]] = {}
+def train_all(folder, on_ranks) -> Callable[[int], dict[int, Trained]]:
+    """Trains the rows of a number of ranks, in one process group; they are known by their numbers."""
     data: dict[str, str] = {}
-    for number, case in enumerate(array):
-        sections = pairs.sections_of(case, folder)
-        sections["data"]["path"] = prepared_once(sections, folder, data)
-        sections["run"] |= {"name": f"case-{number}", "output_dir": str(folder / "runs")}
-        run = Trained(case, folder / "runs" / f"case-{number}", legs_of(sections), [])
-        by_ranks.setdefault(pairs.ranks_of(case), []).append(run)
-    for ranks, runs in sorted(by_ranks.items()):
+
+    @functools.cache
+    def train(ranks: int) -> dict[int, Trained]:
+        runs = {}
         launches = []
-        for run in runs:
-            launches += [(run, leg.sections) for leg in run.legs]
-        sections = [sections for _, sections in launches]
-        refused = on_ranks(ranks, cases.train_in_turn, sections, timeout=900)[0]
-        for (run, _), why in zip(launches, refused):
+        for number, row in enumerate(ROWS):
+            sections = sections_of(row, folder)
+            if sections.pop("ranks") != ranks or lacks(**sections):
+                continue
+            sections["data"]["path"] = prepared_once(sections, folder, data)
+            run = Trained(folder / f"runs/row-{number}", legs_of(sections), [])
+            at = {"name": run.folder.name, "output_dir": str(run.folder.parent)}
+            for leg in run.legs:
+                leg.sections["run"] = {**sections.get("run", {}), **at}
+                launches.append((run, leg.sections))
+            runs[number] = run
+        refused = on_ranks(ranks, cases.train_in_turn, [each for _, each in launches], timeout=900)
+        for (run, _), why in zip(launches, refused[0]):
             run.refused.append(why)
-    return [run for runs in by_ranks.values() for run in runs]
+        return runs
+
+    return train
+
+
+def sections_of(row: str, folder: pathlib.Path) -> dict:
+    found = json.loads(row.replace('"@', f'"{folder}/'))
+    return {**found, "train": {**found.get("train", {}), "steps": STEPS}}
 
 
 def prepared_once(sections: dict, folder: pathlib.Path, made: dict[str, str]) -> str:
@@ -107,6 +229,9 @@ def prepared_once(sections: dict, folder: pathlib.Path, made: dict[str, str]) ->
     with mock.patch("data.prepare.worker_count", lambda: 0):
         prepare(cfg)
     return path
+
+
+# Their truth
 
 
 class Near(NamedTuple):
@@ -128,98 +253,18 @@ def near(cfg: config.Config) -> Near:
     return Near(EXACT, EXACT, 1e-4)
 
 
-def test_every_option_has_an_entry():
-    known = {*pairs.OPTIONS, *pairs.MESH_OPTIONS, *pairs.IN_EVERY_RUN, *pairs.ELSEWHERE}
-    known |= pairs.in_a_mixture()
-    for option in pairs.options():
-        assert option in known, (
-            f"{option} is in no run of this file: give it values in tests/pairs.py: OPTIONS, have "
-            "tests/plain.py compute what they do, and name it in the ROOMS whose code reads it; or "
-            "enter in ELSEWHERE the test that observes it"
-        )
-    unknown = known - pairs.options().keys() - {*pairs.SWITCHES, "mesh"}
-    assert not unknown, f"config.py has no such options: {unknown}"
-    for option in pairs.OPTIONS:
-        assert pairs.rooms_of(option), f"{option} is in none of the ROOMS of tests/pairs.py"
-
-
-def test_every_option_has_two_values_besides_its_default():
-    """Or all that it can have."""
-    for option, field in pairs.options().items():
-        if option in pairs.OPTIONS and option not in pairs.ELSEWHERE:
-            annotation = config.SCHEMA.options[option].annotation
-            wanted = min(2, choices(annotation) - (field.default is not MISSING))
-            default = [*field.default] if isinstance(field.default, tuple) else field.default
-            others = [value for value in pairs.OPTIONS[option] if value != default]
-            assert len(others) >= wanted, f"{option}: {others} besides {default}"
-
-
-def choices(annotation: Any) -> float:
-    """How many values an option can have."""
-    count = 0.0
-    for kind in config.schema.members(annotation):
-        if kind is bool:
-            count += 2
-        elif typing.get_origin(kind) is Literal:
-            count += len(typing.get_args(kind))
-        else:
-            return math.inf
-    is_optional = type(None) in typing.get_args(annotation)
-    return count + is_optional
-
-
-def test_what_no_run_shows_is_observed_elsewhere():
-    for option, test in pairs.ELSEWHERE.items():
-        file, name = test.split(": ")
-        if (REPO / file).exists() or not file.startswith("tests/extras/"):
-            assert re.search(rf"^def {name}\(", (REPO / file).read_text(), re.M), (option, test)
-
-
-def test_every_option_has_each_of_its_values_in_a_run(array, folder):
-    """And two that share a room are together, but for the pairs that are refused."""
-    runs = array.cases[: pairs.QUICK]
-    for option, values in pairs.OPTIONS.items():
-        for index in array.values[option]:
-            value = values[index]
-            alone = pairs.joined({}, option, index)
-            if lacks(**pairs.sections_of(alone, folder)):
-                continue
-            assert any(
-                pairs.counts(case, option) and case.get(option, 0) == index for case in runs
-            ), (option, value)
-    assert array.pairs_after[-1] == array.pairs - len(array.refused)
-    assert array.pairs_after[min(len(runs), pairs.QUICK) - 1] >= 0.94 * array.pairs_after[-1]
-
-
-def test_runs_are_the_plain_ones(array, folder, on_ranks):
-    check_all(train(array.cases[: pairs.QUICK], folder, on_ranks))
-
-
-@pytest.mark.nightly
-def test_runs_of_any_two_options_are_the_plain_ones(tmp_path, prepared, on_ranks):
-    """Of options that share no room too, compiled ones, on more meshes."""
-    fill(tmp_path, prepared)
-    check_all(train(pairs.Array(tmp_path, whole=True).cases, tmp_path, on_ranks))
-
-
-def check_all(runs: list[Trained]) -> None:
-    """Fails with all cases that differ."""
-    problems = []
-    for run in runs:
-        try:
-            check(run)
-        except AssertionError as error:
-            changed = {option: pairs.value_of(run.case, option) for option in run.case}
-            problems.append(f"{run.folder.name} {changed}:\n{error}")
-    assert not problems, "\n\n".join([f"{len(problems)} of {len(runs)} runs", *problems])
-
-
-def check(run: Trained) -> None:
+@pytest.mark.parametrize("number", range(len(ROWS)))
+def test_run_is_the_plain_one(number, train_all):
+    row = json.loads(ROWS[number])
+    runs = train_all(row["ranks"])
+    if number not in runs:
+        pytest.skip("it needs an extra that was removed")
+    run = runs[number]
     for leg, why in zip(run.legs, run.refused, strict=True):
         assert leg.refused in why and bool(leg.refused) == bool(why), why
     legs = [leg for leg in run.legs if not leg.refused]
     configs = [make_config(**leg.sections) for leg in legs]
-    with pairs.larger_weights():
+    with cases.larger_weights():
         plain_run = plain.Run(configs[0])
     loss_means: dict[int, float] = {}  # by the step of the row
     saved: set[int] = set()
@@ -235,15 +280,25 @@ def check(run: Trained) -> None:
     tolerance = near(configs[0])
     check_rows(rows(run.folder), plain_run, loss_means, tolerance)
     check_evaluations(rows(run.folder, "eval"), plain_run, tolerance)
-    assert (run.folder / "tensorboard").exists() == configs[0].log.tensorboard
-    folders = sorted((run.folder / "checkpoints").glob("step-????????"))
+    check_checkpoints(run.folder, saved, plain_run, configs[0], tolerance)
+
+
+def check_checkpoints(
+    folder: pathlib.Path,
+    saved: set[int],
+    plain_run: plain.Run,
+    cfg: config.Config,
+    tolerance: Near,
+) -> None:
+    folders = sorted((folder / "checkpoints").glob("step-????????"))
     assert [int(path.name[5:]) for path in folders] == sorted(saved)
+    assert (folder / "tensorboard").exists() == cfg.log.tensorboard
     if saved and tolerance.loss == EXACT:
-        stored = weights(run.folder, pairs.STEPS)
-        trained = [name for name in plain_run.weights if not configs[0].lora or "lora_" in name]
-        for name in trained:
+        stored = weights(folder, STEPS)
+        for name, theirs in plain_run.weights.items():
+            if cfg.lora and "lora_" not in name:
+                continue
             ours = stored[f"model.{name}"].double()
-            theirs = plain_run.weights[name]
             assert (ours - theirs).norm() <= 1e-4 * theirs.norm(), name
 
 
