@@ -2,7 +2,7 @@
 # Sets up and runs the tests, on CPU:   ./tests/run.sh [pytest arguments]
 # On another torch, in an environment of its own:   PYTHON=ENV/bin/python ./tests/run.sh [pytest arguments]
 #   made by: ENV/bin/pip install -r <(sed 's/^torch==.*/torch==2.11.0/' requirements.txt) -r tests/requirements.txt
-# Only the linter, the formatter, the checks of style and the type checker:   ./tests/run.sh --lint
+# Only the linter, the formatter and the type checker:   ./tests/run.sh --lint
 # Tests that reach most of the code, in about a minute:   ./tests/run.sh --quick
 # Those that reach what was changed since the last commit, or since another:   ./tests/run.sh --changed [COMMIT]
 # Whether tests notice small wrong changes, made in copies:   ./tests/run.sh --mutants 40 data/ --seed 3
@@ -42,7 +42,6 @@ case ${1:-} in
 esac
 "$python" -m ruff check .
 "$python" -m ruff format --check --quiet . || { echo "not in the formatter's layout: $python -m ruff format ."; exit 1; }
-"$python" tests/style.py
 "$python" -m pyrefly check --summary=none --python-interpreter-path "$("$python" -c 'import sys; print(sys.executable)')"
 if [[ ${1:-} == --lint ]]; then exit; fi
 exec "$python" -m pytest "${in_twos[@]}" "$@"
