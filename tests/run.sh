@@ -5,8 +5,7 @@
 # Only the linter, the formatter and the type checker:   ./tests/run.sh --lint
 # Tests that reach most of the code, in about a minute:   ./tests/run.sh --quick
 # Those that reach what was changed since the last commit, or since another:   ./tests/run.sh --changed [COMMIT]
-# Whether tests notice small wrong changes, made in copies:   ./tests/run.sh --mutants 40 data/ --seed 3
-# What these three choose from, written anew:   ./tests/run.sh --record, then ./tests/run.sh --write-map
+# What these two choose from, written anew:   ./tests/run.sh --record, then ./tests/run.sh --write-map
 # The code for GPUs on a CUDA without one, in an environment of its own:   ./tests/run.sh --fake-cuda [pytest arguments]
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.." # -P: as --setup prints it, where a link leads here
@@ -38,7 +37,6 @@ in_twos=(-n 2 --dist loadfile --no-loadscope-reorder) # two tests at a time: mos
 case ${1:-} in
     --quick | --changed | --write-map) exec "$python" -m tests.changed "${in_twos[@]}" "$@" ;;
     --record) exec "$python" -m tests.lines "${in_twos[@]}" "${@:2}" ;;
-    --mutants) exec "$python" -m tests.mutants "${@:2}" ;;
 esac
 "$python" -m ruff check .
 "$python" -m ruff format --check --quiet . || { echo "not in the formatter's layout: $python -m ruff format ."; exit 1; }

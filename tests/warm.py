@@ -38,8 +38,6 @@ def warm_python() -> str:
     """The path of a program that takes Python's arguments. Its server ends with this process."""
     if sys.platform != "linux":  # it needs pidfd_open() and /proc
         return sys.executable
-    if "WARM_PYTHON" in os.environ:  # tests/mutants.py: one for all its tests
-        return os.environ["WARM_PYTHON"]
     import pathlib
     import subprocess
     import tempfile
