@@ -3,9 +3,7 @@
 # On another torch, in an environment of its own:   PYTHON=ENV/bin/python ./tests/run.sh [pytest arguments]
 #   made by: ENV/bin/pip install -r <(sed 's/^torch==.*/torch==2.11.0/' requirements.txt) -r tests/requirements.txt
 # Only the linter, the formatter and the type checker:   ./tests/run.sh --lint
-# Tests that reach most of the code, in about a minute:   ./tests/run.sh --quick
-# Those that reach what was changed since the last commit, or since another:   ./tests/run.sh --changed [COMMIT]
-# What these two choose from, written anew:   ./tests/run.sh --record, then ./tests/run.sh --write-map
+# The tests that notice most for their time, in about a minute:   ./tests/run.sh --quick
 # The code for GPUs on a CUDA without one, in an environment of its own:   ./tests/run.sh --fake-cuda [pytest arguments]
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.." # -P: as --setup prints it, where a link leads here
@@ -34,10 +32,7 @@ if [[ -n $packages ]]; then
 fi
 export PYTHON=$python
 in_twos=(-n 2 --dist loadfile --no-loadscope-reorder) # two tests at a time: most wait for a process of theirs
-case ${1:-} in
-    --quick | --changed | --write-map) exec "$python" -m tests.changed "${in_twos[@]}" "$@" ;;
-    --record) exec "$python" -m tests.lines "${in_twos[@]}" "${@:2}" ;;
-esac
+if [[ ${1:-} == --quick ]]; then exec "$python" -m pytest "${in_twos[@]}" -m quick "${@:2}"; fi
 "$python" -m ruff check .
 "$python" -m ruff format --check --quiet . || { echo "not in the formatter's layout: $python -m ruff format ."; exit 1; }
 "$python" -m pyrefly check --summary=none --python-interpreter-path "$("$python" -c 'import sys; print(sys.executable)')"

@@ -22,6 +22,8 @@ from config import ConfigError
 from tests.conftest import REPO, TINY, launch, make_config, needs_extra, shipped_configs, tables
 from tests.warm import warm_python
 
+pytestmark = pytest.mark.quick
+
 CONFIGS = shipped_configs()
 
 

@@ -13,6 +13,8 @@ from config import ConfigError
 from model.build import meta_model
 from tests.conftest import lacks, make_config, needs_extra
 
+pytestmark = pytest.mark.quick
+
 # options: (accepted, refused)
 LIMITS = {
     """

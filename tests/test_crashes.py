@@ -166,6 +166,7 @@ def two_ranks(on_ranks, tmp_path_factory):
     return config.run_folder(configured(folder)), found
 
 
+@pytest.mark.quick
 def test_ranks_agree_though_one_sees_an_old_listing(two_ranks):
     """Rank 1 alone would go on from step 2, and wait for ever for rank 0."""
     folder, (rank_0, rank_1) = two_ranks

@@ -21,6 +21,8 @@ from data.prepare import prepare
 from tests import cases
 from tests.conftest import launch, make_config, needs_extra, rows
 
+pytestmark = pytest.mark.quick
+
 WORLD = SimpleNamespace(
     rank=0, size=1, dp_rank=0, dp_size=1, cp=1, tp=1, device=torch.device("cpu")
 )

@@ -30,6 +30,8 @@ from lifecycle.watchdog import NOW
 from optim import NoTargets
 from tests.conftest import REPO, make_config
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("error", "code", "text", "final"),

@@ -88,6 +88,7 @@ def recomputed(
     return tokens[len(prompt) :]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("changes", MODELS, ids=str)
 def test_greedy_equals_transformers(changes):
     """The prompts alone, and together in one batch."""
@@ -108,6 +109,7 @@ def test_greedy_equals_transformers(changes):
     assert rows_of(generate(ours, prompts, 32, 64, CPU)) == expected
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("changes", MODELS, ids=str)
 def test_cached_logits_equal_those_of_the_whole_row(changes):
     m = make_config(model=changes).model
@@ -126,6 +128,7 @@ def test_cached_logits_equal_those_of_the_whole_row(changes):
             tokens = rows[torch.arange(3), last + 1][:, None]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("temperature, top_p", [(0.0, 1.0), (0.8, 1.0), (1.3, 0.7)])
 def test_cached_text_equals_text_recomputed(temperature, top_p):
     """Each row of a batch, alone and without a cache; one prompt is longer than the context, and some become so."""
@@ -297,6 +300,7 @@ def run(capsys, *arguments: object) -> tuple[int, str, str]:
     return run_tool(tool.main, *arguments), *capsys.readouterr()
 
 
+@pytest.mark.quick
 def test_tool_writes_from_a_checkpoint_and_from_its_run(checkpoint, capsys):
     for temperature in (0, 0.8):
         options = ("--tokens", 12, "--temperature", temperature)

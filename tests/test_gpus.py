@@ -15,6 +15,8 @@ from lifecycle import gpus
 from lifecycle.device import pick_device, runs_on
 from tests.conftest import make_config, needs_extra
 
+pytestmark = pytest.mark.quick
+
 BFLOAT16 = {"parallel": {"param_dtype": "bfloat16"}}
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # torch 2.13.0+cu130
 

@@ -193,6 +193,7 @@ def fake_folder(folder: pathlib.Path, tokens: int, validation: list | None = Non
     return folder
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("tokens", [260, 4096, 4097, 20_000, 50_001])
 @pytest.mark.parametrize("held_out", [False, True])
 @pytest.mark.parametrize("seq_len", [32, 100])
@@ -222,6 +223,7 @@ def test_the_order_is_that_of_the_documentation_s_model(tokens, held_out, seq_le
     assert [numbering(k) for k in range(len(windows))] == windows
 
 
+@pytest.mark.quick
 def test_the_real_borders(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert [record.border_of(i) for i in (0, 1, 9, 10, 11)] == [
@@ -241,6 +243,7 @@ def test_the_real_borders(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", ["jsonl", "json.gz", "parquet"])
 def test_the_text_is_that_of_the_model(kind, corpora, configured, tmp_path, prepared, monkeypatch):
     """Its order, what is held out, where documents end, and the hash of each segment, in files of each kind, which are
@@ -284,6 +287,7 @@ def test_the_text_is_that_of_the_model(kind, corpora, configured, tmp_path, prep
 # The same samples, whatever happens meanwhile
 
 
+@pytest.mark.quick
 def test_samples_are_the_same_while_preparing_as_after_it(corpora, configured, whole, tmp_path):
     folder, expected = whole
     cfg = configured(corpora["jsonl"], tmp_path / "new")
@@ -521,6 +525,7 @@ def test_max_tokens_end_the_text(corpora, configured, whole, tmp_path):
     assert found[:60] == expected[:60] and found != expected[:90]
 
 
+@pytest.mark.quick
 def test_a_source_of_a_fork_s_own_grows_too(configured, tmp_path, monkeypatch):
     """The example of docs/fork.md, stopped and resumed; its samples are read while it is prepared."""
     page = (REPO / "docs/fork.md").read_text()

@@ -10,6 +10,8 @@ import pytest
 
 from tests.conftest import REPO
 
+pytestmark = pytest.mark.quick
+
 # Each room imports only from the floors before its own. data/hub.py, which downloads by id, stands below config.py,
 # which pins ids.
 FLOORS = [

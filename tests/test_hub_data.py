@@ -183,6 +183,7 @@ def test_files_hold_the_text_that_datasets_reads(client, kind):
     assert texts[0] == TEXTS[first]
 
 
+@pytest.mark.quick
 def test_what_is_no_text_by_file_is_refused_by_name(client):
     refused = client.ask("find(data('tables'))")["refused"]
     assert refused == (

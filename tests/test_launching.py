@@ -255,6 +255,7 @@ def test_the_command_of_several_ranks_has_their_number_and_leaves_term_to_a_jobs
         assert words[-1] == str(REPO / "train.py") and "--log-dir=/dev/null" in words
 
 
+@pytest.mark.quick
 def test_a_job_of_several_nodes_starts_torchrun_on_each(monkeypatch):
     only(monkeypatch, SLURM_JOB_NODELIST="gpu[007-009]", SLURM_RESTART_COUNT="2")
     monkeypatch.setattr("launch.slurm.shutil.which", lambda name: name)
@@ -316,6 +317,7 @@ def test_a_run_needs_the_packages_of_what_it_does(monkeypatch, is_prepared, init
     assert needed_packages(["x.toml", "--dry-run"]) == []
 
 
+@pytest.mark.quick
 def test_the_ranks_get_what_was_typed_what_was_found_and_no_variables_of_another_launcher(
     write_config, monkeypatch, tmp_path
 ):
@@ -569,6 +571,7 @@ def test_torchrun_says_that_it_waits_for_other_nodes(monkeypatch, capfd):
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("size", "told"),
     [(4, "2 (1 in all)"), (5, "2, 4 (2 in all)"), (13, "2, 4, 5, 6, 7, 8, 9, 10 (10 in all)")],

@@ -429,6 +429,7 @@ def test_a_job_that_makes_no_step_does_not_requeue_for_ever(write_config, tmp_pa
     assert status(folder)["state"] == "failed"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "before, code, after",
     [
@@ -526,6 +527,7 @@ def test_a_finished_rank_that_does_not_end_is_ended(write_config, tmp_path, faul
     assert "rank 1: is done, but did not end: " in log
 
 
+@pytest.mark.quick
 def test_a_killed_rank_is_named(write_config):
     done = launch_faulty("killed:1:3", write_config("killed", **FOREVER), nproc=2)
     assert done.returncode == 1, done.stderr
@@ -821,6 +823,7 @@ def test_the_last_checkpoint_must_be_saved(write_config, tmp_path, asynchronous)
     assert status(folder) == {**status(folder), "state": "failed", "step": 2}
 
 
+@pytest.mark.quick
 def test_a_full_disk(write_config, tmp_path):
     """A file system with room for one checkpoint (0.6 MB), and nothing for logs beside a second."""
     mount = tmp_path / "outputs"
@@ -983,6 +986,7 @@ def test_a_folder_that_cannot_be_had_is_refused(tmp_path, write_config, monkeypa
         check_folder(tmp_path / "r")
 
 
+@pytest.mark.quick
 def test_a_finished_run_needs_no_writable_folder(write_config, monkeypatch, capsys):
     """As one that was made read-only to keep it."""
     path = write_config("kept", train={"steps": 2}, checkpoint={})
@@ -1352,6 +1356,7 @@ def test_config_toml_keeps_what_options_were(tmp_path):
     assert comments() == [first, "# until step 15: optim.lr = 0.001"]
 
 
+@pytest.mark.quick
 def test_changes_that_make_another_run_are_named(tmp_path):
     """Not the mesh, paths, reports; not of a run that begins."""
     at = {"output_dir": str(tmp_path), "name": "r"}
@@ -1560,6 +1565,7 @@ def test_ranks_that_end_by_a_signal_before_they_have_handlers_were_stopped(tmp_p
     assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("preempted", 4)
 
 
+@pytest.mark.quick
 def test_a_status_that_cannot_be_written_is_told(tmp_path, monkeypatch, capsys):
     """By the launcher, whose exit code stays, and by a run that would be finished: nobody would know."""
     monkeypatch.setattr(

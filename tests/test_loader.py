@@ -37,6 +37,8 @@ from tests.conftest import (
     run_tool,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def rows(batch) -> set[tuple[int, ...]]:
     return {tuple(row.tolist()) for inputs, _ in batch.micro_batches for row in inputs}

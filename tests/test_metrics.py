@@ -27,6 +27,8 @@ from metrics import Recorder, Rows, console_line, read_rows
 from tests.conftest import REPO, launch, make_config, needs_extra, rows
 from tests.warm import warm_python
 
+pytestmark = pytest.mark.quick
+
 
 def test_rows_after_the_start_are_dropped_and_none_stands_twice(tmp_path):
     first = Rows(tmp_path, config.Log(tensorboard=False), 0)

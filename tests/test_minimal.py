@@ -326,6 +326,7 @@ def run_to_infinity(path: str) -> tuple[str, list[dict]]:
     return error, [*map(json.loads, printed.getvalue().splitlines())]
 
 
+@pytest.mark.quick
 def test_a_gradient_that_is_not_finite_ends_the_run(on_ranks, data, tmp_path):
     path = tmp_path / "infinite.toml"
     path.write_text(text_of(tmp_path, "infinite", data["words", "global"]))

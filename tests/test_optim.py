@@ -23,6 +23,8 @@ from parallel.parallelize import parallelize
 from tests import cases
 from tests.conftest import make_config, needs_extra
 
+pytestmark = pytest.mark.quick
+
 
 def optim(**changes):
     settings = {"lr": 1.0, "warmup_steps": 10, "min_lr_ratio": 0.1, **changes}

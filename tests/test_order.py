@@ -20,7 +20,7 @@ from data.tokens import open_stream, window_count
 from tests import cases
 from tests.conftest import make_config, words
 
-pytestmark = [pytest.mark.early, pytest.mark.slow]
+pytestmark = [pytest.mark.early, pytest.mark.slow, pytest.mark.quick]
 
 
 def order_of(windows: list[int], mixture: object, seed: int) -> Order:

@@ -253,7 +253,13 @@ def near(cfg: config.Config) -> Near:
     return Near(EXACT, EXACT, 1e-4)
 
 
-@pytest.mark.parametrize("number", range(len(ROWS)))
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, marks=[pytest.mark.quick] if json.loads(row)["ranks"] == 1 else [])
+        for number, row in enumerate(ROWS)
+    ],
+)
 def test_run_is_the_plain_one(number, train_all):
     row = json.loads(ROWS[number])
     runs = train_all(row["ranks"])

@@ -57,6 +57,7 @@ from tests.warm import warm_python
 pytestmark = pytest.mark.early
 
 
+@pytest.mark.quick
 def test_validation_documents_are_chosen_by_their_text(corpus, prepared):
     texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
     held = [text for text in texts if is_validation(text)]
@@ -84,6 +85,7 @@ def content(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.quick
 def test_prepared_once(with_tokenizer, tmp_path, capsys):
     folder = prepare_one(with_tokenizer)
     before = {p: p.stat().st_mtime_ns for p in folder.iterdir()}
@@ -305,6 +307,7 @@ def test_a_folder_without_a_name_is_refused(corpus, tmp_path, monkeypatch, path)
         prepare_one(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, path=path)))
 
 
+@pytest.mark.quick
 def test_what_ends_the_command_is_a_line_and_a_code(corpus, tmp_path, monkeypatch, capsys):
     path = written(config_for(corpus, tmp_path), tmp_path)
     for raised, code, told in (
@@ -317,6 +320,7 @@ def test_what_ends_the_command_is_a_line_and_a_code(corpus, tmp_path, monkeypatc
         assert printed.endswith(f"{told}\n") and printed.count("\n") == 1
 
 
+@pytest.mark.quick
 def test_changed_source_is_noticed(corpus, tmp_path):
     copy = tmp_path / "copy.jsonl"
     shutil.copy(corpus, copy)
@@ -351,6 +355,7 @@ def test_text_that_changed_while_it_was_prepared_stays_refused(corpus, tmp_path,
         prepare_one(config_for(copy, tmp_path))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("characters", [1 << 18, 5000, 1])
 def test_max_tokens_end_the_text_at_a_document(
     characters, corpus, with_tokenizer, prepared, tmp_path, monkeypatch
@@ -535,6 +540,7 @@ def written(cfg, tmp_path):
     return path
 
 
+@pytest.mark.quick
 def test_two_that_prepare_at_once(with_tokenizer, tmp_path):
     """Both end well, and one of them did the work."""
     command = [sys.executable, "-m", "data.prepare", written(with_tokenizer, tmp_path)]
@@ -1168,6 +1174,7 @@ def killed(*unused):
     raise Killed
 
 
+@pytest.mark.quick
 def test_killed_at_the_end_it_resumes_at_the_end(corpus, prepared, tmp_path, monkeypatch, capsys):
     cfg = config_for(corpus, tmp_path)
     with monkeypatch.context() as patched:
@@ -1383,6 +1390,7 @@ def test_text_that_changes_meanwhile_is_not_published(corpus, prepared, tmp_path
     assert not is_complete(read_manifest(tmp_path / "out"))
 
 
+@pytest.mark.quick
 def test_a_prepared_mixture_takes_no_lock_and_watches_its_text(corpus, tmp_path, monkeypatch):
     cfg = mixture(tmp_path, corpus)
     folders = prepare(cfg)
@@ -1444,6 +1452,7 @@ def test_data_of_another_configuration_is_refused_without_the_launcher_too(
         open_data(config.load(str(path), []), "train")
 
 
+@pytest.mark.quick
 def test_a_killed_process_of_the_pool_is_reported_and_loses_nothing(
     with_tokenizer, tmp_path, monkeypatch
 ):

@@ -22,6 +22,8 @@ from data.local_files import file_stamps, local_files, stdlib_files
 from data.sources import Files
 from tests.conftest import REPO, config_for, make_config, words
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("kind", ["parquet", "txt", "jsonl", "glob", "folder", "folders"])
 def test_local_sources(kind, corpus, tmp_path):

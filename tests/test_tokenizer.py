@@ -23,6 +23,8 @@ from data.tokenizer_training import train_tokenizer
 from data.tokens import open_stream
 from tests.conftest import REPO, config_for, make_config, needs_extra, prepare_one, tables, words
 
+pytestmark = pytest.mark.quick
+
 HOSTILE = [
     "",
     " ",

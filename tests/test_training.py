@@ -189,6 +189,13 @@ RUNS = [
     *((ranks, name) for ranks in (1, 2, 4) for name in CASES if (ranks, name) != (4, "compiled")),
     *((4, name) for name in ON_FOUR),
 ]
+QUICK = [
+    (2, "plain"),
+    (2, "uneven"),
+    (2, "frozen"),
+    (2, "document mask"),
+    (4, "hybrid deferred"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +219,10 @@ def trained(request, on_ranks, corpus, folders, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("ranks, name", RUNS)
+@pytest.mark.parametrize(
+    "ranks, name",
+    [pytest.param(*run, marks=[pytest.mark.quick] if run in QUICK else []) for run in RUNS],
+)
 def test_every_split_equals_the_plain_loop(trained, ranks, name, corpus, folders):
     expected = plain_loop(make_config(**with_data(CASES[SAME_AS[name]], corpus, folders)))
     found = trained[ranks][name]
@@ -465,6 +475,7 @@ def test_rows_are_on_disk_before_their_checkpoint_is_published(on_ranks, corpus,
     ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("ranks, reshard", [(2, False), (4, True)])
 def test_a_checkpoint_after_an_evaluation_is_whole(
     on_ranks, corpus, folders, tmp_path, ranks, reshard
@@ -526,6 +537,7 @@ def straight(tmp_path_factory, corpus, prepared):
     return folder / "straight", done
 
 
+@pytest.mark.quick
 def test_a_run_leaves_what_the_contract_names(straight):
     folder, done = straight
     status = json.loads((folder / "status.json").read_text())
@@ -609,7 +621,7 @@ def forget_options(checkpoint) -> None:
     seal(checkpoint)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.quick)])
 def test_stopping_and_going_on_changes_nothing(straight, tmp_path, corpus, prepared, ranks):
     folder, _ = straight
     path = tmp_path / "cut.toml"
@@ -639,6 +651,7 @@ def test_stopping_and_going_on_changes_nothing(straight, tmp_path, corpus, prepa
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.quick
 @needs_extra("optimizers")
 def test_bfloat16_states_resume_bitwise(on_ranks, corpus, prepared, tmp_path):
     """Moments and the random bits of their rounding go on as if the run had not been cut."""
@@ -693,6 +706,7 @@ def test_generate_from_a_run(straight):
     assert texts[0].stdout == texts[1].stdout and texts[0].stderr == ""
 
 
+@pytest.mark.quick
 def test_a_failure_on_one_rank_is_told_and_ends_all(write_config, tmp_path):
     """One id beyond the vocabulary, in a sample that rank 1 alone reads."""
     path, copy = write_config("broken"), tmp_path / "data"

@@ -249,6 +249,7 @@ TOOLS = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_ids_and_mask_are_those_of_transformers(tokenizer, theirs, name):
     given = [
@@ -343,6 +344,7 @@ def test_a_sentencepiece_model_says_offsets_too(tmp_path, theirs):
 # Loss
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_each_token_s_loss_is_that_of_transformers(tokenizer, theirs, name, tmp_path):
     from tests.test_llama import reference, with_weights_of
@@ -822,6 +824,7 @@ def test_a_hundred_steps_in_a_row_without_a_target_end_the_run(tokenizer, tmp_pa
     assert rows(tmp_path / "outputs/cut")[-1]["step"] == 100
 
 
+@pytest.mark.quick
 def test_a_mixture_of_jsonl_and_parquet(tokenizer, tmp_path):
     """A parquet file has null for a key that only some messages have."""
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -858,6 +861,7 @@ GROWING = (
 TURN = talk("a", "b")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "row, template, wanted",
     [

@@ -491,6 +491,7 @@ def mask_of(rendered: dict, without_loss: tuple[int, ...]) -> list[bool]:
     return mask
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", SETS)
 def test_ids_and_mask_are_those_of_the_conversation_written_by_hand(
     name,
@@ -549,6 +550,7 @@ def test_each_kind_of_file_has_the_same_digest(name, sections, tmp_path):
 # What is found
 
 
+@pytest.mark.quick
 def test_the_columns_decide_and_what_is_unclear_is_refused_with_options_to_paste(
     sections, tmp_path, capsys
 ):

@@ -35,7 +35,7 @@ from extras.chat.messages import checked
 from extras.chat.template import find_template
 from tests.conftest import REPO
 
-pytestmark = pytest.mark.early
+pytestmark = [pytest.mark.early, pytest.mark.quick]
 
 LOOP = "{% for m in messages %}"
 CHATML = (

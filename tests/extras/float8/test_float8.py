@@ -56,6 +56,7 @@ def rounded(x: Tensor, dtype: torch.dtype, recipe: str, dim: int) -> Tensor:
     return torch.stack(found, 1 - dim) if recipe == "rowwise" else found[0]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_product_and_its_gradients_are_those_of_plain_casts(recipe, dtype):
@@ -353,6 +354,7 @@ def test_what_is_sent_equals_the_formula(on_ranks, ranks, real):
         assert found == collectives(cfg, meta_model(cfg.model), ranks), s["parallel"]
 
 
+@pytest.mark.quick
 def test_tensorwise_gathers_a_byte_a_weight_and_reduces_its_scales_once():
     """Two blocks of seven matrices, two ranks, one micro-batch: a block's forward and backward. Norms stay."""
     from tests.theory import collectives
@@ -608,6 +610,7 @@ def test_the_launcher_exits_with_2(write_config):
     )
 
 
+@pytest.mark.quick
 def test_scales_need_shards(on_ranks):
     """Not while a matrix is all-gathered: a scale must be that of the values that came."""
     made_of_a_shard, error = on_ranks(1, cases.scales_between, case("tensorwise"))[0]

@@ -280,6 +280,7 @@ def test_the_export_loads_in_transformers_bit_for_bit(read, folders, tmp_path, c
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["sharded", "tied", "old", "qwen3"])
 def test_an_imported_checkpoint(folders, tmp_path, capsys, name):
     assert run(capsys, "import", folders[name], tmp_path / "checkpoint") == (0, "")
@@ -340,6 +341,7 @@ def plain_loop(
     return found
 
 
+@pytest.mark.quick
 def test_training_from_it_is_transformers_training(on_ranks, folders, corpus, prepared, tmp_path):
     """... and resumes from its checkpoint when the folder is gone, but not its tokenizer."""
     source = shutil.copytree(folders["sharded"], tmp_path / "hf")
@@ -1245,6 +1247,7 @@ WRONG = {  # what is done to the folder "single", or another that the name begin
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_refused_by_name(folders, tmp_path, capsys, case):
     spoil, expected = WRONG[case]
@@ -1319,6 +1322,7 @@ def test_short_dtypes_are_read_exactly(folders, tmp_path, dtype):
     )
 
 
+@pytest.mark.quick
 def test_any_rectangle_is_read(folders):
     found = weights_to_read(config_from(str(folders["uneven"])), 0)
     for name, offsets, shape in (

@@ -12,6 +12,8 @@ import config
 from extras.migrate import from_fsdp1
 from tests.conftest import REPO, make_config
 
+pytestmark = pytest.mark.quick
+
 FULL = {"dp_replicate": 1, "dp_shard": "auto", "reshard_after_forward": True}
 GRAD_OP = FULL | {"reshard_after_forward": False}
 NO_SHARD = {"dp_replicate": "auto", "dp_shard": 1}

@@ -251,6 +251,7 @@ def test_fifty_updates_are_those_of_torchs_muon():
             assert off(p.detach(), its.detach()) < 0.001, step
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 def test_a_matrix_without_a_gradient_stays_as_it_is(state_dtype):
     """Next to one of its shape that has one: neither decayed nor counted."""

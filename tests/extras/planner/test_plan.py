@@ -654,6 +654,7 @@ def test_what_does_not_fit_is_exit_3(capsys):
     assert "does not fit" in done.stderr and "the fastest that fits: --" in done.stderr, done.stderr
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "options, ranks",
     [
@@ -746,6 +747,7 @@ def test_an_offloaded_plan_says_what_lies_in_host_memory_and_what_it_does_not_kn
     )
 
 
+@pytest.mark.quick
 def test_tables_say_where_the_plan_sends():
     cfg = make_config(
         model={"dim": 512, "ffn_dim": 4096, "vocab_size": 32000},
@@ -1119,6 +1121,7 @@ def test_changes_are_of_every_kind_and_tp_stays_within_a_node():
         assert bases == [f"--lora.base_dtype={dtype}" for dtype in kept]
 
 
+@pytest.mark.quick
 @needs_extra("huggingface", "lora")
 def test_weights_in_4_bits_cost_what_is_moved_to_make_them():
     """Uncompiled what dequantize()'s operators move, compiled what one kernel must read and write."""
@@ -1295,6 +1298,7 @@ def test_the_drawing_is_the_plan(tmp_path, capsys):
     assert sum(t.startswith("backward block") and " reduces: " in t for t in titles) == 32
 
 
+@pytest.mark.quick
 def test_the_reductions_of_replicas_take_their_time():
     """Two nodes, a replica on each: a block's gradients are reduce-scattered within a node (7/8 of the bytes leave each
     GPU), then all-reduced with the other node (its bytes leave twice, half of them each time)."""
@@ -1334,6 +1338,7 @@ def test_gathers_and_reductions_are_sent_apart():
     }
 
 
+@pytest.mark.quick
 def test_what_sends_nothing_waits_for_nothing():
     assert plan(make_config(), 1, Asked(device("H100")))["waiting_seconds"] == 0
 

@@ -462,6 +462,7 @@ def test_a_masks_share_is_that_of_torchs_own(rule, size, monkeypatch):
     )
 
 
+@pytest.mark.quick
 def test_heads_may_have_masks_of_their_own():
     def rule(b, h, q, k):
         return (q >= k) & (q - k < torch.where(h == 0, 4096, 128))

@@ -26,6 +26,8 @@ from extras.preflight.survey import survey
 from launch.command import Ranks
 from tests.conftest import REPO, launch, make_config
 
+pytestmark = pytest.mark.quick
+
 ONE = Ranks(1, 1, 0, None)
 NODE = Ranks(1, 8, 0, None)
 JOB = Ranks(2, 8, 3, "4242")

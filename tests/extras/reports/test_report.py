@@ -306,6 +306,7 @@ def f(a<b):
 """
 
 
+@pytest.mark.quick
 def test_what_the_folder_says_of_the_run(tmp_path):
     """Each number of it by hand from the rows, none of which is like the others."""
     train = []
@@ -412,6 +413,7 @@ def test_runs_of_one_name_are_told_apart_and_many_have_a_color(tmp_path):
         assert report.STYLE.count(f".c{i} {{ color: ") == 2  # on light pages and on dark ones
 
 
+@pytest.mark.quick
 def test_the_page_is_escaped_and_refers_to_nothing_outside(tmp_path):
     evil = '<script src="https://x.example/a.js">&"\'\udc80'
     run = write_run(

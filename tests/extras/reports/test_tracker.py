@@ -186,6 +186,7 @@ def test_each_tracker_of_a_run_keeps_its_own_run(tmp_path, store):
         assert [one["step"] for one in sent] == [*range(1, last + 1)]
 
 
+@pytest.mark.quick
 def test_signals_are_for_the_ranks_whose_last_rows_are_sent_too(tmp_path, store):
     """The launcher's process group gets them. Without log.project the project is fsdp2."""
     stopped = Launch(tmp_path, "wandb", 0, project="")
