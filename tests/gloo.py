@@ -11,8 +11,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from tests import lines
-
 
 def run_on_ranks(ranks: int, function: Callable, *arguments: Any, timeout: float = 240) -> list:
     """Results of function(*arguments) by rank, each in a process of its own that sees what torchrun would set.
@@ -38,15 +36,7 @@ def run_on_ranks(ranks: int, function: Callable, *arguments: Any, timeout: float
     processes = [
         context.Process(
             target=_child,
-            args=(
-                rank,
-                ranks,
-                port,
-                results,
-                os.environ.get(lines.CONTEXT, ""),
-                function,
-                arguments,
-            ),
+            args=(rank, ranks, port, results, function, arguments),
         )
         for rank in range(ranks)
     ]
@@ -80,11 +70,9 @@ def _child(
     ranks: int,
     port: int,
     results: Any,
-    context: str,
     function: Callable,
     arguments: tuple,
 ) -> None:
-    lines.follow(context)
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -54,7 +54,6 @@ def warm_python() -> str:
     program.chmod(0o755)
     server = subprocess.Popen(
         [sys.executable, __file__, str(listener.fileno())],
-        env={name: value for name, value in os.environ.items() if "COVERAGE" not in name},
         stdin=subprocess.PIPE,
         start_new_session=True,
         pass_fds=[listener.fileno()],
@@ -204,12 +203,6 @@ def become(request: dict, files: list[int]) -> None:
             if place.startswith(sys.base_prefix) or "site-packages" in place
         ),
     ]
-    if (
-        "COVERAGE_PROCESS_START" in os.environ
-    ):  # tests/lines.py; as site does in a process that is started
-        import coverage
-
-        coverage.process_startup()
 
 
 def leave(code: int) -> None:
