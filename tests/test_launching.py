@@ -205,6 +205,28 @@ def test_run_train_sh_is_no_part_of_another_launch_but_of_a_slurm_job(variables,
     assert Ranks.from_environment().total == 1
 
 
+def test_a_launch_minds_neither_variables_nor_files_around_it(write_config, tmp_path):
+    """Of a notebook that has set all variables for its one process; called as our modules and Python's."""
+    variables = {
+        "WORLD_SIZE": "1",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "10.255.255.1",
+        "MASTER_PORT": "29500",
+        "PET_NPROC_PER_NODE": "7",
+        "PET_MASTER_ADDR": "10.255.255.1",
+        "TORCHELASTIC_RUN_ID": "other",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    }
+    folder = tmp_path / "caller"
+    for name in ("config.py", "data.py", "random.py", "launch/__init__.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"raise SystemExit('the caller has a file {name}')")
+    done = launch(write_config(), nproc=2, cwd=folder, **variables)
+    assert done.returncode == 0 and "finished" in done.stdout, done.stdout + done.stderr
+
+
 def test_torchrun_variables_are_known_by_name(monkeypatch):
     others = ["RANK", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT", "PET_NNODES"]
     others += ["TORCHELASTIC_RUN_ID", "ROLE_NAME"]

@@ -264,6 +264,13 @@ def test_another_identity_in_the_same_folder_is_refused(corpus, tmp_path):
         prepare_one(config_for(corpus, tmp_path, max_tokens=7))
 
 
+def test_a_folder_that_is_a_link_to_a_disk_that_is_away_is_refused(corpus, tmp_path):
+    cfg = config_for(corpus, tmp_path)
+    pathlib.Path(cfg.data.path).symlink_to("/not/mounted")
+    with pytest.raises(ConfigError, match="is a link to /not/mounted, which is not there"):
+        prepare_one(cfg)
+
+
 def test_an_identity_with_another_key_is_refused_in_both_directions(corpus, tmp_path):
     """A fork's option, which is in the identity only while it is on; one that is None counts as absent."""
     cfg = config_for(corpus, tmp_path)

@@ -566,11 +566,15 @@ def test_a_git_lfs_pointer_is_no_text(suffix, tmp_path):
         (["train.jsonl", "pretest.jsonl"], None),
         (["test.jsonl", "latest.jsonl"], None),
         (["a.txt", "b.txt", ".c.jsonl"], None),
+        (["a.jsonl", "._a.jsonl", ".ipynb_checkpoints/a.jsonl"], None),
+        (["a.jsonl", "LICENSE.txt"], "a.jsonl"),
+        (["train.jsonl", "val.jsonl", "test.jsonl"], "train.jsonl"),
         (["a.jsonl", "cache-123.arrow"], None),
     ],
 )
 def test_a_folder_is_not_read_with_what_is_not_meant(tmp_path, names, pattern):
     for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "as it happens"}\n')
     d = make_config(data={"source": str(tmp_path)}).data
     if pattern is None:

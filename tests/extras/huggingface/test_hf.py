@@ -534,6 +534,11 @@ def test_a_folder_that_is_not_there(folders, tmp_path):
             ConfigError, match="init_from = .*has no config.json.* or the id of a repository"
         ):
             config_from(name)
+    command = (
+        "run the export first: ./run_train.sh -m huggingface export outputs/tiny outputs/tiny-hf"
+    )
+    with pytest.raises(ConfigError, match=command):
+        config_from("outputs/tiny-hf")
     # complete: it may go on from a checkpoint
     cfg = make_config(model={"init_from": str(tmp_path / "gone")})
     with pytest.raises(ConfigError, match="gone: has neither model.safetensors"):

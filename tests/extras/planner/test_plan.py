@@ -1355,8 +1355,19 @@ def test_a_plan_is_of_gpus_whatever_the_device(capsys):
 
 
 def test_dry_run_makes_nothing(tmp_path):
-    assert launch(CONFIGS / "tiny.toml", "--dry-run", cwd=tmp_path).returncode == 0
+    """With torch's most detailed debugging, too, which wraps process groups."""
+    for debug in ("OFF", "DETAIL"):
+        path = CONFIGS / "tiny.toml"
+        done = launch(path, "--dry-run", cwd=tmp_path, TORCH_DISTRIBUTED_DEBUG=debug)
+        assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_options_of_a_plan_need_dry_run(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        config.parse_arguments(["--config", "base.toml"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--config needs --dry-run" in said and "file comes first, without --config" in said
 
 
 MACHINES = {  # that the comments of the configurations name
