@@ -23,8 +23,9 @@ from config import ConfigError
 from data.tokenizer import Tokenizer
 from files import printable
 from generate import Cache, choose, continue_text, encode, generate, print_stream
+from model.build import build_model
 from model.llama import Llama
-from tests import cases
+from tests import cases, forks
 from tests.conftest import REPO, make_config, run_tool, seal
 from tests.test_llama import SCALING, reference, with_weights_of
 
@@ -126,6 +127,19 @@ def test_cached_logits_equal_those_of_the_whole_row(changes):
             assert logits.shape == (3, 1, m.vocab_size)
             assert torch.allclose(logits[:, 0], whole[torch.arange(3), last], atol=1e-5, rtol=1e-5)
             tokens = rows[torch.arange(3), last + 1][:, None]
+
+
+def test_blocks_with_terms_of_the_loss_generate():
+    with forks.routed():
+        ours = build_model(make_config().model).eval()
+        for parameter in ours.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        rows = torch.tensor(prompts_of([9]))
+        cache = Cache([8], 9, 2, CPU)
+        with torch.no_grad():
+            ours(rows[:, :8], cache=cache)
+            logits = ours(rows[:, 8:], cache=cache)
+            assert torch.allclose(logits[:, 0], ours(rows)[:, 8], atol=1e-5)
 
 
 @pytest.mark.quick

@@ -19,16 +19,16 @@ import torch.nn.functional as F
 import config
 import train
 from checkpoint.catalog import read_state
-from config import IGNORE
+from config import IGNORE, ConfigError
 from data.dataset import open_data
 from data.order import Permutation, rank_samples
 from data.tokens import open_stream, window_count
 from lifecycle.process_group import distributed, set_determinism
-from model.llama import Llama
+from model.llama import Llama, add_terms
 from optim import build_optimizer, learning_rate
 from parallel import mesh
 from parallel.materialize import materialize
-from tests import cases
+from tests import cases, forks
 from tests.conftest import (
     REPO,
     available,
@@ -231,6 +231,66 @@ def test_every_split_equals_the_plain_loop(trained, ranks, name, corpus, folders
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
         assert ours["batch_digest"] == theirs["batch_digest"]
+
+
+# Of a fork whose blocks have terms of the loss (tests/forks.py). Sizes that four ranks do not divide.
+ROUTED = {"dim": 46, "n_heads": 4, "n_kv_heads": 2, "head_dim": 6, "ffn_dim": 76}
+TERMS = [  # ranks, their meshes
+    (1, {"compiled": {"compile": True, "recompute": "elementwise"}}),
+    (2, {"tp": {"tp": 2, "recompute": "full"}, "cp": {"cp": 2}}),
+    (
+        4,
+        {
+            "hybrid": {"dp_replicate": 2, "sync_every_micro_batch": False},
+            "tp and dp": {"tp": 2, "recompute": "selective"},
+            "cp and tp": {"cp": 2, "tp": 2, "recompute": 2},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize("ranks, meshes", TERMS)
+def test_terms_of_a_block_are_exact_on_any_mesh(
+    on_ranks, corpus, prepared, folders, tmp_path, ranks, meshes
+):
+    """In the loss, in its row and in the weights after four steps; the validation loss is without them."""
+    plain = with_data({"model": ROUTED, "train": {"micro_batch_size": 1}}, corpus, folders)
+    last: dict[str, torch.Tensor] = {}
+    with forks.routed():
+        expected = plain_loop(make_config(**plain), last)
+        model = Llama(make_config(**plain).model)
+        model.load_state_dict({name.removeprefix("model."): p for name, p in last.items()})
+        ids = open_stream(prepared, "validation", 320).read(0, 8 * 32 + 1)[1]
+        with torch.no_grad():
+            logits = model(ids[:-1].view(8, 32)).flatten(0, 1)
+    validation_loss = F.cross_entropy(logits, ids[1:]).item()
+    runs = {}
+    for name, parallel in meshes.items():
+        runs[name] = {**plain, "parallel": parallel, "eval": {"batches": 1}, "checkpoint": {}}
+    found = on_ranks(ranks, cases.train_forked, "routed", runs, str(tmp_path))[0]
+    for name, ours in found.items():
+        for key in ("loss", "balance", "router_z", "grad_norm"):
+            theirs = [row[key] for row in expected]
+            assert [row[key] for row in ours] == pytest.approx(theirs, rel=1e-5), (name, key)
+        folder = tmp_path / f"{ranks}/{name.replace(' ', '-')}"
+        (evaluated,) = rows(folder, "eval")
+        assert evaluated["loss"] == pytest.approx(validation_loss, rel=1e-5), name
+        saved = weights(folder, 4)
+        for key, tensor in last.items():
+            assert (saved[key] - tensor).norm() < 1e-5 * tensor.norm(), (name, key)
+
+
+@pytest.mark.parametrize(
+    "value, name",
+    [
+        (torch.zeros((), dtype=torch.bfloat16), "balance"),
+        (torch.zeros(2), "balance"),
+        (torch.zeros(()), "loss"),
+    ],
+)
+def test_a_term_that_would_lose_precision_is_refused(value, name):
+    with pytest.raises(ConfigError, match=rf"blocks.3 returns {name} of torch.*float32 scalar"):
+        add_terms({}, {name: value}, "blocks.3")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
