@@ -244,17 +244,15 @@ def test_every_cut_longer_or_missing_file_is_found(checkpoint):
     assert catalog.problems_of(checkpoint) == []
 
 
+@pytest.mark.nightly
 def test_a_storm_of_kills():
-    """The short form of what benchmarks/kill_storm.py does a hundred times. With this seed the kill that is to fall
-    inside a save comes early in one that is not the first."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.kill_storm", "--kills=2", "--seed=7"],
+        [sys.executable, "-m", "benchmarks.kill_storm", "--kills=50", "--seed=7"],
         cwd=REPO,
         text=True,
         capture_output=True,
-        timeout=300,
     )
-    assert done.returncode == 0 and "2 kills: " in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "50 kills: " in done.stdout, done.stdout + done.stderr
     assert re.search(r"inside a save.*from steps .*[1-9].*; 0 problems", done.stdout), done.stdout
 
 

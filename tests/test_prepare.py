@@ -634,9 +634,9 @@ def test_a_second_that_waits_says_if_the_first_removed_the_folder(with_tokenizer
     assert second.returncode == 2 and "out: another process removed it" in error, error
 
 
-@pytest.mark.parametrize("order", ["global", "growing"])
+@pytest.mark.nightly
 def test_killed_before_any_of_its_file_system_events_it_resumes_and_ends_the_same(
-    with_tokenizer, prepared, tmp_path, monkeypatch, order
+    with_tokenizer, tmp_path, monkeypatch
 ):
     """Dozens of kills: one at each event, and many of one preparation."""
     small = tmp_path / "small.jsonl"
@@ -647,7 +647,7 @@ def test_killed_before_any_of_its_file_system_events_it_resumes_and_ends_the_sam
             with_tokenizer.data,
             source=str(small),
             path=str(tmp_path / "killed/out"),
-            order=order,
+            order="growing",
         ),
     )
     for name, tokens in {"FIRST_BORDER": 4096, "BORDER_STEP": 4096}.items():

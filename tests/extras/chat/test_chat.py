@@ -11,8 +11,6 @@ import pathlib
 import random
 import re
 import shutil
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 from unittest import mock
@@ -40,7 +38,7 @@ from extras.chat.packing import Packed, pack
 from model.llama import Llama
 from parallel.materialize import materialize
 from tests import cases
-from tests.conftest import REPO, data_rank, launch, loader_of, make_config, rows, run_tool, words
+from tests.conftest import data_rank, launch, loader_of, make_config, rows, run_tool, words
 from tests.test_tokenizer import sentencepiece_model
 
 pytestmark = pytest.mark.early
@@ -709,33 +707,6 @@ def test_show_marks_what_has_a_loss(chats, tmp_path):
         and "<|im_end|>»\n<|im_start|>" in text
         and "«<|im_start|>" not in text
     )
-
-
-def test_killed_while_preparing_it_resumes_and_ends_the_same(tokenizer, tmp_path):
-    (tmp_path / "killed").mkdir()
-    sections = sections_of(
-        tokenizer, tmp_path, conversations(150), data={"path": str(tmp_path / "killed/out")}
-    )
-    cfg = make_config(**sections)
-    with contextlib.ExitStack() as stack:
-        for name, tokens in {
-            "FIRST_BORDER": 4096,
-            "BORDER_STEP": 4096,
-        }.items():
-            stack.enter_context(mock.patch(f"data.record.{name}", tokens))  # as tests/kill_cases.py
-        stack.enter_context(mock.patch("data.encode.CHUNK", 20_000))
-        final = here(cfg, one_in=0).rename(tmp_path / "final")
-    assert read_manifest(final)["dtype"] == "int32"
-    shutil.rmtree(tmp_path / "killed")
-    (tmp_path / "run.toml").write_text(config.to_toml(cfg))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kill_cases", tmp_path / "run.toml", final],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["events"] > 10
 
 
 def test_of_few_conversations_the_last_are_held_out_whole(tokenizer, tmp_path):
