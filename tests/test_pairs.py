@@ -222,7 +222,7 @@ def sections_of(row: str, folder: pathlib.Path) -> dict:
 
 
 def prepared_once(sections: dict, folder: pathlib.Path, made: dict[str, str]) -> str:
-    """The folder of its data; cases may share it."""
+    """The folder of its data; rows may share it."""
     text = {key: value for key, value in sections["data"].items() if key != "document_mask"}
     path = made.setdefault(repr(text), str(folder / f"data-{len(made)}"))
     cfg = make_config(**{**sections, "data": {**sections["data"], "path": path}})
@@ -256,13 +256,16 @@ def near(cfg: config.Config) -> Near:
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(number, marks=[pytest.mark.quick] if json.loads(row)["ranks"] == 1 else [])
+        pytest.param(
+            number,
+            id=f"line {number + 1}",
+            marks=[pytest.mark.quick] if json.loads(row)["ranks"] == 1 else [],
+        )
         for number, row in enumerate(ROWS)
     ],
 )
 def test_run_is_the_plain_one(number, train_all):
-    row = json.loads(ROWS[number])
-    runs = train_all(row["ranks"])
+    runs = train_all(json.loads(ROWS[number])["ranks"])
     if number not in runs:
         pytest.skip("it needs an extra that was removed")
     run = runs[number]
@@ -274,10 +277,10 @@ def test_run_is_the_plain_one(number, train_all):
         plain_run = plain.Run(configs[0])
     loss_means: dict[int, float] = {}  # by the step of the row
     saved: set[int] = set()
-    for number, (leg, cfg) in enumerate(zip(legs, configs)):
+    for leg_number, (leg, cfg) in enumerate(zip(legs, configs), start=1):
         last = cfg.train.steps
-        if number + 1 < len(legs):  # what the next launch goes back behind is dropped
-            last = legs[number + 1].begins_after
+        if leg_number < len(legs):  # what the next launch goes back behind is dropped
+            last = legs[leg_number].begins_after
         plain_run.train(cfg, leg.begins_after + 1, last)
         loss_means |= means(plain_run, cfg, leg.begins_after + 1, last)
         if cfg.checkpoint:

@@ -201,7 +201,11 @@ QUICK = [
 @pytest.fixture(scope="module")
 def trained(request, on_ranks, corpus, folders, tmp_path_factory):
     """{ranks: {name: rows}} of those RUNS that the tests which were chosen look at."""
-    users = [item for item in request.session.items if "trained" in item.fixturenames]
+    users = [
+        item
+        for item in request.session.items
+        if item.module is request.module and "trained" in item.fixturenames
+    ]
     one_each = all(hasattr(item, "callspec") for item in users)
     wanted = (
         [(p["ranks"], p["name"]) for p in (item.callspec.params for item in users)]
