@@ -1,8 +1,8 @@
 """Options in pairs: real runs against tests/plain.py, which knows nothing of ranks.
 
 Each line of pairs.jsonl is a configuration: its number of ranks, and what it sets beside conftest's TINY. They were
-drawn once, so that nearly any two values of options that the same code reads are together in one. Paths that begin with
-@ are below folder().
+drawn once, so that nearly any two values of options that the same code reads are together in one, and those of the core
+in the first 24, which need no extra. Paths that begin with @ are below folder().
 """
 
 import functools
