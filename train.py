@@ -180,11 +180,11 @@ def training_step(
     # Returns the norm before clipping. A fused optimizer multiplies by the clipping factor in its
     # update, which saves a pass over the gradients: hence the argument.
     grad_norm = clip_gradients(model, optimizer, cfg.train.max_grad_norm)
+    seed_update(cfg.run.seed, step, world)
     # Without a target in the global batch, all ranks leave weights and optimizer state as they are:
     # the gradients are zero, but weight decay and momentum would still change the weights.
     # A fused optimizer is always called: the device leaves weights and state alone if the norm is
     # not finite. For any other, the host waits for the norm, and skips the step.
-    seed_update(cfg.run.seed, step, world)
     if batch.valid_tokens and guard.may_update(step, grad_norm):
         optimizer.step()
     optimizer.zero_grad()
