@@ -1,6 +1,7 @@
-"""Shared set-up: a small corpus, prepared once; configurations; runs through run_train.sh; functions on gloo ranks."""
+"""What tests share: a tiny configuration, a prepared corpus, models on ranks, whole runs."""
 
 import gc
+import hashlib
 import json
 import os
 import pathlib
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,10 +23,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub of others
 # hundreds of processes would compile every module anew
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
 import config
+from config import ConfigError
+from model.build import meta_model
+from model.llama import Llama
+from parallel.materialize import ReadShard, materialize
+from parallel.mesh import World, build_mesh
+from parallel.parallelize import parallelize
 from tests.gloo import run_on_ranks
 from tests.warm import warm_python
 
+torch.set_num_threads(1)
 REPO = pathlib.Path(__file__).parent.parent
 
 TINY = {
@@ -117,6 +130,54 @@ def tables(**sections: dict | None) -> dict:
 
 def make_config(**sections: dict | None) -> config.Config:
     return config.from_dict(tables(**sections), "test.toml")
+
+
+def refuses(*words: str) -> Any:
+    """Expects a ConfigError whose text has these words, in this order. `"a|b"`: either."""
+    return pytest.raises(ConfigError, match="(?s)" + ".*".join(f"(?:{word})" for word in words))
+
+
+# Models
+
+
+def mesh_for(cfg: config.Config, world: World) -> World:
+    """The same ranks on the mesh of a configuration."""
+    shape = config.mesh_shape(cfg, world.size)
+    return World(world.rank, world.size, world.device, build_mesh("cpu", shape))
+
+
+def build(cfg: config.Config, world: World, read: ReadShard | None = None) -> Llama:
+    """The model of a configuration as a run has it on this rank."""
+    model = meta_model(cfg.model, cfg.lora)
+    parallelize(model, cfg, world)
+    materialize(model, cfg.run.seed, world.device, read)
+    return model
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def hashes(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """By name: a hash of the full tensor's bits."""
+    found = {}
+    for name, tensor in tensors.items():
+        bits = full(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
+        found[name] = hashlib.sha256(bits.numpy().tobytes()).hexdigest()
+    return found
+
+
+def token_ids(*shape: int, vocab_size: int = 320, seed: int = 0) -> Tensor:
+    return torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def is_near(ours: Tensor, theirs: Tensor, bound: float = 1e-5) -> bool:
+    """Whether they differ by at most so much, relative to the norm."""
+    difference = (ours.double() - theirs.double()).norm()
+    return bool(difference <= bound * theirs.double().norm())
+
+
+# Extras that were removed
 
 
 def needs_extra(*names: str) -> pytest.MarkDecorator:
@@ -254,6 +315,20 @@ def launch(
     )
 
 
+def train_run(cfg: config.Config, world: World) -> list[dict]:
+    """One run as train.py has it, on ranks that exist; its training rows."""
+    import train
+    from checkpoint.checkpointer import resolve_param_dtype
+    from lifecycle.run import Run
+    from lifecycle.stop import StopRequest
+
+    cfg = resolve_param_dtype(cfg, world)
+    world = mesh_for(cfg, world)
+    with Run(cfg, world, None, StopRequest()) as run:
+        train.train(cfg, world, run)
+    return rows(config.run_folder(cfg))
+
+
 def rows(folder: pathlib.Path, kind: str = "train") -> list[dict]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if row["kind"] == kind]
@@ -271,13 +346,10 @@ def on_ranks():
 
 @pytest.fixture(scope="session")
 def saved_by_two(tmp_path_factory) -> tuple[pathlib.Path, dict[str, str]]:
-    """(a real checkpoint, its tensors' digests). Not to be changed."""
-    from tests import cases
+    """(a real checkpoint of two ranks, its tensors' hashes). Not to be changed."""
+    from tests.checkpoint.conftest import save_on_ranks
 
-    folder = tmp_path_factory.mktemp("two")
-    return folder / "r/checkpoints/step-00000003", run_on_ranks(2, cases.save_trained, str(folder))[
-        0
-    ]
+    return save_on_ranks(2, tmp_path_factory.mktemp("two"))
 
 
 def seal(folder: pathlib.Path) -> None:
