@@ -29,8 +29,9 @@ from torch.distributed.tensor import DTensor
 
 import config
 from config import ConfigError
+from data.tokens import TextStream
 from model.build import meta_model
-from model.llama import Llama
+from model.llama import Llama, named_parameters
 from parallel.materialize import ReadShard, materialize
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
@@ -60,8 +61,9 @@ TINY = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first: run two at a time they should not end one by one. A test that starts ranks or a launch
     is slow."""
+    uses_ranks = {"write_config", "on_ranks"}
     for item in items:
-        if {"write_config", "on_ranks"} & {*item.fixturenames}:
+        if isinstance(item, pytest.Function) and uses_ranks & {*item.fixturenames}:
             item.add_marker("slow")
     order = {"first": 0, "early": 1, None: 2}
     items.sort(
@@ -167,6 +169,11 @@ def hashes(tensors: dict[str, Tensor]) -> dict[str, str]:
     return found
 
 
+def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """By name, of the parameters that have one."""
+    return {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
+
+
 def token_ids(*shape: int, vocab_size: int = 320, seed: int = 0) -> Tensor:
     return torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
@@ -238,6 +245,7 @@ def run_tool(main: Callable, *words: object) -> int:
         pytest.raises(SystemExit) as ended,
     ):
         config.run_tool(main)
+    assert isinstance(ended.value.code, int)
     return ended.value.code
 
 
@@ -268,7 +276,7 @@ def data_rank(rank: int = 0, ranks: int = 1, cp: int = 1) -> SimpleNamespace:
 
 def loader_of(
     cfg: config.Config,
-    *streams: object,
+    *streams: TextStream,
     rank: int = 0,
     ranks: int = 1,
     first_step: int = 1,
@@ -289,7 +297,7 @@ def write_config(tmp_path, corpus, prepared):
 
     def write(name: str = "test", **sections: dict | None) -> pathlib.Path:
         sections = {"data": {"source": str(corpus), "path": str(prepared)}, **sections}
-        sections["run"] = {"output_dir": str(tmp_path / "outputs"), **sections.get("run", {})}
+        sections["run"] = {"output_dir": str(tmp_path / "outputs"), **(sections.get("run") or {})}
         path = tmp_path / f"{name}.toml"
         path.write_text(config.to_toml(config.from_dict(tables(**sections), str(path))))
         return path

@@ -196,8 +196,8 @@ ELSEWHERE = {
         "tests/test_config.py: test_a_mixture_may_take_two_parts_of_one_source"
     ),
     "data.sources.split": ("tests/test_config.py: test_a_mixture_may_take_two_parts_of_one_source"),
-    "parallel.cp": "tests/test_meshes.py: test_a_run_does_not_depend_on_the_mesh",
-    "parallel.tp": "tests/test_meshes.py: test_a_run_does_not_depend_on_the_mesh",
+    "parallel.cp": "tests/parallel/test_training.py: test_training_equals_the_plain_loop",
+    "parallel.tp": "tests/parallel/test_training.py: test_training_equals_the_plain_loop",
     "log.tracker": (
         "tests/extras/reports/test_tracker.py: test_three_launches_are_one_run_without_a_step_twice"
     ),

@@ -26,7 +26,7 @@ from generate import Cache, choose, continue_text, encode, generate, print_strea
 from model.llama import Llama
 from tests import cases
 from tests.conftest import REPO, make_config, run_tool, seal
-from tests.test_llama import SCALING, reference, with_weights_of
+from tests.model.test_llama import SCALING, reference, with_weights_of
 
 CPU = torch.device("cpu")
 MODELS = [

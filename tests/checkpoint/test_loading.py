@@ -194,7 +194,8 @@ def test_another_model_is_refused(folder, model, words):
 def test_another_optimizer_is_refused_in_one_line(folder):
     model = Llama(make_config().model)
     other = torch.optim.SGD(model.parameters())
-    other.state = {p: {"momentum_buffer": torch.zeros_like(p)} for p in model.parameters()}
+    for parameter in model.parameters():
+        other.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
     with refuses(r"exp_avg_sq \(torch.float32\), step .* this run's has momentum_buffer"):
         restore(folder, model, other)
     model.embedding.weight.requires_grad_(False)
@@ -218,7 +219,7 @@ def test_model_may_say_which_parameters_are_saved():
 
 
 GUIDE = (REPO / "docs/fsdp2.md").read_text()
-SNIPPET = re.search(r"```python full-state\n(.*?)```", GUIDE, re.DOTALL)[1]
+(SNIPPET,) = re.findall(r"```python full-state\n(.*?)```", GUIDE, re.DOTALL)
 
 
 @pytest.mark.parametrize(

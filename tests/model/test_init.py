@@ -7,49 +7,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from config import ConfigError
 from model.build import meta_model
 from model.init import Fill, constant, normal
 from model.llama import Llama
 from parallel.fsdp import apply_fsdp
 from parallel.materialize import materialize
+from parallel.mesh import World
 from parallel.tensor import check_tp_plan
-from tests import cases, forks
-from tests.conftest import make_config
-from tests.test_training import with_data
+from tests import forks
+from tests.conftest import make_config, mesh_for, refuses
+from tests.distributed import distributed
+from tests.reference import fresh_model
 
 CPU = torch.device("cpu")
-UNEVEN = {"model": {"dim": 56, "ffn_dim": 76, "vocab_size": 320}}
-
-
-def test_a_fork_s_parameters_train_alike_on_any_mesh(on_ranks, corpus, prepared, tmp_path):
-    """A gate, a layer scale, a bias, a sink per head and a buffer: losses and gradient norms."""
-    meshes = {
-        1: {"plain": {}, "selective": {"recompute": "selective"}},
-        2: {"dp 2": {}, "tp 2": {"tp": 2}},
-        4: {"dp 4": {}, "dp 2 x tp 2": {"tp": 2}, "replicas": {"dp_replicate": 2}},
-    }
-    expected = None
-    for ranks, options in meshes.items():
-        runs = {
-            mesh: with_data(
-                {**UNEVEN, "train": {"micro_batch_size": 1}, "parallel": parallel},
-                corpus,
-                {320: prepared},
-            )
-            for mesh, parallel in options.items()
-        }
-        found = on_ranks(ranks, cases.train_forked, "with_parameters", runs, str(tmp_path))[0]
-        for mesh, rows in found.items():
-            losses = [row[key] for row in rows for key in ("loss", "grad_norm")]
-            expected = expected or losses
-            assert losses == pytest.approx(expected, rel=1e-5), mesh
 
 
 def test_declared_values_of_each_kind():
     with forks.with_parameters():
-        model = Llama(make_config().model)
-    materialize(model, 0, CPU)
+        model = fresh_model(make_config())
     block = model.blocks[1]
     assert block.gate.tolist() == [0.5]
     assert block.attention.sink.tolist() == [0, 1, 2, 3]
@@ -93,25 +68,27 @@ def with_norm(init: dict[str, Fill] | None, **parameters: Tensor) -> Llama:
 def test_a_parameter_without_a_declaration_is_refused_with_a_remedy_that_works(init):
     model = with_norm(init, offset=torch.empty(48))
     if init == {}:
-        model.head.norm.weight = None
-    with pytest.raises(ConfigError, match=r"head\.norm\.offset: nothing declares") as refused:
+        del model.head.norm.weight
+    with refuses(r"head\.norm\.offset: nothing declares") as refused:
         materialize(model, 0, CPU)
-    remedy = re.search(r"self\.init.*$", str(refused.value)).group()
+    (remedy,) = re.findall(r"self\.init.*$", str(refused.value))
     exec(remedy, {"self": model.head.norm, "normal": normal})
     materialize(model, 0, CPU)
     assert model.head.norm.offset.std().item() == pytest.approx(0.02, rel=0.3)
 
 
-@pytest.mark.parametrize(
-    "fill, words",
-    [
-        (lambda rows, first_row, generator: rows.copy_(torch.ones(7)), "shape"),
-        (lambda rows, first_row, generator: rows[:3].zero_(), "not finite"),
-    ],
-)
+def short(rows: Tensor, first_row: int, generator: torch.Generator) -> None:
+    rows.copy_(torch.ones(7))
+
+
+def unfinished(rows: Tensor, first_row: int, generator: torch.Generator) -> None:
+    rows[:3].zero_()
+
+
+@pytest.mark.parametrize("fill, words", [(short, "shape"), (unfinished, "not finite")])
 def test_values_that_do_not_fit_the_shape_are_refused(fill, words):
     model = with_norm({"weight": constant(1.0), "offset": fill}, offset=torch.empty(48))
-    with pytest.raises(ConfigError, match=rf"head\.norm\.offset: .*{words}"):
+    with refuses(r"head\.norm\.offset: ", words):
         materialize(model, 0, CPU)
 
 
@@ -119,34 +96,36 @@ def test_a_persistent_buffer_is_refused():
     model = meta_model(make_config().model)
     model.head.norm.register_buffer("steps", torch.empty(1, device="meta"))
     model.head.norm.init["steps"] = constant(0.0)
-    with pytest.raises(ConfigError, match=r"head\.norm\.steps: .*persistent=False"):
+    with refuses(r"head\.norm\.steps: ", "persistent=False"):
         materialize(model, 0, CPU)
 
 
-def test_a_parameter_without_dimensions_is_refused():
+@distributed(ranks=1)
+def test_a_parameter_without_dimensions_is_refused(world):
     model = with_norm(None, gate=torch.empty(()))
-    cfg = make_config()
-    with pytest.raises(ConfigError, match=r"head\.norm\.gate: .*torch\.empty\(1\)"):
-        apply_fsdp(model, cfg.parallel, None)
+    with refuses(r"head\.norm\.gate: ", r"torch\.empty\(1\)"):
+        apply_fsdp(model, make_config().parallel, world)
 
 
-class World:
-    tp = 2
+def tensor_parallel(world: World) -> World:
+    return mesh_for(make_config(parallel={"tp": 2}), world)
 
 
-def test_tensor_parallelism_refuses_what_it_cannot_place():
+@distributed(ranks=2, fake=True)
+def test_tensor_parallelism_refuses_what_it_cannot_place(world):
     model = with_norm(None, offset=torch.empty(48))
-    with pytest.raises(ConfigError, match=r"head\.norm\.offset: .*self\.tp_dims") as refused:
-        check_tp_plan(model, World)
-    remedy = re.search(r"self\.tp_dims = {[^}]*}", str(refused.value)).group()
+    with refuses(r"head\.norm\.offset: ", r"self\.tp_dims") as refused:
+        check_tp_plan(model, tensor_parallel(world))
+    (remedy,) = re.findall(r"self\.tp_dims = {[^}]*}", str(refused.value))
     exec(remedy, {"self": model.head.norm})
-    check_tp_plan(model, World)
+    check_tp_plan(model, tensor_parallel(world))
 
 
-def test_tensor_parallelism_refuses_a_bias_that_it_would_add_on_each_rank():
+@distributed(ranks=2, fake=True)
+def test_tensor_parallelism_refuses_a_bias_that_it_would_add_on_each_rank(world):
     model = meta_model(make_config().model)
     projection = model.blocks[0].feed_forward.down_proj
     projection.bias = nn.Parameter(torch.empty(48, device="meta"))
     projection.sharded_with_weight = {"bias": 0}
-    with pytest.raises(ConfigError, match=r"blocks\.0\.feed_forward\.down_proj\.bias: tp sums"):
-        check_tp_plan(model, World)
+    with refuses(r"blocks\.0\.feed_forward\.down_proj\.bias: tp sums"):
+        check_tp_plan(model, tensor_parallel(world))
