@@ -92,7 +92,9 @@ def test_on_a_gpu_it_is_compiled_once_and_equal():
             torch.randn(2, heads, 512, 64, device="cuda", requires_grad=True) for heads in (8, 2, 2)
         )
         gradients = []
-        for mask in (document_mask(documents.cuda()), document_mask(documents).cuda()):
+        on_cpu = document_mask(documents)
+        assert isinstance(on_cpu, torch.Tensor)
+        for mask in (document_mask(documents.cuda()), on_cpu.cuda()):
             loss = attention.attention(q, k, v, mask).square().sum()
             gradients.append(torch.autograd.grad(loss, (q, k, v)))
         for compiled, plain in zip(*gradients):

@@ -33,8 +33,14 @@ from tests.reference import fresh_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
 
-BATCH, LENGTH, LAYERS = 2, 64, 4
-DIM, KEYS, HEADS, FFN = 48, 24, 4, 80  # of TINY; keys: the width of all key heads
+BATCH = 2
+LENGTH = 64
+LAYERS = 4
+# of TINY
+DIM = 48
+KEYS = 24  # the width of all key heads
+HEADS = 4
+FFN = 80
 
 
 def built(mode: str | int, backend: str | None = None, **model: object) -> Llama:
