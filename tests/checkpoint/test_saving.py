@@ -59,7 +59,10 @@ class Run:
         return hashes(self.tensors())
 
     def names(self) -> list[str]:
-        return sorted(path.name for path in catalog.root(self.cfg).iterdir())
+        """On all ranks: none goes on and changes them before the others have looked."""
+        names = sorted(path.name for path in catalog.root(self.cfg).iterdir())
+        dist.barrier()
+        return names
 
 
 def no_space(*unused: object) -> None:
@@ -227,7 +230,7 @@ def test_checkpoint_is_published_after_what_must_be_on_disk_first(world, tmp_pat
     run = Run(world, tmp_path)
 
     def rows_are_synced() -> None:
-        assert run.names() == [".step-00000001.tmp"]
+        assert [path.name for path in catalog.root(run.cfg).iterdir()] == [".step-00000001.tmp"]
 
     run.save(1, before_publishing=rows_are_synced)
     run.save(2, before_publishing=no_space)
