@@ -40,7 +40,7 @@ def test_the_commands_of_the_documented_table_train(on_ranks, corpus, prepared, 
         # sides that 16 divides
         wide = ["--model.dim=48", "--model.ffn_dim=80"] if "float8" in options else []
         command = [*small, *wide, f"--run.name=r{number}", *off, *options.split()]
-        if "compile" in options:  # half a minute each: so is a run above
+        if "compile" in options:  # half a minute each: compiled meshes train in tests/parallel
             assert config.load(str(REPO / "configs/tiny.toml"), command).parallel.compile
         else:
             runs.setdefault(int(ranks), []).append(command)
