@@ -25,7 +25,7 @@ def set_default_timeout(timeout: datetime.timedelta) -> None:
     """Sets the timeout of the process groups that DeviceMesh creates.
 
     In all versions they use torch's default of 30 minutes, not the timeout of init_process_group().
-    Test: test_parallel.py, test_all_process_groups_have_the_runs_timeout.
+    Test: test_mesh.py, test_all_process_groups_have_the_runs_timeout.
     """
     dist.distributed_c10d.default_pg_timeout = timeout
 
@@ -79,7 +79,7 @@ def share_classes(model: nn.Module) -> None:
     _inject_new_class), and torch.compile would compile a graph for each class. Tensor parallelism
     and casts of replicated parameters parametrize modules.
     Tests: test_torch_patches.py, test_modules_parametrized_alike_share_a_class;
-    test_parallel.py, test_all_layers_share_one_compiled_graph.
+    parallel/test_fsdp.py, test_all_blocks_share_one_compiled_graph.
     """
     shared: dict[tuple, type] = {}
     for module in model.modules():

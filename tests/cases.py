@@ -9,7 +9,6 @@ import os
 import pathlib
 import resource
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,22 +26,20 @@ import config
 import files
 import generate
 from checkpoint.catalog import path_of
-from checkpoint.load import Reader, restore, tensors_of
+from checkpoint.load import Reader, tensors_of
 from checkpoint.save import Saver
 from config import ConfigError
 from data.loader import inputs_and_targets
 from lifecycle.process_group import distributed
-from model import loss as loss_module
 from model.build import meta_model
-from model.llama import Llama, after_weight_update, named_parameters, rope_tables
+from model.llama import Llama, after_weight_update, named_parameters
 from parallel import materialize as materialize_module
-from parallel.collectives import Group, all_gather, reduce_scatter
 from parallel.fsdp import reshard, set_communication, unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, build_mesh, fsdp_mesh
 from parallel.parallelize import parallelize
 from tests import forks
-from tests.conftest import make_config, rows
+from tests.conftest import compiled_by, make_config, rows
 
 
 def process_group():
@@ -327,85 +324,6 @@ def build(cfg: config.Config, world: World, weights: Any = None) -> Llama:
     return model
 
 
-def weight_hashes(cases: dict[str, dict], poison: bool) -> dict[str, dict[str, str]]:
-    """A hash of every full parameter after materialize; with `poison`, torch fills new storage with NaN."""
-    torch.use_deterministic_algorithms(poison)
-    torch.utils.deterministic.fill_uninitialized_memory = poison
-    found = {}
-    with process_group() as world:
-        for name, sections in cases.items():
-            cfg = make_config(**sections)
-            model = build(cfg, world_for(cfg, world))
-            found[name] = {}
-            for key, parameter in named_parameters(model):
-                assert isinstance(parameter, DTensor)
-                full = parameter.full_tensor()
-                assert full.isfinite().all()
-                found[name][key] = hashlib.sha256(
-                    full.detach().view(torch.uint8).numpy().tobytes()
-                ).hexdigest()
-            for other in [found[name]]:
-                everybody = [None] * world.size
-                dist.all_gather_object(everybody, other)
-                assert everybody.count(other) == world.size
-            del model
-    return found
-
-
-def losses_and_gradients(cases: list[dict]) -> list[tuple[float, dict[str, str]]]:
-    """(loss, hashes of the gradients) of one micro-batch of each case."""
-    found = []
-    with process_group() as world:
-        for sections in cases:
-            cfg = make_config(**sections)
-            model = build(cfg, world_for(cfg, world))
-            ids = torch.randint(
-                0,
-                cfg.model.vocab_size,
-                (2, 17),
-                generator=torch.Generator().manual_seed(world.rank),
-            )
-            loss = model(ids[:, :-1], ids[:, 1:])[0]["loss"]
-            loss.backward()
-            gradients = {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
-            found.append((loss.item(), digests(gradients)))
-            del model, gradients
-    return found
-
-
-def on_meshes(sections: dict, shapes: list[tuple[int, int, int, int]]) -> list[tuple]:
-    """By mesh: (dp_replicate, dp_shard, cp, tp, dp_rank, dp_size), the names and shape of fsdp_mesh, and the gradients'
-    hashes of one micro-batch that is the same on all ranks."""
-    from parallel.verify import verify_sharding
-
-    found = []
-    with process_group() as world:
-        for shape in shapes:
-            cfg = make_config(**sections)
-            ours = World(world.rank, world.size, world.device, build_mesh("cpu", shape))
-            model = build(cfg, ours)
-            verify_sharding(model, cfg.parallel, ours)
-            ids = torch.randint(
-                0, cfg.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0)
-            )
-            (model(*own_inputs(ids, ours))[0]["loss"] * ours.cp).backward()
-            degrees = (
-                ours.dp_replicate,
-                ours.dp_shard,
-                ours.cp,
-                ours.tp,
-                ours.dp_rank,
-                ours.dp_size,
-            )
-            mesh = fsdp_mesh(ours)
-            norms = {
-                name: p.grad.full_tensor().norm().item() for name, p in named_parameters(model)
-            }
-            found.append((degrees, mesh.mesh_dim_names, mesh.shape, norms))
-            del model
-    return found
-
-
 @contextlib.contextmanager
 def recorded(events: list[tuple[str, str]], names: Callable[[FSDPParamGroup], str]):
     """Writes down each all-gather as it is issued, and the end of each unit's backward."""
@@ -425,191 +343,6 @@ def recorded(events: list[tuple[str, str]], names: Callable[[FSDPParamGroup], st
     FSDPParamGroup.unshard, FSDPParamGroup.post_backward = unshard, after
     yield
     FSDPParamGroup.unshard, FSDPParamGroup.post_backward = original, post_backward
-
-
-def gather_order(cases: list[tuple[dict, bool]]) -> list[list[tuple[str, str]]]:
-    """By case: one step's all-gathers as they are issued, and the ends of each unit's forward, of the loss's backward
-    and of each unit's, in order; with True, the first units are unsharded early."""
-    found = []
-    with process_group() as world:
-        for sections, early in cases:
-            events: list[tuple[str, str]] = []
-            cfg = make_config(**sections)
-            model = build(cfg, world_for(cfg, world))
-            ids = torch.randint(
-                0, cfg.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0)
-            )
-            blocks = {str(i): block for i, block in enumerate(model.blocks)}
-
-            def step(model: Llama, ids: torch.Tensor, cfg: config.Config, early: bool) -> None:
-                if early:
-                    unshard_first_units(model, cfg.parallel)
-                model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
-
-            def note_loss(
-                norm: torch.nn.Module, inputs: tuple, output: torch.Tensor, seen: list = events
-            ) -> None:
-                output.register_hook(lambda gradient: seen.append(("backward", "loss")))
-
-            step(model, ids, cfg, early)  # FSDP2 learns its order in the first one
-            model.head.norm.register_forward_hook(note_loss)
-            for name, module in {
-                "embedding": model.embedding,
-                **blocks,
-                "head": model.head,
-            }.items():
-                module.register_forward_hook(
-                    lambda *_, n=name, seen=events: seen.append(("forward", n))
-                )
-            with recorded(events, lambda group: group._module_fqn.split(".")[-1]):
-                step(model, ids, cfg, early)
-            found.append(events)
-            del model, blocks, module
-    return found
-
-
-class FakeStreams:
-    """torch.cuda's streams for parallel/memory_pool.py, on a CPU: notes which stream allocates, and its waits."""
-
-    class Stream(str):
-        noted: list
-
-        def wait_stream(self, other: str) -> None:
-            self.noted.append(("wait", str(self), str(other)))
-
-    def __init__(self):
-        self.events: list[tuple] = []
-        self.running = ["compute"]
-
-    def current_stream(self) -> Stream:
-        stream = self.Stream(self.running[-1])
-        stream.noted = self.events
-        return stream
-
-    @contextlib.contextmanager
-    def stream(self, stream: str) -> Iterator[None]:
-        self.running.append(str(stream))
-        yield
-        self.running.pop()
-
-
-def allocating_streams(sections: dict, micro_batches: int) -> list[list[tuple]]:
-    """By micro-batch: what FSDP2's buffers' allocations with parallel.one_memory_pool do, as on a GPU. The streams of
-    FSDP2 count as one, "communication"."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
-
-    from parallel import memory_pool
-    from parallel.fsdp import units
-
-    streams = FakeStreams()
-    allocate_here = collectives.DefaultAllocMixin.allocate
-
-    def noted_allocate(*arguments: Any, **options: Any) -> torch.Tensor:
-        streams.events.append(("allocate", streams.running[-1]))
-        return allocate_here(*arguments, **options)
-
-    def on_communication_stream(kind: type) -> Any:
-        allocate = kind.allocate
-
-        def allocate_there(self: Any, *arguments: Any, **options: Any) -> torch.Tensor:
-            with streams.stream("communication"):
-                streams.events.append((kind.__name__,))
-                return allocate(self, *arguments, **options)
-
-        return mock.patch.object(kind, "allocate", allocate_there)
-
-    found = []
-    with process_group() as world:
-        cfg = make_config(**sections)
-        model = build(cfg, world_for(cfg, world))
-        ids = torch.randint(
-            0, cfg.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0)
-        )
-        with (
-            mock.patch.object(torch, "cuda", streams),
-            mock.patch.object(collectives.DefaultAllocMixin, "allocate", noted_allocate),
-            on_communication_stream(memory_pool.AllGather),
-            on_communication_stream(memory_pool.ReduceScatter),
-        ):
-            memory_pool.share_pool([modules for _, modules in units(model)])
-            for _ in range(micro_batches):
-                model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
-                found.append(list(streams.events))
-                streams.events.clear()
-    return found
-
-
-class Largest(TorchDispatchMode):
-    """The largest storage that anything made within it has, in elements."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if (
-            isinstance(result, torch.Tensor)
-            and not isinstance(result, DTensor)
-            and result.device.type != "meta"
-        ):
-            self.numel = max(self.numel, result.untyped_storage().nbytes() // result.element_size())
-        return result
-
-
-def largest_in_materialize(block: int) -> tuple[int, int]:
-    """(largest storage that materialize made, largest shard), in elements, with row blocks of `block` elements."""
-    materialize_module.RNG_BLOCK = block
-    with process_group() as world:
-        cfg = make_config(model={"vocab_size": 4001})
-        with torch.device("meta"):
-            model = Llama(cfg.model)
-        parallelize(model, cfg, world)
-        with Largest() as seen:
-            materialize(model, 0, world.device)
-        shard = max(p.to_local().numel() for p in model.parameters())
-        del model
-    return seen.numel, shard
-
-
-def forgotten_buffer() -> str:
-    """The error of materialize for a model with a buffer that nobody computes."""
-    with process_group() as world:
-        cfg = make_config()
-        with torch.device("meta"):
-            model = Llama(cfg.model)
-            model.blocks[1].register_buffer("table", torch.empty(3), persistent=False)
-        parallelize(model, cfg, world)
-        try:
-            materialize(model, 0, world.device)
-            message = "none"
-        except ConfigError as error:
-            message = str(error)
-        del model
-    return message
-
-
-def not_finite_at_the_end() -> list[str]:
-    """The errors of materialize() where the last element of one tensor is NaN or infinite, in the last of the parts
-    checked."""
-
-    def read(last: float, name: str, offsets: tuple[int, ...], out: torch.Tensor) -> None:
-        out.fill_(1.0)
-        if name == "blocks.1.feed_forward.up_proj.weight":
-            out.view(-1)[-1:] = last
-
-    told = []
-    with process_group() as world, mock.patch.object(materialize_module, "CHECK_CHUNK", 64):
-        for last in (math.nan, -math.inf):
-            model = meta_model(make_config().model)
-            parallelize(model, make_config(), world)
-            try:
-                materialize(model, 0, world.device, functools.partial(read, last))
-                told.append("none")
-            except ConfigError as error:
-                told.append(str(error))
-            del model
-    return told
 
 
 def samples_by_who_has_the_tokenizer(who: list[list[int]]) -> list[bool]:
@@ -653,80 +386,6 @@ def timeouts() -> set[float]:
             group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
             for group in groups
         }
-
-
-def train_and_evaluate_unlike_blocks() -> list[float]:
-    """The loss after a backward pass, compiled and not, of a model whose every block has something else frozen."""
-    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]
-    found = []
-    with process_group() as world, compiled_by("eager"):  # without kernels, which take long
-        for compiled in (True, False):
-            cfg = make_config(
-                model={"n_layers": 6, "freeze": [f"blocks.{i}.*{n}*" for i, n in enumerate(names)]},
-                parallel={"compile": compiled},
-            )
-            model = build(cfg, world)
-            ids = torch.zeros((2, 9), dtype=torch.int64)
-            model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
-            with torch.no_grad():
-                found.append(model.eval()(ids[:, :-1], ids[:, 1:])[0]["loss"].item())
-            reshard(model)
-            del model
-    return found
-
-
-def graphs_of(cases: list[dict]) -> list[int]:
-    """How many graphs torch.compile makes of a model's blocks, in training and in an evaluation, on two ranks."""
-    found = []
-
-    def counting(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        found[-1] += 1
-        return graph.forward
-
-    with (
-        fake_process_group(2) as world,
-        compiled_by(counting),
-        mock.patch("model.loss.compiled", lambda function: function),
-    ):
-        for sections in cases:
-            torch._dynamo.reset()
-            found.append(0)
-            cfg = make_config(**sections)
-            ours = world_for(cfg, world)
-            model = build(cfg, ours)
-            ids = torch.zeros((1, cfg.train.seq_len + 1), dtype=torch.int64)
-            one_step(model, cfg, ours, ids)
-            with torch.no_grad():
-                model(*own_inputs(ids, ours))
-            reshard(model)
-            del model
-    return found
-
-
-def residual_dtypes(cases: list[dict]) -> list[list[torch.dtype]]:
-    """Of the residual stream, as each block and the head get it: of what embedding and blocks return."""
-    found = []
-    with process_group() as world:
-        for sections in cases:
-            model, seen = build(make_config(**sections), world), []
-            for module in (*model.blocks, model.head):
-                module.register_forward_pre_hook(
-                    lambda module, inputs, seen=seen: seen.append(inputs[0].dtype)
-                )
-            model(torch.zeros((1, 8), dtype=torch.int64))
-            reshard(model)
-            found.append(seen)
-            del model
-    return found
-
-
-def start_and_end() -> None:
-    """A short life: train a step, end in order."""
-    with process_group() as world:
-        model = build(make_config(), world)
-        ids = torch.zeros((2, 9), dtype=torch.int64)
-        model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
-        del model
 
 
 def over_meshes(
@@ -853,105 +512,6 @@ def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     return {
         name: hashlib.sha256(t.detach().numpy().tobytes()).hexdigest() for name, t in full.items()
     }
-
-
-def trained_digests(cases: list[dict]) -> list[dict[str, str]]:
-    """By case: digests of weights and optimizer states after four steps of train.py's, with a forward pass without
-    backward after the second; and the losses and gradient norms."""
-    from data.loader import Batch
-    from optim import FiniteGuard, build_optimizer
-    from train import training_step
-
-    found = []
-    with process_group() as world:
-        for sections in cases:
-            cfg = make_config(**sections)
-            ours = world_for(cfg, world)
-            model = build(cfg, ours)
-            optimizer = build_optimizer(model, cfg.optim)
-            guard = FiniteGuard(optimizer, ours.device, 0)
-            figures = []
-            for step, rows_ in enumerate(batches(cfg.model.vocab_size, 4, 16), 1):
-                of_rank = rows_[: cfg.train.global_batch_size][ours.dp_rank :: ours.dp_size]
-                micro_batches = [
-                    own_inputs(row, ours)
-                    for row in of_rank.split(config.micro_batch_size(cfg, ours.dp_size))
-                ]
-                batch = Batch(micro_batches, cfg.train.global_batch_size * 16, 0)
-                unshard_first_units(model, cfg.parallel)
-                sums, scalars = training_step(model, optimizer, guard, batch, step, cfg, ours)
-                assert all(isinstance(p, DTensor) for p in model.parameters()), "not resharded"
-                figures.append((sums["loss"].item(), scalars["grad_norm"].item()))
-                if step == 2:
-                    with torch.no_grad():
-                        model(*micro_batches[0])
-                    reshard(model)
-            tensors = tensors_of(model, optimizer)
-            found.append(digests(tensors) | {"figures": repr(figures)})
-            del model, optimizer, guard, tensors
-    return found
-
-
-def full_state_round_trip(cases: dict[str, dict], snippet: str) -> dict[str, tuple]:
-    """By case: digests of what the snippet gathers as `full`, of the model before, and after it was emptied in between;
-    the names of a plain model."""
-    found = {}
-    scatter = snippet.index("set_model_state_dict(")
-    with process_group() as world:
-        for name, sections in cases.items():
-            cfg = make_config(**sections)
-            scope = {"model": build(cfg, world_for(cfg, world))}
-            before = digests(dict(named_parameters(scope["model"])))
-            exec(snippet[:scatter], scope)
-            # one CPU rank's are its parameters
-            scope["full"] = {key: t.clone() for key, t in scope["full"].items()}
-            full = digests(scope["full"])
-            with torch.no_grad():
-                for p in scope["model"].parameters():
-                    p.zero_()
-            exec(snippet[scatter:], scope)
-            with torch.device("meta"):
-                names = set(Llama(cfg.model).state_dict())
-            found[name] = full, before, digests(dict(named_parameters(scope["model"]))), names
-            scope.clear()
-    return found
-
-
-def save_trained(folder: str) -> dict[str, str]:
-    """Trains three steps and saves; hashes of all tensors of the checkpoint."""
-    from optim import build_optimizer
-
-    cfg = make_config(run={"name": "r", "output_dir": folder}, checkpoint={})
-    with process_group() as world:
-        model = build(cfg, world)
-        optimizer = build_optimizer(model, cfg.optim)
-        ids = torch.randint(
-            0, cfg.model.vocab_size, (3, 4, 17), generator=torch.Generator().manual_seed(1)
-        )
-        for batch in ids:
-            model(batch[:, :-1], batch[:, 1:])[0]["loss"].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        save(cfg, model, optimizer, 3)
-        found = digests(tensors_of(model, optimizer))
-        del model, optimizer
-    return found
-
-
-def load_trained(folders: list[str]) -> list[dict[str, str]]:
-    """The same hashes of what this number of ranks reads back from each folder."""
-    from optim import build_optimizer
-
-    found = []
-    with process_group() as world:
-        for folder in folders:
-            cfg = make_config(run={"name": "r", "output_dir": folder, "seed": 99}, checkpoint={})
-            model = build(cfg, world)
-            optimizer = build_optimizer(model, cfg.optim)
-            restore(path_of(cfg, 3), model, optimizer)
-            found.append(digests(tensors_of(model, optimizer)))
-            del model, optimizer
-    return found
 
 
 def live_bytes(cases: list[dict]) -> list[dict[str, int]]:
@@ -1106,41 +666,6 @@ def count_collectives(
     return found
 
 
-class Copies(TorchDispatchMode):
-    """Counts the operators that copy a tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        aten = torch.ops.aten
-        self.count += operator in (aten.cat.default, aten.clone.default, aten.copy_.default)
-        return operator(*args, **(kwargs or {}))
-
-
-def collectives_of_sequences(batch: int) -> tuple[list[bool], int]:
-    """(are the values and gradients of both collectives on shards of sequences right, how often they copy a tensor)."""
-    with process_group() as world:
-        group = Group(world.rank, world.size, dist.group.WORLD.group_name)
-        full = torch.randn(batch, 6, 3, generator=torch.Generator().manual_seed(0))
-        shard = full.chunk(world.size, 1)[world.rank].contiguous()
-        local = shard.clone().requires_grad_()
-        partial_sum = full.clone().requires_grad_()
-        with Copies() as copies:
-            gathered = all_gather(local, 1, group)
-            gathered.backward(full)
-            scattered = reduce_scatter(partial_sum, 1, group)
-            scattered.backward(shard)
-        pairs = [
-            (gathered, full),
-            (local.grad, world.size * shard),
-            (scattered, world.size * shard),
-            (partial_sum.grad, full),
-        ]
-        return [torch.equal(a, b) for a, b in pairs], copies.count
-
-
 @contextlib.contextmanager
 def fake_process_group(ranks: int, rank: int = 0):
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -1163,50 +688,6 @@ def one_step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor) 
         model(*own_inputs(ids, world))[0]["loss"].backward()
     clip_gradients(model, torch.optim.SGD(model.parameters()), 1.0)
     after_weight_update(model)
-
-
-def verify_damaged(cases: list[tuple[dict, str]]) -> list[str]:
-    """The error of verify_sharding after each damage, "" where it finds none."""
-    from parallel.verify import unit_table, verify_sharding
-
-    found = []
-    with process_group() as world, mock.patch("parallel.verify.CHECK_CHUNK", 1000):
-        for sections, damage in cases:
-            cfg = make_config(**sections)
-            ours = world_for(cfg, world)
-            model = build(cfg, ours)
-            block = model.blocks[1]
-            with torch.no_grad():
-                if damage == "one replica differs" and world.rank == world.size - 1:
-                    dict(named_parameters(model))["blocks.1.attention_norm.weight"].to_local()[
-                        0
-                    ] += 1e-6
-                elif damage == "two values swapped" and world.rank == 0:
-                    local = block.feed_forward.up_proj.weight.to_local()
-                    local[0], local[1] = local[1].clone(), local[0].clone()
-                elif damage == "a replicated one differs" and world.rank == 0:
-                    dict(named_parameters(model))["blocks.1.attention.o_proj.weight"][0, 0] += 1e-6
-            if damage == "a plain parameter":
-                block.extra = torch.nn.Parameter(torch.zeros(3))
-            elif damage == "outside every unit":
-                model.extra = torch.nn.Parameter(torch.zeros(3))
-            elif damage == "a short shard":
-                block.attention.q_proj.weight._local_tensor = (
-                    block.attention.q_proj.weight.to_local()[:-1]
-                )
-            elif damage == "on meta":
-                with torch.device("meta"):
-                    model = Llama(cfg.model)
-                parallelize(model, cfg, ours)
-            elif damage == "another mesh":
-                ours = world_for(make_config(parallel={"dp_replicate": 2}), world)
-            try:
-                print(unit_table(verify_sharding(model, cfg.parallel, ours)))
-                found.append("")
-            except RuntimeError as error:
-                found.append(str(error))
-            del model, block
-    return found
 
 
 def unit_map(sections: dict) -> list[dict]:
@@ -1387,102 +868,6 @@ def generated(
     return found
 
 
-def attention_over_cp(draws: int) -> float:
-    """The largest difference, over random shapes and masks, of outputs and gradients of context-parallel attention from
-    torch's own of the whole sequence, relative to their norms."""
-    from torch.nn.functional import scaled_dot_product_attention
-
-    from parallel.collectives import group_of
-    from parallel.context import context_parallel_attention, local_mask, local_positions
-
-    worst = 0.0
-    with process_group() as world:
-        ours = World(world.rank, world.size, world.device, mesh_of((1, 1, world.size, 1)))
-        for draw in range(draws):
-            generator = torch.Generator().manual_seed(draw)
-            batch, keys, groups = torch.randint(1, 4, (3,), generator=generator).tolist()
-            length, width = torch.randint(1, 9, (2,), generator=generator).tolist()
-            length *= 2 * world.size
-            q, k, v, grad = (
-                torch.randn(batch, heads, length, 2 * width, generator=generator)
-                for heads in (keys * groups, keys, keys, keys * groups)
-            )
-            documents = torch.randint(0, 5, (batch, length), generator=generator).sort(dim=1).values
-            cp_positions = local_positions(ours, length)
-            if draw % 2:
-                mask = local_mask(documents, cp_positions, length)
-                whole = (
-                    torch.ones(length, length, dtype=torch.bool).tril()
-                    & (documents[:, :, None] == documents[:, None])[:, None]
-                )
-            else:
-                mask = local_mask(None, cp_positions, length)
-                whole = torch.ones(length, length, dtype=torch.bool).tril()
-            inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-            expected = scaled_dot_product_attention(*inputs, attn_mask=whole, enable_gqa=True)
-            expected.backward(grad)
-            parts = [x[:, :, cp_positions].clone().requires_grad_() for x in (q, k, v)]
-            found = context_parallel_attention(
-                *parts, mask, group_of(ours.mesh["cp"]), regather=draw % 4 < 2
-            )
-            found.backward(grad[:, :, cp_positions])
-            for a, b in [
-                (found, expected),
-                *((part.grad, x.grad) for part, x in zip(parts, inputs)),
-            ]:
-                b = b[:, :, cp_positions]
-                worst = max(worst, ((a - b).norm() / b.norm()).item())
-    return worst
-
-
-def kept_bytes(cases: list[dict]) -> list[int]:
-    """Bytes that autograd keeps on this rank of the second block between its forward and backward, of each case."""
-    found = []
-    with process_group() as world:
-        for sections in cases:
-            cfg = make_config(**sections)
-            model, spread = build(cfg, world_for(cfg, world)), world_for(cfg, world)
-            length, batch = cfg.train.seq_len, cfg.train.micro_batch_size
-            ids = torch.randint(0, cfg.model.vocab_size, (batch, length + 1))
-            # sets FSDP2 up
-            model(*own_inputs(ids, spread))[0]["loss"].backward()
-            x = torch.randn(
-                batch, length // (spread.cp * spread.tp), cfg.model.dim, requires_grad=True
-            )
-            cos, sin = rope_tables(cfg.model, torch.arange(length // spread.cp))
-            mask = model.build_mask(None)
-            before, kept = storages(), {}
-
-            def pack(tensor: torch.Tensor, kept=kept) -> torch.Tensor:
-                kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-                return tensor
-
-            with (
-                torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-                warnings.catch_warnings(),
-            ):
-                # counted once each, whether or not torch shows these hooks what a policy keeps
-                warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
-                out = model.blocks[1](x, cos, sin, mask)
-            # what FSDP2 has resharded since has no bytes left
-            after = storages()
-            time.sleep(0.1)  # gloo's threads let go of what they have sent
-            kept |= {
-                key: storage
-                for key, storage in storages().items()
-                if key in after and key not in before
-            }
-            after.clear()
-            outside = {t.untyped_storage()._cdata for t in (out, cos, sin, mask) if t is not None}
-            found.append(
-                sum(storage.nbytes() for key, storage in kept.items() if key not in outside)
-            )
-            kept.clear()
-            out.sum().backward()
-            del model, out
-    return found
-
-
 def storages() -> dict[int, torch.UntypedStorage]:
     """Every storage that a Python object holds, by what stays the same where FSDP2 resizes it."""
     gc.collect()
@@ -1532,25 +917,9 @@ def same_batch(
     return found
 
 
-@contextlib.contextmanager
-def compiled_by(backend: str | Callable) -> Iterator[None]:
-    """What is compiled within has this backend of torch.compile, not Inductor."""
-    with (
-        mock.patch("torch.compile", functools.partial(torch.compile, backend=backend)),
-        mock.patch("model.loss.compiled", functools.cache(loss_module.compiled.__wrapped__)),
-    ):
-        yield
-
-
 def without_kernels() -> contextlib.AbstractContextManager:
     """What is compiled within is traced and partitioned, but has no kernels: these take half a minute."""
     return compiled_by("aot_eager_decomp_partition")
-
-
-def train_whole_blocks(cases: list[dict]) -> list[tuple[list[float], list[float], dict]]:
-    """train_steps() of a fork whose block has the same formula, but calls no halves."""
-    with forks.whole_block():
-        return train_steps(cases)
 
 
 def same_batch_traced(cases: list[dict]) -> list[tuple[float, list[float]]]:

@@ -1,6 +1,9 @@
-"""Shared set-up: a small corpus, prepared once; configurations; runs through run_train.sh; functions on gloo ranks."""
+"""What tests share: a tiny configuration, a prepared corpus, models on ranks, whole runs."""
 
+import contextlib
+import functools
 import gc
+import hashlib
 import json
 import os
 import pathlib
@@ -9,8 +12,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,10 +25,23 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub of others
 # hundreds of processes would compile every module anew
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
 import config
+from config import ConfigError
+from data.tokens import TextStream
+from model import loss as loss_module
+from model.build import meta_model
+from model.llama import Llama, named_parameters
+from parallel.materialize import ReadShard, materialize
+from parallel.mesh import World, build_mesh
+from parallel.parallelize import parallelize
 from tests.gloo import run_on_ranks
 from tests.warm import warm_python
 
+torch.set_num_threads(1)
 REPO = pathlib.Path(__file__).parent.parent
 
 TINY = {
@@ -44,11 +61,20 @@ TINY = {
 }
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """One backward with no GPU in sight. With a process' first, torch starts a thread for each device, after which no
+    fork of it, as the ranks of tests are (tests/distributed.py), can compute gradients."""
+    if config.getoption("markexpr") != "gpu":
+        with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
+            torch.ones(1, requires_grad=True).backward()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first: run two at a time they should not end one by one. A test that starts ranks or a launch
     is slow."""
+    uses_ranks = {"write_config", "on_ranks"}
     for item in items:
-        if {"write_config", "on_ranks"} & {*item.fixturenames}:
+        if isinstance(item, pytest.Function) and uses_ranks & {*item.fixturenames}:
             item.add_marker("slow")
     order = {"first": 0, "early": 1, None: 2}
     items.sort(
@@ -119,6 +145,69 @@ def make_config(**sections: dict | None) -> config.Config:
     return config.from_dict(tables(**sections), "test.toml")
 
 
+def refuses(*words: str) -> Any:
+    """Expects a ConfigError whose text has these words, in this order. `"a|b"`: either."""
+    return pytest.raises(ConfigError, match="(?s)" + ".*".join(f"(?:{word})" for word in words))
+
+
+# Models
+
+
+def mesh_for(cfg: config.Config, world: World) -> World:
+    """The same ranks on the mesh of a configuration."""
+    shape = config.mesh_shape(cfg, world.size)
+    return World(world.rank, world.size, world.device, build_mesh("cpu", shape))
+
+
+def build(cfg: config.Config, world: World, read: ReadShard | None = None) -> Llama:
+    """The model of a configuration as a run has it on this rank."""
+    model = meta_model(cfg.model, cfg.lora)
+    parallelize(model, cfg, world)
+    materialize(model, cfg.run.seed, world.device, read)
+    return model
+
+
+@contextlib.contextmanager
+def compiled_by(backend: str | Callable) -> Iterator[None]:
+    """What is compiled within has this backend of torch.compile, not Inductor."""
+    with (
+        mock.patch("torch.compile", functools.partial(torch.compile, backend=backend)),
+        mock.patch("model.loss.compiled", functools.cache(loss_module.compiled.__wrapped__)),
+    ):
+        yield
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def hashes(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """By name: a hash of the full tensor's bits."""
+    found = {}
+    for name, tensor in tensors.items():
+        bits = full(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
+        found[name] = hashlib.sha256(bits.numpy().tobytes()).hexdigest()
+    return found
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """By name, of the parameters that have one."""
+    return {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
+
+
+def token_ids(*shape: int, vocab_size: int = 320, seed: int = 0) -> Tensor:
+    return torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def is_near(ours: Tensor, theirs: Tensor, bound: float = 1e-5) -> bool:
+    """Whether they differ by at most so much, relative to the norm."""
+    difference = (ours.double() - theirs.double()).norm()
+    return bool(difference <= bound * theirs.double().norm())
+
+
+# Extras that were removed
+
+
 def needs_extra(*names: str) -> pytest.MarkDecorator:
     """Skips a test where one of these folders of extras/ was removed."""
     removed = [name for name in names if not config.has_extra(name)]
@@ -177,6 +266,7 @@ def run_tool(main: Callable, *words: object) -> int:
         pytest.raises(SystemExit) as ended,
     ):
         config.run_tool(main)
+    assert isinstance(ended.value.code, int)
     return ended.value.code
 
 
@@ -207,7 +297,7 @@ def data_rank(rank: int = 0, ranks: int = 1, cp: int = 1) -> SimpleNamespace:
 
 def loader_of(
     cfg: config.Config,
-    *streams: object,
+    *streams: TextStream,
     rank: int = 0,
     ranks: int = 1,
     first_step: int = 1,
@@ -228,7 +318,7 @@ def write_config(tmp_path, corpus, prepared):
 
     def write(name: str = "test", **sections: dict | None) -> pathlib.Path:
         sections = {"data": {"source": str(corpus), "path": str(prepared)}, **sections}
-        sections["run"] = {"output_dir": str(tmp_path / "outputs"), **sections.get("run", {})}
+        sections["run"] = {"output_dir": str(tmp_path / "outputs"), **(sections.get("run") or {})}
         path = tmp_path / f"{name}.toml"
         path.write_text(config.to_toml(config.from_dict(tables(**sections), str(path))))
         return path
@@ -254,6 +344,20 @@ def launch(
     )
 
 
+def train_run(cfg: config.Config, world: World) -> list[dict]:
+    """One run as train.py has it, on ranks that exist; its training rows."""
+    import train
+    from checkpoint.checkpointer import resolve_param_dtype
+    from lifecycle.run import Run
+    from lifecycle.stop import StopRequest
+
+    cfg = resolve_param_dtype(cfg, world)
+    world = mesh_for(cfg, world)
+    with Run(cfg, world, None, StopRequest()) as run:
+        train.train(cfg, world, run)
+    return rows(config.run_folder(cfg))
+
+
 def rows(folder: pathlib.Path, kind: str = "train") -> list[dict]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if row["kind"] == kind]
@@ -271,13 +375,10 @@ def on_ranks():
 
 @pytest.fixture(scope="session")
 def saved_by_two(tmp_path_factory) -> tuple[pathlib.Path, dict[str, str]]:
-    """(a real checkpoint, its tensors' digests). Not to be changed."""
-    from tests import cases
+    """(a real checkpoint of two ranks, its tensors' hashes). Not to be changed."""
+    from tests.checkpoint.conftest import save_on_ranks
 
-    folder = tmp_path_factory.mktemp("two")
-    return folder / "r/checkpoints/step-00000003", run_on_ranks(2, cases.save_trained, str(folder))[
-        0
-    ]
+    return save_on_ranks(2, tmp_path_factory.mktemp("two"))
 
 
 def seal(folder: pathlib.Path) -> None:

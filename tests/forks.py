@@ -33,6 +33,7 @@ class RoutedFeedForward(FeedForward):
         # with cp: summed over the ranks that share the sequence
         self.over_sequence = lambda counts: counts
 
+    # pyrefly: ignore[bad-override]  # routed_block() takes both
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         logits = self.router(x).float()  # (B, T, experts)
         share = logits.softmax(-1)

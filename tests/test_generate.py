@@ -27,7 +27,7 @@ from model.build import build_model
 from model.llama import Llama
 from tests import cases, forks
 from tests.conftest import REPO, make_config, run_tool, seal
-from tests.test_llama import SCALING, reference, with_weights_of
+from tests.model.test_llama import SCALING, reference, with_weights_of
 
 CPU = torch.device("cpu")
 MODELS = [

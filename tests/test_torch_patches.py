@@ -1,7 +1,7 @@
 """Each patch of parallel/torch_patches.py, in the versions of torch that need it: without it
 these tests fail.
 
-That of set_default_timeout() needs several ranks: test_parallel.py, test_all_process_groups_have_the_runs_timeout.
+That of set_default_timeout() needs several ranks: test_mesh.py, test_all_process_groups_have_the_runs_timeout.
 """
 
 import logging
@@ -60,7 +60,7 @@ class Doubled(nn.Module):
 
 
 def test_modules_parametrized_alike_share_a_class():
-    """What it is for: test_parallel.py, test_all_layers_share_one_compiled_graph."""
+    """What it is for: parallel/test_fsdp.py, test_all_blocks_share_one_compiled_graph."""
     from parallel.torch_patches import share_classes
 
     first, second, other = model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))

@@ -223,7 +223,7 @@ def gpu_tests(runs: Runs) -> dict:
         raise Skipped("needs a GPU")
     needs_packages("pytest")
     files = []
-    for path in sorted((REPO / "tests").glob("test_*.py")):
+    for path in sorted((REPO / "tests").rglob("test_*.py")):
         if "pytest.mark.gpu" in path.read_text():
             files.append(str(path))
     output = runs.command("tests", "-m", "pytest", "-m", "gpu", "-q", "--color=no", *files)

@@ -345,7 +345,7 @@ def test_a_sentencepiece_model_says_offsets_too(tmp_path, theirs):
 @pytest.mark.quick
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_each_token_s_loss_is_that_of_transformers(tokenizer, theirs, name, tmp_path):
-    from tests.test_llama import reference, with_weights_of
+    from tests.model.test_llama import reference, with_weights_of
 
     given = conversations(24)
     sections = sections_of(

@@ -47,7 +47,7 @@ from tests import cases
 from tests.conftest import REPO, TINY, launch, loader_of, make_config, run_tool, seal, tables, words
 from tests.extras.huggingface import hf_cases
 from tests.extras.huggingface.hf_cases import config_from, configuration, make_folder
-from tests.test_llama import SCALING
+from tests.model.test_llama import SCALING
 from tests.test_tokenizer import sentencepiece_model
 
 pytestmark = pytest.mark.early

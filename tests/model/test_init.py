@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from config import ConfigError
+import config
+from checkpoint import catalog
 from generate import load_model
 from model.build import meta_model
 from model.init import Fill, constant, normal
@@ -15,43 +16,19 @@ from model.llama import Llama
 from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.fsdp import apply_fsdp
 from parallel.materialize import materialize
+from parallel.mesh import World
 from parallel.tensor import check_tp_plan
-from tests import cases, forks
-from tests.conftest import make_config, needs_extra
-from tests.test_training import with_data
+from tests import forks
+from tests.conftest import make_config, mesh_for, needs_extra, refuses, train_run
+from tests.distributed import distributed
+from tests.reference import fresh_model
 
 CPU = torch.device("cpu")
-UNEVEN = {"model": {"dim": 56, "ffn_dim": 76, "vocab_size": 320}}
-
-
-def test_a_fork_s_parameters_train_alike_on_any_mesh(on_ranks, corpus, prepared, tmp_path):
-    """A gate, a layer scale, a bias, a sink per head and a buffer: losses and gradient norms."""
-    meshes = {
-        1: {"plain": {}, "selective": {"recompute": "selective"}},
-        2: {"dp 2": {}, "tp 2": {"tp": 2}},
-        4: {"dp 4": {}, "dp 2 x tp 2": {"tp": 2}, "replicas": {"dp_replicate": 2}},
-    }
-    expected = None
-    for ranks, options in meshes.items():
-        runs = {
-            mesh: with_data(
-                {**UNEVEN, "train": {"micro_batch_size": 1}, "parallel": parallel},
-                corpus,
-                {320: prepared},
-            )
-            for mesh, parallel in options.items()
-        }
-        found = on_ranks(ranks, cases.train_forked, "with_parameters", runs, str(tmp_path))[0]
-        for mesh, rows in found.items():
-            losses = [row[key] for row in rows for key in ("loss", "grad_norm")]
-            expected = expected or losses
-            assert losses == pytest.approx(expected, rel=1e-5), mesh
 
 
 def test_declared_values_of_each_kind():
     with forks.with_parameters():
-        model = Llama(make_config().model)
-    materialize(model, 0, CPU)
+        model = fresh_model(make_config())
     block = model.blocks[1]
     assert block.gate.tolist() == [0.5]
     assert block.attention.sink.tolist() == [0, 1, 2, 3]
@@ -95,26 +72,34 @@ def with_norm(init: dict[str, Fill] | None, **parameters: Tensor) -> Llama:
 def test_a_parameter_without_a_declaration_is_refused_with_a_remedy_that_works(init):
     model = with_norm(init, offset=torch.empty(48))
     if init == {}:
-        model.head.norm.weight = None
-    with pytest.raises(ConfigError, match=r"head\.norm\.offset: nothing declares") as refused:
+        del model.head.norm.weight
+    with refuses(r"head\.norm\.offset: nothing declares") as refused:
         materialize(model, 0, CPU)
-    remedy = re.search(r"self\.init.*$", str(refused.value)).group()
+    (remedy,) = re.findall(r"self\.init.*$", str(refused.value))
     exec(remedy, {"self": model.head.norm, "normal": normal})
     materialize(model, 0, CPU)
     assert model.head.norm.offset.std().item() == pytest.approx(0.02, rel=0.3)
 
 
+def short(rows: Tensor, first_row: int) -> None:
+    rows.copy_(torch.ones(7))
+
+
+def unfinished(rows: Tensor, first_row: int) -> None:
+    rows[:3].zero_()
+
+
 @pytest.mark.parametrize(
     "fill, words",
     [
-        (lambda rows, first_row: rows.copy_(torch.ones(7)), r"cannot fill \(48,\), from row 0"),
-        (lambda rows, first_row: rows[:3].zero_(), "not finite"),
+        (short, r"cannot fill \(48,\), from row 0"),
+        (unfinished, "not finite"),
         (0.5, "not callable"),
     ],
 )
 def test_values_that_do_not_fit_the_shape_are_refused(fill, words):
     model = with_norm({"weight": constant(1.0), "offset": fill}, offset=torch.empty(48))
-    with pytest.raises(ConfigError, match=rf"head\.norm\.offset: .*{words}"):
+    with refuses(r"head\.norm\.offset: ", words):
         materialize(model, 0, CPU)
 
 
@@ -122,39 +107,42 @@ def test_a_persistent_buffer_is_refused():
     model = meta_model(make_config().model)
     model.head.norm.register_buffer("steps", torch.empty(1, device="meta"))
     model.head.norm.init["steps"] = constant(0.0)
-    with pytest.raises(ConfigError, match=r"head\.norm\.steps: .*persistent=False"):
+    with refuses(r"head\.norm\.steps: ", "persistent=False"):
         materialize(model, 0, CPU)
 
 
-def test_a_parameter_without_dimensions_is_refused():
+@distributed(ranks=1)
+def test_a_parameter_without_dimensions_is_refused(world):
     model = with_norm(None, gate=torch.empty(()))
-    cfg = make_config()
-    with pytest.raises(ConfigError, match=r"head\.norm\.gate: .*torch\.empty\(1\)"):
-        apply_fsdp(model, cfg.parallel, None)
+    with refuses(r"head\.norm\.gate: ", r"torch\.empty\(1\)"):
+        apply_fsdp(model, make_config().parallel, world)
 
 
-class World:
-    tp = 2
+def tensor_parallel(world: World) -> World:
+    return mesh_for(make_config(parallel={"tp": 2}), world)
 
 
-def test_tensor_parallelism_refuses_what_it_cannot_place():
+@distributed(ranks=2, fake=True)
+def test_tensor_parallelism_refuses_what_it_cannot_place(world):
     model = with_norm(None, offset=torch.empty(48))
-    with pytest.raises(ConfigError, match=r"head\.norm\.offset: .*self\.tp_dims") as refused:
-        check_tp_plan(model, World)
-    remedy = re.search(r"self\.tp_dims = {[^}]*}", str(refused.value)).group()
+    with refuses(r"head\.norm\.offset: ", r"self\.tp_dims") as refused:
+        check_tp_plan(model, tensor_parallel(world))
+    (remedy,) = re.findall(r"self\.tp_dims = {[^}]*}", str(refused.value))
     exec(remedy, {"self": model.head.norm})
-    check_tp_plan(model, World)
+    check_tp_plan(model, tensor_parallel(world))
 
 
-def test_tensor_parallelism_refuses_a_dimension_that_it_does_not_divide():
+@distributed(ranks=2, fake=True)
+def test_tensor_parallelism_refuses_a_dimension_that_it_does_not_divide(world):
     model = with_norm(None, offset=torch.empty(3))
     model.head.norm.tp_dims = {"offset": 0}
-    with pytest.raises(ConfigError, match=r"does not divide dimension 0 of head\.norm\.offset"):
-        check_tp_plan(model, World)
+    with refuses(r"does not divide dimension 0 of head\.norm\.offset"):
+        check_tp_plan(model, tensor_parallel(world))
 
 
 @pytest.mark.parametrize("of_torch", [False, True])
-def test_tensor_parallelism_refuses_a_bias_that_it_would_add_on_each_rank(of_torch):
+@distributed(ranks=2, fake=True)
+def test_tensor_parallelism_refuses_a_bias_that_it_would_add_on_each_rank(world, of_torch):
     model = meta_model(make_config().model)
     feed_forward = model.blocks[0].feed_forward
     if of_torch:
@@ -163,8 +151,8 @@ def test_tensor_parallelism_refuses_a_bias_that_it_would_add_on_each_rank(of_tor
     else:
         feed_forward.down_proj.bias = nn.Parameter(torch.empty(48, device="meta"))
         feed_forward.down_proj.sharded_with_weight = {"bias": 0}
-    with pytest.raises(ConfigError, match=r"blocks\.0\.feed_forward\.down_proj\.bias: tp sums"):
-        check_tp_plan(model, World)
+    with refuses(r"blocks\.0\.feed_forward\.down_proj\.bias: tp sums"):
+        check_tp_plan(model, tensor_parallel(world))
 
 
 @needs_extra("lora", "float8")
@@ -175,20 +163,22 @@ def test_a_layer_whose_bias_would_be_dropped_is_not_replaced():
     for replace in (quantize_projections, lambda module: use_float8(module, "tensorwise", "cpu")):
         attention = meta_model(make_config(model={"dim": 64}).model).blocks[0].attention
         attention.q_proj.bias = nn.Parameter(torch.empty(64, device="meta"))
-        with pytest.raises(ConfigError, match=r"would drop q_proj\.bias"):
+        with refuses(r"would drop q_proj\.bias"):
             replace(attention)
 
 
-def test_a_checkpoint_s_model_has_its_buffers(on_ranks, corpus, prepared, tmp_path):
+@distributed(ranks=1)
+def test_a_checkpoint_s_model_has_its_buffers(world, write_config):
     """They are not saved: what the module declares is drawn again, whatever is recomputed."""
-    sections = with_data({"checkpoint": {}, "train": {"steps": 1}}, corpus, {320: prepared})
-    on_ranks(1, cases.train_forked, "with_parameters", {"r": sections}, str(tmp_path))
-    cfg = make_config(**sections)
+    cfg = config.load(str(write_config(run={"name": "r"}, checkpoint={}, train={"steps": 1})))
     with forks.with_parameters():
-        model = load_model(tmp_path / "1/r/checkpoints/step-00000001", cfg, CPU, None)
+        train_run(cfg, world)
+        model = load_model(catalog.path_of(cfg, 1), cfg, CPU, None)
         again = Llama(cfg.model)
         apply_activation_checkpointing(again, "full", compiled=False)
         materialize(again, cfg.run.seed, CPU)
-    for ours, expected in zip(model.buffers(), again.buffers(), strict=True):
+    buffers = dict(model.named_buffers())
+    assert {name.rpartition(".")[2] for name in buffers} == {"factor"}
+    for ours, expected in zip(buffers.values(), again.buffers(), strict=True):
+        assert ours.isfinite()
         assert torch.equal(ours, expected)
-    assert next(model.buffers()).isfinite().all()

@@ -1,0 +1,272 @@
+"""Which folders are checkpoints, which one a run resumes from, and what `checkpoint verify` says of them."""
+
+import hashlib
+import os
+import pathlib
+import shutil
+from unittest import mock
+
+import pytest
+
+import config
+from checkpoint import __main__ as verify
+from checkpoint import catalog, manifest
+from checkpoint.checkpointer import Checkpointer, State
+from tests.checkpoint.conftest import flip_last_byte, make_checkpoint, run_config
+from tests.conftest import make_config, refuses, seal
+from tests.distributed import distributed
+
+PART = 64 * 2**20
+
+
+def choose(cfg: config.Config) -> tuple[int, dict[int, list[str]]]:
+    return catalog.choose(cfg, catalog.steps(cfg), catalog.problems_of)
+
+
+def names_in(cfg: config.Config) -> list[str]:
+    return sorted(path.name for path in catalog.root(cfg).iterdir())
+
+
+def test_only_folders_with_the_exact_name_count(tmp_path):
+    cfg = run_config(tmp_path)
+    assert choose(cfg) == (0, {})
+    for step in (9, 123456789):
+        make_checkpoint(cfg, step)
+    for name in ("step-99", "step-00000100.bak", "step-00000012.corrupt", ".step-00000013.tmp"):
+        (catalog.root(cfg) / name).mkdir()
+    (catalog.root(cfg) / "step-00000200").write_text("a file")
+    (catalog.root(cfg) / "step-00000300").symlink_to(tmp_path)
+    assert catalog.steps(cfg) == [9, 123456789]
+    assert choose(cfg) == (123456789, {})
+    assert catalog.find(config.run_folder(cfg)).name == "step-123456789"
+
+
+def spoil(folder: pathlib.Path, how: str, content: str) -> None:
+    """Writes content into the file `how`, or removes it, or does what `how` says."""
+    path = folder / ".metadata"
+    entries = manifest.read_manifest(folder)
+    if how == "link":
+        path.symlink_to(path.rename(folder.parent / "elsewhere"))
+    elif how == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif how == "rename":
+        folder.rename(folder.with_name(content))
+    elif how == "space":
+        with (folder / content).open("a") as file:
+            file.write(" ")
+    elif how == "entry":  # under a manifest whose own hash is right
+        entries[".metadata"].update(eval(content))
+        (folder / "manifest.json").write_bytes(manifest.render_manifest(entries))
+    elif content:
+        (folder / how).write_text(content)
+        if how == "state.json":
+            seal(folder)
+    else:
+        (folder / how).unlink()
+
+
+MISSING = "expected a regular file: No such file"
+CHANGED = "manifest.json: is not as it was written"
+
+
+@pytest.mark.parametrize(
+    "how, content, words",
+    [
+        (".metadata", "y", ".metadata: bytes 0 to 0: expected SHA-256"),
+        (".metadata", "xx", ".metadata: expected 1 bytes, found 2"),
+        (".metadata", "", f".metadata: {MISSING}"),
+        ("state.json", "", f"state.json: {MISSING}"),
+        ("manifest.json", "", f"manifest.json: {MISSING}"),
+        ("link", "", ".metadata: expected a regular file"),
+        ("pipe", "", ".metadata: expected a regular file"),
+        ("rename", "step-00000031", "expected step 31, found step 30"),
+        ("manifest.json", "[" * 200000, CHANGED),
+        ("manifest.json", '{"files": [], "sha256": 1}', CHANGED),
+        ("space", "manifest.json", CHANGED),
+        ("entry", "{'sha256': []}", CHANGED),
+        ("entry", "{'sha256': ['a', 'b']}", CHANGED),
+        ("entry", "{'size': 10**400}", CHANGED),
+        ("state.json", "[1]", "state.json: expected an object"),
+        ("state.json", '{"step": "30", "config": {}}', "state.json: expected an object"),
+        ("state.json", " " * (2**20 + 1), "state.json: expected at most 1048576 bytes"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_corrupt_checkpoint_is_named_and_the_previous_one_used(
+    tmp_path, capsys, how, content, words
+):
+    cfg = run_config(tmp_path)
+    for step in (10, 20):
+        make_checkpoint(cfg, step)
+    spoil(make_checkpoint(cfg, 30), how, content)
+    start, corrupt = choose(cfg)
+    assert start == 20
+    assert words in str(corrupt)
+    assert verify.main(["verify", str(tmp_path / "r")]) == 1
+    printed = capsys.readouterr().out
+    assert words in printed
+    assert "2 good, 1 bad" in printed
+    catalog.set_aside(cfg, start, corrupt)
+    assert catalog.steps(cfg) == [10, 20]
+    assert names_in(cfg)[-1].endswith(".corrupt")
+
+
+def test_large_file_has_a_hash_for_each_64_mib(tmp_path, monkeypatch):
+    assert [manifest.part_count(size) for size in (0, 1, PART, PART + 1)] == [0, 1, 1, 2]
+    folder = make_checkpoint(run_config(tmp_path), 10)
+    content = bytes(PART - 1) + b"ab" + bytes(PART) + b"c"
+    (folder / "large").write_bytes(content)
+    seal(folder)
+    parts = [content[begin : begin + PART] for begin in (0, PART, 2 * PART)]
+    digests = [hashlib.sha256(part).hexdigest() for part in parts]
+    assert manifest.read_manifest(folder)["large"]["sha256"] == digests
+    with (folder / "large").open("r+b") as file:
+        file.seek(PART + 2**21)
+        file.write(b"x")
+    (problem,) = catalog.problems_of(folder)
+    assert f"large: bytes {PART} to {2 * PART - 1}: expected SHA-256" in problem
+    os.truncate(folder / "large", 5)
+    problems = [f"{folder / 'large'}: expected {len(content)} bytes, found 5"]
+    assert catalog.problems_of(folder) == problems  # once, not once a part
+    monkeypatch.setattr(manifest, "hash_part", None)
+    assert catalog.problems_without_hashing(folder) == problems
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 16])
+def test_each_file_is_hashed_by_exactly_one_rank(saved, tmp_path, ranks):
+    folder = shutil.copytree(saved[2][0], tmp_path / "step-00000003")
+    for name in manifest.read_manifest(folder):
+        flip_last_byte(folder / name)
+        by_rank = [catalog.problems_of(folder, rank, ranks) for rank in range(ranks)]
+        named = [problems for problems in by_rank if f"{name}: bytes 0 to" in str(problems)]
+        assert len(named) == 1, (name, by_rank)
+        flip_last_byte(folder / name)
+
+
+def test_run_never_silently_starts_over(tmp_path):
+    def resume(how: object) -> int:
+        return choose(run_config(tmp_path, checkpoint={"resume": how}))[0]
+
+    cfg = run_config(tmp_path)
+    for step in (10, 20):
+        flip_last_byte(make_checkpoint(cfg, step) / ".metadata")
+    with refuses("00000020", "00000010", "no good checkpoint of 20, 10"):
+        choose(cfg)
+    make_checkpoint(cfg, 30)
+    make_checkpoint(cfg, 40)
+    assert resume(30) == 30
+    with refuses("no good checkpoint of 10"):
+        resume(10)
+    with refuses("resume = 7", "it has 10, 20, 30, 40"):
+        resume(7)
+    with refuses('resume = "never"'):
+        resume("never")
+    with refuses("holds checkpoints", r"\[checkpoint\] is off"):
+        choose(make_config(run={"name": "r", "output_dir": str(tmp_path)}))
+    (catalog.root(cfg) / "step-00000050").symlink_to(tmp_path)
+    with refuses("step-00000050: links are not followed"):
+        choose(cfg)
+
+
+def test_unreadable_is_not_corrupt(tmp_path, monkeypatch):
+    cfg = run_config(tmp_path)
+    make_checkpoint(cfg, 10)
+    make_checkpoint(cfg, 20)
+    opened = os.open
+
+    def stale(path, *arguments, **options):
+        if str(path).endswith("00000020/state.json"):
+            raise OSError(116, "Stale file handle")
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", stale)
+    with refuses("state.json: cannot be read: Stale file handle"):
+        choose(cfg)
+
+
+def test_verify_counts(tmp_path, capsys):
+    with refuses("is neither a checkpoint nor a run"):
+        verify.main(["verify", str(tmp_path)])
+    denied = PermissionError(13, "Permission denied", str(tmp_path))
+    with mock.patch.object(pathlib.Path, "iterdir", side_effect=denied), refuses("cannot be read"):
+        verify.main(["verify", str(tmp_path)])
+    folder = make_checkpoint(run_config(tmp_path), 10)
+    (folder / "large").write_bytes(bytes(12_345_678))
+    seal(folder)
+    size = sum(file.stat().st_size for file in folder.iterdir() if file.name != "manifest.json")
+    assert verify.main(["verify", str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder}: good, 3 files, {size:,} bytes\n1 good, 0 bad\n"
+    flip_last_byte(folder / "large")
+    flip_last_byte(folder / ".metadata")
+    assert verify.main(["verify", str(folder)]) == 1
+    first, metadata, large, last = capsys.readouterr().out.splitlines()
+    assert (first, last) == (f"{folder}: BAD", "0 good, 1 bad")
+    assert ".metadata: bytes" in metadata
+    assert "large: bytes" in large
+
+
+def test_later_and_unfinished_checkpoints_are_moved_away(tmp_path):
+    cfg = run_config(tmp_path)
+    make_checkpoint(cfg, 10)
+    for _ in range(2):
+        make_checkpoint(cfg, 20)
+        catalog.set_aside(cfg, 10, {})
+    names = ["step-00000010", "step-00000020.1.superseded", "step-00000020.superseded"]
+    assert names_in(cfg) == names
+    for name in (".step-1.tmp", "mine.tmp", ".step-00000010.tmp"):
+        (catalog.root(cfg) / name).mkdir()
+    catalog.remove_unfinished(cfg)
+    assert names_in(cfg) == sorted([*names, ".step-1.tmp", "mine.tmp"])
+
+
+def test_param_dtype_auto_is_that_of_the_checkpoint(tmp_path):
+    def save(step: int, dtype: str) -> pathlib.Path:
+        return make_checkpoint(run_config(tmp_path, parallel={"param_dtype": dtype}), step)
+
+    def resumed(resume: str | int = "auto") -> str | None:
+        return catalog.saved_param_dtype(run_config(tmp_path, checkpoint={"resume": resume}))
+
+    save(0, "float32")  # an import: nothing was trained
+    assert resumed() is None
+    save(10, "bfloat16")
+    newest = save(20, "float32")
+    assert [resumed(), resumed(10), resumed(30)] == ["float32", "bfloat16", None]
+    (newest / "state.json").write_text("{")
+    assert resumed() == "bfloat16"
+
+
+@distributed(ranks=1)
+def test_checkpoint_of_another_run_meanwhile_is_not_set_aside(world, tmp_path):
+    cfg = run_config(tmp_path)
+    make_checkpoint(cfg, 1)
+    late = Checkpointer(cfg, world, [], [])
+    make_checkpoint(cfg, 2)
+    with refuses("another run has worked here meanwhile"):
+        late.tidy()
+    catalog.temporary_of(cfg, 3).mkdir()
+    Checkpointer(run_config(tmp_path, checkpoint={"resume": 1}), world, [], []).tidy()
+    assert names_in(cfg) == ["step-00000001", "step-00000002.superseded"]
+
+
+@pytest.mark.parametrize("saved_state, tokens", [({}, 10 * 8 * 32), ({"tokens": 77}, 77)])
+@distributed(ranks=1)
+def test_state_is_restored(world, tmp_path, monkeypatch, saved_state, tokens):
+    cfg = run_config(tmp_path)
+    assert Checkpointer(cfg, world, [], []).restore(None, None) == State()
+    make_checkpoint(cfg, 10, skipped_steps=3, **saved_state)
+    monkeypatch.setattr("checkpoint.checkpointer.restore", lambda *unused: None)
+    state = Checkpointer(cfg, world, [], []).restore(None, None)
+    assert state == State(step=10, tokens=tokens, skipped_steps=3)
+
+
+@distributed(ranks=1)
+def test_save_is_due_at_intervals_at_the_end_and_when_stopping(world, tmp_path):
+    def due(**checkpoint: int) -> list[int]:
+        cfg = run_config(tmp_path, train={"steps": 7}, checkpoint=checkpoint)
+        checkpointer = Checkpointer(cfg, world, [], [])
+        assert checkpointer.is_due(2, stopping=True)
+        return [step for step in range(1, 8) if checkpointer.is_due(step, stopping=False)]
+
+    assert due() == [7]
+    assert due(save_every_steps=3) == [3, 6, 7]

@@ -1,0 +1,125 @@
+"""Whole runs that are started again."""
+
+import json
+import pathlib
+from collections.abc import Callable
+
+import pytest
+
+import config
+from tests.checkpoint.conftest import flip_last_byte
+from tests.conftest import content, rows, train_run
+from tests.distributed import run_on_ranks
+
+
+class Run:
+    """outputs/r, trained on ranks; each call starts it again."""
+
+    def __init__(self, write_config: Callable, outputs: pathlib.Path):
+        self.write_config = write_config
+        self.folder = outputs / "r"
+
+    def __call__(self, ranks: int = 1, **sections: dict) -> None:
+        cfg = config.load(str(self.write_config("r", **sections)))
+        run_on_ranks(ranks, lambda world: train_run(cfg, world))
+
+    def steps(self, kind: str = "train") -> list[int]:
+        return [row["step"] for row in rows(self.folder, kind)]
+
+    def saved(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "checkpoints").iterdir())
+
+
+@pytest.fixture
+def run(write_config, tmp_path) -> Run:
+    return Run(write_config, tmp_path / "outputs")
+
+
+def name(step: int, ending: str = "") -> str:
+    return f"step-{step:08d}{ending}"
+
+
+def test_resuming_drops_what_came_later(run):
+    def train(steps: int, seq_len: int = 32, **checkpoint: object) -> None:
+        run(
+            train={"steps": steps, "seq_len": seq_len},
+            optim={"schedule_steps": 20},
+            checkpoint={"save_every_steps": 2, "keep_last": 2, **checkpoint},
+            eval={"every_steps": 4},
+        )
+
+    train(7)
+    assert run.saved() == [name(6), name(7)]
+    assert run.steps("eval") == [4, 7]
+    train(8, resume=6)
+    assert run.saved() == [name(6), name(7, ".superseded"), name(8)]
+    assert run.steps() == [*range(1, 9)]
+    assert run.steps("eval") == [4, 8]
+    train(9, seq_len=16, allow_changed=["train.seq_len"])
+    assert [row["tokens"] for row in rows(run.folder)][-2:] == [8 * 8 * 32, 8 * 8 * 32 + 8 * 16]
+
+
+def test_run_moves_from_mesh_to_mesh(write_config, tmp_path):
+    """Its data, losses, norms and evaluations are those of one process without a break."""
+    meshes = [
+        (1, {}),
+        (4, {"tp": 2}),
+        (2, {"cp": 2}),
+        (2, {"cpu_offload": True, "dp_replicate": 2}),
+    ]
+
+    def train(name: str, steps: int, ranks: int, **parallel: object) -> None:
+        path = write_config(
+            name,
+            train={"steps": steps, "micro_batch_size": 1},
+            optim={"schedule_steps": len(meshes)},
+            parallel=parallel,
+            checkpoint={},
+            eval={"every_steps": 1},
+        )
+        cfg = config.load(str(path))
+        run_on_ranks(ranks, lambda world: train_run(cfg, world))
+
+    train("whole", len(meshes), 1)
+    for step, (ranks, parallel) in enumerate(meshes, 1):
+        train("moved", step, ranks, **parallel)
+    for kind, keys in ("train", ["batch_digest", "loss", "grad_norm"]), ("eval", ["loss"]):
+        whole = rows(tmp_path / "outputs/whole", kind)
+        moved = rows(tmp_path / "outputs/moved", kind)
+        assert len(whole) == len(moved) == len(meshes)
+        for expected, found in zip(whole, moved):
+            for key in keys:
+                assert found[key] == pytest.approx(expected[key], rel=1e-5), (found["step"], key)
+
+
+def test_corrupt_last_checkpoint_is_set_aside_and_trained_again(run):
+    run(checkpoint={"save_every_steps": 2})
+    flip_last_byte(run.folder / f"checkpoints/{name(4)}/__0_0.distcp")
+    run(2, checkpoint={"save_every_steps": 2})
+    assert run.saved() == [name(2), name(4), name(4, ".corrupt")]
+    assert run.steps() == [1, 2, 3, 4]
+
+
+def test_what_a_killed_run_left_undone_is_done(run):
+    """Evaluation, purge and status after the last save; and the second time nothing."""
+    sections = {"checkpoint": {"keep_last": 1}, "eval": {}}
+    run(**sections)
+    metrics = run.folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if '"train"' in line))
+    (run.folder / f"checkpoints/.{name(9)}.tmp").mkdir()
+    status = run.folder / "status.json"
+    for _ in range(2):
+        status.write_text(json.dumps({**json.loads(status.read_text()), "state": "running"}))
+        run(**sections)
+        assert (run.steps(), run.steps("eval"), run.saved()) == ([1, 2, 3, 4], [4], [name(4)])
+        assert json.loads(status.read_text())["state"] == "finished"
+
+
+def test_refused_run_changes_nothing(run):
+    run(checkpoint={})
+    before = content(run.folder)
+    changes = {"train": {"steps": 5}, "model": {"ffn_dim": 96}}
+    with pytest.raises(pytest.fail.Exception, match="SystemExit: 2"):
+        run(checkpoint={"allow_changed": ["model.ffn_dim"]}, **changes)
+    assert content(run.folder) == before

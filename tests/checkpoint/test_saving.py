@@ -1,0 +1,398 @@
+"""What ranks write together: files and plans, failures, saving in the background, which checkpoints stay."""
+
+import contextlib
+import io
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from checkpoint import catalog, save
+from checkpoint.checkpointer import Checkpointer, State
+from checkpoint.load import Reader, restore, tensors_of
+from checkpoint.save import SaveFailed, Saver, Writer, _all_finite
+from optim import build_optimizer
+from parallel.ranks import all_gather_objects
+from tests.checkpoint.conftest import flip_last_byte, run_config
+from tests.conftest import build, full, hashes, refuses
+from tests.distributed import distributed
+
+
+class Run:
+    """A model, its optimizer and a checkpointer on this rank."""
+
+    def __init__(self, world, folder, model: dict | None = None, **checkpoint):
+        self.cfg = run_config(
+            folder, model=model or {}, train={"steps": 100}, checkpoint=checkpoint
+        )
+        self.model = build(self.cfg, world)
+        self.optimizer = build_optimizer(self.model, self.cfg.optim)
+        self.reports: list[tuple[int, str | None]] = []
+        self.checkpointer = Checkpointer(self.cfg, world, [], [])
+        self.checkpointer.report = lambda step, problem: self.reports.append((step, problem))
+
+    def save(self, step: int, stopping: bool = False, wait: bool = True, **options) -> None:
+        state = State(step, tokens=7 * step)
+        self.checkpointer.save(state, self.model, self.optimizer, stopping, [], **options)
+        if wait:
+            self.checkpointer.finish_pending_save(wait=True)
+            dist.barrier()  # rank 0 removes what has failed
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return tensors_of(self.model, self.optimizer)
+
+    @torch.no_grad()
+    def add(self, value: float) -> None:
+        for tensor in self.tensors().values():
+            tensor.add_(value)
+
+    def restored(self, step: int) -> dict[str, str]:
+        restore(catalog.path_of(self.cfg, step), self.model, self.optimizer)
+        return hashes(self.tensors())
+
+    def names(self) -> list[str]:
+        """On all ranks: none goes on and changes them before the others have looked."""
+        names = sorted(path.name for path in catalog.root(self.cfg).iterdir())
+        dist.barrier()
+        return names
+
+
+def no_space(*unused: object) -> None:
+    raise OSError(28, "no space left")
+
+
+@contextlib.contextmanager
+def writing_waits_for(event: threading.Event) -> Iterator[None]:
+    write_data = Writer.write_data
+
+    def waiting(*arguments):
+        assert event.wait(60)
+        return write_data(*arguments)
+
+    with mock.patch.object(Writer, "write_data", waiting):
+        yield
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@distributed()
+def test_any_number_of_ranks_reads_any(world, ranks, saved, tmp_path):
+    run = Run(world, tmp_path)
+    for folder, wanted in saved.values():
+        restore(folder, run.model, run.optimizer)
+        assert hashes(run.tensors()) == wanted
+        assert len(set(wanted.values())) > 20
+
+
+# Files and plans
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+@distributed()
+def test_each_file_holds_the_shards_of_its_rank(world, ranks, tmp_path):
+    """Of 5 rows the fourth of 4 ranks has none; of 322 it has two fewer than the others."""
+    run = Run(world, tmp_path, model={"ffn_dim": 5, "vocab_size": 322})
+    run.add(1.0)
+    run.save(1)
+    folder = catalog.path_of(run.cfg, 1)
+    assert catalog.problems_of(folder) == []
+    files = {f"__{rank}_0.distcp" for rank in range(ranks)}
+    assert {path.name for path in folder.iterdir()} == files | {
+        ".metadata",
+        "manifest.json",
+        "state.json",
+    }
+    sizes = dict.fromkeys(files, 0)
+    metadata = Reader(folder).metadata
+    for index, info in metadata.storage_data.items():
+        shape = metadata.state_dict_metadata[index.fqn].size
+        shard = torch.empty(())  # AdamW's step: stored once, by any rank
+        if shape:
+            number = int(info.relative_path.split("_")[2])
+            rows = torch.empty(shape).chunk(ranks)
+            shard = rows[number] if number < len(rows) else torch.empty(0, *shape[1:])
+        assert info.length == stored_bytes(shard), index
+        sizes[info.relative_path] += info.length
+    assert sizes == {name: (folder / name).stat().st_size for name in files}
+    wanted = hashes(run.tensors())
+    if world.rank == 0:
+        dcp_to_torch_save(folder, tmp_path / "out.pt")  # torch's own tool
+        assert hashes(torch.load(tmp_path / "out.pt")) == wanted
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    file = io.BytesIO()
+    torch.save(tensor.clone(), file)
+    return len(file.getvalue())
+
+
+@distributed(ranks=2)
+def test_plan_is_made_once_and_again_after_a_change_or_a_failure(world, tmp_path):
+    run = Run(world, tmp_path)
+    saver = run.checkpointer.saver
+    assert saver is not None
+    everything = run.tensors()
+    weights = tensors_of(run.model, None)
+    lacking = {name: tensor for name, tensor in everything.items() if "embedding" not in name}
+    last = world.rank == 1
+    saves = [  # (tensors, does writing fail on the last rank, plans made, words of the error)
+        (everything, False, 1, None),
+        (everything, False, 0, None),
+        (everything, True, 0, r"step-00000003: rank 1: OSError: .* no space left"),
+        (everything, False, 1, None),
+        (weights, False, 1, None),
+        (weights, False, 0, None),
+        (lacking if last else weights, False, 0, "changed on some ranks only"),
+        (lacking if last else everything, False, 1, "embedding.* do not make up its shape"),
+        (everything, False, 1, None),
+    ]
+    for step, (tensors, fails, plans, words) in enumerate(saves, 1):
+        failing = mock.patch.object(Writer, "write_data", no_space)
+        planner = mock.Mock(wraps=save.create_default_global_save_plan)
+        error = pytest.raises(SaveFailed, match=words) if words else contextlib.nullcontext()
+        with (
+            failing if fails and last else contextlib.nullcontext(),
+            mock.patch.object(save, "create_default_global_save_plan", planner),
+            error,
+        ):
+            saver.write(step, tensors, {"step": step, "config": {}})
+        assert planner.call_count == (plans if world.rank == 0 else 0), step
+        assert (step in catalog.steps(run.cfg)) == (words is None)
+
+
+# Failures
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@distributed(ranks=2)
+def test_failed_save_fails_on_all_ranks_and_training_continues(world, tmp_path, asynchronous):
+    run = Run(world, tmp_path, async_save=asynchronous)
+    run.save(1)
+    fails = mock.patch.object(Writer, "write_data", no_space)
+    with fails if world.rank == 1 else contextlib.nullcontext():
+        run.save(2)
+        assert run.names() == ["step-00000001"]
+    run.save(3)
+    assert run.names() == ["step-00000001", "step-00000003"]
+    state = catalog.read_state(catalog.path_of(run.cfg, 3))
+    expected = (3, 21, 2, torch.__version__)
+    assert tuple(state[key] for key in ("step", "tokens", "ranks", "torch")) == expected
+    with fails, pytest.raises(SaveFailed, match="the last checkpoint was not saved: .*rank 0"):
+        run.save(4, stopping=True)
+    if world.rank == 0:
+        (one, two, three) = run.reports
+        assert (one, three) == ((1, None), (3, None))
+        assert "step-00000002: rank 1: OSError: [Errno 28] no space left" in str(two[1])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@distributed(ranks=2)
+def test_weights_that_are_not_finite_are_not_saved(world, tmp_path, value):
+    run = Run(world, tmp_path)
+    if world.rank == 1:
+        with torch.no_grad():
+            next(run.model.parameters()).to_local()[-1, -1] = value
+    with pytest.raises(FloatingPointError, match="step 7: .*not finite"):
+        run.save(7, stopping=True)
+    assert catalog.steps(run.cfg) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_value_that_is_not_finite_is_seen(dtype):
+    for value, finite in (-3e38, True), (float("nan"), False), (-float("inf"), False):
+        tensors = {"empty": torch.zeros(0), "full": torch.zeros(3, 4, dtype=dtype)}
+        tensors["full"][1, 2] = value
+        assert _all_finite(tensors) == finite
+
+
+@distributed(ranks=2)
+def test_save_needs_room_for_the_shards_of_all_ranks(world, tmp_path):
+    run = Run(world, tmp_path)
+    sizes = [full(tensor).nbytes for tensor in run.tensors().values()]
+    needed = sum(sizes) + 4096 * len(sizes) * world.size  # with the headers of the shards
+    usage = shutil.disk_usage(tmp_path)
+    for free, words in (needed - 1, f"needs {needed / 2**20:,.1f} MiB"), (needed, None):
+        with mock.patch("shutil.disk_usage", lambda path, free=free: usage._replace(free=free)):
+            error = pytest.raises(SaveFailed, match=words) if words else contextlib.nullcontext()
+            with error:
+                run.save(1, stopping=True)
+
+
+@distributed(ranks=2)
+def test_checkpoint_is_published_after_what_must_be_on_disk_first(world, tmp_path):
+    run = Run(world, tmp_path)
+
+    def rows_are_synced() -> None:
+        assert [path.name for path in catalog.root(run.cfg).iterdir()] == [".step-00000001.tmp"]
+
+    run.save(1, before_publishing=rows_are_synced)
+    run.save(2, before_publishing=no_space)
+    assert catalog.steps(run.cfg) == [1]
+    assert world.rank or "no space left" in str(run.reports[-1][1])
+
+
+@pytest.mark.parametrize("name", ["manifest.json", ".metadata", "__1_0.distcp"])
+@distributed(ranks=3)
+def test_file_that_one_rank_cannot_read_stops_all(world, tmp_path, name):
+    run = Run(world, tmp_path)
+    run.save(1)
+    opened = os.open
+
+    def stale(path, *arguments, **options):
+        if world.rank == 2 and str(path).endswith(name):
+            raise OSError(116, "Stale file handle")
+        return opened(path, *arguments, **options)
+
+    with mock.patch.object(os, "open", stale), refuses(name, "Stale file handle"):
+        Checkpointer(run.cfg, world, [], []).restore(run.model, run.optimizer)
+
+
+# In the background
+
+
+@distributed(ranks=2)
+def test_asynchronous_save_holds_the_weights_at_its_call(world, tmp_path):
+    """The second, which comes too early, waits for the first: it reuses the memory that the first has copied to."""
+    run = Run(world, tmp_path, async_save=True)
+    wanted = []
+    written = threading.Event()
+    with writing_waits_for(written):
+        for step in (1, 2):
+            run.add(step)
+            wanted.append(hashes(run.tensors()))
+            if step == 2:
+                assert catalog.steps(run.cfg) == []
+                threading.Timer(0.5, written.set).start()
+            run.save(step, wait=False)
+        run.add(-7.0)
+        run.checkpointer.finish_pending_save(wait=True)
+    assert [run.restored(1), run.restored(2)] == wanted
+    assert run.reports == ([(1, None), (2, None)] if world.rank == 0 else [])
+
+
+@distributed(ranks=1)
+def test_copies_are_complete_before_the_write_begins(world, tmp_path):
+    """The device makes them while the host goes on; and the saver's thread has a current device of its own."""
+    run = Run(world, tmp_path, async_save=True)
+    events = []
+    copy = torch.Tensor.copy_
+
+    def noted(name: str, function: Callable = lambda *unused: None) -> Callable:
+        return lambda *arguments, **options: (events.append(name), function(*arguments))[1]
+
+    with (
+        mock.patch.object(torch.Tensor, "copy_", noted("copy", copy)),
+        mock.patch.object(Saver, "write", noted("write")),
+        mock.patch.object(torch.cpu, "synchronize", noted("synchronize")),
+        mock.patch.object(torch.cpu, "set_device", noted("set_device")),
+    ):
+        run.save(1)
+        run.save(2)
+    copies = ["copy"] * len(run.tensors())
+    assert events == 2 * [*copies, "synchronize", "set_device", "write"]
+
+
+@pytest.mark.parametrize("owner, name", [(Saver, "write"), (save.dcp, "save")])
+@distributed(ranks=2)
+def test_asynchronous_save_uses_a_process_group_of_its_own(world, tmp_path, owner, name):
+    """Rank 1 saves before training's collective, rank 0 after it."""
+    run = Run(world, tmp_path, async_save=True)
+    began = threading.Event()
+    gathered = threading.Event()
+    work = getattr(owner, name)
+
+    def delayed(*arguments, **options):
+        began.set()
+        assert world.rank == 1 or gathered.wait(60)
+        work(*arguments, **options)
+
+    with mock.patch.object(owner, name, delayed):
+        run.save(1, wait=False)
+        assert began.wait(60)
+        time.sleep(0.5 * world.rank)
+        assert all_gather_objects(world.rank) == [0, 1]
+        gathered.set()
+        run.checkpointer.finish_pending_save(wait=True)
+    assert catalog.steps(run.cfg) == [1]
+
+
+# Which stay
+
+
+@pytest.mark.parametrize(
+    "options, corrupt, left",
+    [
+        ({}, [], [10, 20, 30, 40]),
+        ({"keep_last": 1}, [], [40]),
+        ({"keep_last": 2}, [20], [30, 40]),
+        ({"keep_last": 2}, [30], [20, 30, 40]),
+        ({"keep_last": 3}, [20, 30], [10, 20, 30, 40]),
+        ({"keep_last": 1, "keep_every_steps": 20}, [], [20, 40]),
+    ],
+    ids=str,
+)
+@distributed(ranks=2)
+def test_purge_counts_good_checkpoints(world, tmp_path, options, corrupt, left):
+    """Of earlier launches; each is hashed once, unless it is corrupt, and never what this launch has written."""
+    earlier = Run(world, tmp_path)
+    for step in (10, 20, 30):
+        earlier.save(step)
+    if world.rank == 0:
+        for step in corrupt:
+            flip_last_byte(catalog.path_of(earlier.cfg, step) / "__0_0.distcp")
+    dist.barrier()
+    cfg = run_config(tmp_path, checkpoint=options)
+    saver = Saver(cfg, 0, [])
+    saver.write(40, earlier.tensors(), {"step": 40, "config": {}})
+    hashed = []
+    problems_of = catalog.problems_of
+    warnings = mock.Mock()
+    with (
+        mock.patch.object(
+            catalog, "problems_of", lambda *a: (hashed.append(a[0]), problems_of(*a))[1]
+        ),
+        mock.patch.object(logging.getLogger("train"), "warning", warnings),
+    ):
+        saver.purge()
+        once = {int(path.name.removeprefix("step-")) for path in hashed}
+        hashed.clear()
+        saver.purge()
+    again = {int(path.name.removeprefix("step-")) for path in hashed}
+    assert catalog.steps(cfg) == left
+    assert 40 not in once
+    assert again <= set(corrupt)
+    noted = [call.args[1] for call in warnings.call_args_list]
+    assert len(noted) == 2 * len(set(corrupt) & set(left))
+
+
+@distributed(ranks=1)
+def test_checkpoint_that_cannot_be_removed_fails_no_save(world, tmp_path):
+    run = Run(world, tmp_path, keep_last=1)
+    denied = PermissionError(13, "Permission denied")
+    with mock.patch.object(catalog, "remove", side_effect=denied):
+        run.save(1)
+        run.save(2)
+    assert run.reports == [(1, None), (2, None)]
+    assert catalog.steps(run.cfg) == [1, 2]
+    run.checkpointer.purge()
+    assert catalog.steps(run.cfg) == [2]
+
+
+@distributed(ranks=1)
+def test_stopping_run_does_not_purge(world, tmp_path):
+    run = Run(world, tmp_path, async_save=True, keep_last=1)
+    run.save(1)
+    released = threading.Event()
+    purge = Saver.purge
+    with mock.patch.object(Saver, "purge", lambda saver: (released.wait(60), purge(saver))[1]):
+        run.save(2, wait=False)
+        threading.Timer(0.5, released.set).start()
+        run.save(3, stopping=True)
+    assert catalog.steps(run.cfg) == [1, 2, 3]

@@ -1,0 +1,168 @@
+"""Attention inside documents, against the documents one by one; its masks; context parallelism's part of both."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask
+
+from config import IGNORE
+from data.loader import positions
+from model import attention
+from model.attention import document_mask, make_mask, mask_mod
+from parallel.collectives import group_of
+from parallel.context import (
+    context_parallel_attention,
+    local_mask,
+    local_mask_mod,
+    local_positions,
+)
+from parallel.mesh import World
+from tests.conftest import gradients_of, is_near, make_config, mesh_for, token_ids
+from tests.distributed import distributed
+from tests.reference import fresh_model
+
+LENGTHS = [[5, 1, 26], [32], [1, 1, 15, 15]]  # of the documents of each row
+
+
+@pytest.mark.parametrize("model", [{}, {"tie_embeddings": True, "qk_norm": True}])
+def test_documents_are_computed_as_if_alone(model):
+    """Loss and every gradient; a target in the next document counts nowhere."""
+    llama = fresh_model(make_config(model=model))
+    rows = token_ids(3, 33)
+    numbers = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in LENGTHS]
+    documents = 7 + 3 * torch.stack(numbers)  # with gaps, as in the middle of a corpus
+    targets = rows[:, 1:].clone()
+    targets[:, :-1][documents[:, 1:] != documents[:, :-1]] = IGNORE
+    targets[:, -1] = IGNORE
+    sums, count = llama(rows[:, :-1], targets, positions(documents), documents)
+    sums["loss"].backward()
+    together = gradients_of(llama)
+    llama.zero_grad()
+    total = torch.zeros(())
+    for row, lengths in zip(rows, LENGTHS):
+        for document in row[:-1].split(lengths):
+            if len(document) > 1:
+                logits = llama(document[None, :-1])[0]
+                total = total + F.cross_entropy(logits, document[1:], reduction="sum")
+    total.backward()
+    assert count == sum(length - 1 for row in LENGTHS for length in row)
+    assert sums["loss"].item() == pytest.approx(total.item(), rel=1e-6)
+    for name, gradient in gradients_of(llama).items():
+        assert is_near(together[name], gradient, 1e-4), name
+
+
+def positions_of(rank: int, cp: int, length: int) -> torch.Tensor:
+    mesh: Any = SimpleNamespace(get_local_rank=lambda name: rank, size=(1, 1, cp, 1).__getitem__)
+    return local_positions(World(rank, cp, torch.device("cpu"), mesh), length)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("masked", [False, True])
+def test_block_mask_of_a_gpu_is_the_plain_mask(cp, masked):
+    length = 400
+    documents = token_ids(2, length, vocab_size=6).sort(dim=1).values if masked else None
+    own = positions_of(cp - 1, cp, length)
+    rule = local_mask_mod(documents, own) if cp > 1 else mask_mod(documents)
+    q, k, v = (torch.randn(2, heads, length, 16) for heads in (4, 2, 2))
+    q = q[:, :, own] if cp > 1 else q
+    batch = 2 if masked else 1
+    queries = q.shape[2]
+    block = create_block_mask(rule, batch, None, queries, length, "cpu")
+    plain = make_mask(rule, batch, queries, length, torch.device("cpu"))
+    ours = attention.attention(q, k, v, block)
+    assert torch.allclose(ours, attention.attention(q, k, v, plain), atol=1e-5)
+    if cp == 1 and documents is not None:
+        whole = document_mask(documents)
+        assert isinstance(plain, torch.Tensor) and isinstance(whole, torch.Tensor)
+        assert torch.equal(whole, plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_it_is_compiled_once_and_equal():
+    torch._dynamo.reset()
+    for seed in range(4):
+        documents = token_ids(2, 512, vocab_size=6, seed=seed).sort(dim=1).values
+        q, k, v = (
+            torch.randn(2, heads, 512, 64, device="cuda", requires_grad=True) for heads in (8, 2, 2)
+        )
+        gradients = []
+        on_cpu = document_mask(documents)
+        assert isinstance(on_cpu, torch.Tensor)
+        for mask in (document_mask(documents.cuda()), on_cpu.cuda()):
+            loss = attention.attention(q, k, v, mask).square().sum()
+            gradients.append(torch.autograd.grad(loss, (q, k, v)))
+        for compiled, plain in zip(*gradients):
+            torch.testing.assert_close(compiled, plain, rtol=2e-2, atol=2e-2)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_no_groups_in_float32_on_a_gpu(monkeypatch):
+    """No fused kernel takes them: scores would be kept. The result is the same."""
+    q, k, v = (torch.randn(2, heads, 8, 16) for heads in (4, 2, 2))
+    expected = attention.attention(q, k, v, None)
+    asked = []
+    kernel = F.scaled_dot_product_attention
+
+    def noting(q, k, v, enable_gqa, **options):
+        asked.append((k.shape[1], enable_gqa))
+        return kernel(q, k, v, enable_gqa=enable_gqa, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert torch.allclose(attention.attention(q, k, v, None), expected, atol=1e-6)
+    attention.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), None)
+    assert asked == [(4, False), (2, True)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@distributed()
+def test_context_parallel_attention_is_that_of_the_whole_sequence(world, ranks):
+    """Outputs and gradients of random lengths, heads, groups and documents."""
+    world = mesh_for(make_config(parallel={"cp": ranks}), world)
+    group = group_of(world.mesh["cp"])
+    for draw in range(12):
+        batch, keys, groups = (token_ids(3, vocab_size=3, seed=draw) + 1).tolist()
+        length = 2 * ranks * (draw % 5 + 1)
+        torch.manual_seed(draw)
+        shapes = (keys * groups, keys, keys, keys * groups)
+        q, k, v, grad = (torch.randn(batch, heads, length, 8) for heads in shapes)
+        documents = token_ids(batch, length, vocab_size=5, seed=draw).sort(dim=1).values
+        documents = documents if draw % 2 else torch.zeros_like(documents)
+        own = local_positions(world, length)
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        keep = document_mask(documents)
+        assert isinstance(keep, torch.Tensor)
+        whole = F.scaled_dot_product_attention(*inputs, attn_mask=keep, enable_gqa=True)
+        whole.backward(grad)
+        parts = [x[:, :, own].clone().requires_grad_() for x in (q, k, v)]
+        q, k, v = parts
+        mask = local_mask(documents if draw % 2 else None, own, length)
+        ours = context_parallel_attention(q, k, v, mask, group, regather=draw % 4 < 2)
+        ours.backward(grad[:, :, own])
+        assert is_near(ours, whole[:, :, own], 2e-6), draw
+        for part, x in zip(parts, inputs):
+            assert x.grad is not None
+            torch.testing.assert_close(part.grad, x.grad[:, :, own], atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cp", [2, 8])
+def test_context_parallel_work_is_balanced(cp):
+    """Blocks of scores that FlexAttention computes: within 1 % of each other, and together half of all."""
+    length = 8192
+    blocks = []
+    tokens = []
+    for rank in range(cp):
+        own = positions_of(rank, cp, length)
+        tokens += own.tolist()
+        mask = create_block_mask(local_mask_mod(None, own), 1, None, len(own), length, "cpu")
+        assert mask.full_kv_num_blocks is not None
+        blocks.append((mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()).item())
+    assert max(blocks) < 1.01 * min(blocks)
+    assert sum(blocks) == 64 * 65 // 2
+    assert sorted(tokens) == [*range(length)]

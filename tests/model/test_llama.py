@@ -1,0 +1,226 @@
+"""The model against transformers' Llama and Qwen3 with the same weights."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+
+import config
+from model.build import meta_model
+from model.llama import Llama, RMSNorm, flops_per_token, parameter_count, rope_tables
+from tests.conftest import REPO, is_near, make_config, refuses, shipped_configs, token_ids
+from tests.reference import fresh_model
+
+SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def transformers_config(m: config.Model) -> LlamaConfig | Qwen3Config:
+    rope: dict[str, Any] = {"rope_theta": m.rope_theta, "rope_type": "default"}
+    if m.rope_scaling:
+        rope |= {"rope_type": "llama3", **dataclasses.asdict(m.rope_scaling)}
+    return (Qwen3Config if m.qk_norm else LlamaConfig)(
+        vocab_size=m.vocab_size,
+        hidden_size=m.dim,
+        intermediate_size=m.ffn_dim,
+        num_hidden_layers=m.n_layers,
+        num_attention_heads=m.n_heads,
+        num_key_value_heads=m.n_kv_heads,
+        head_dim=m.width_per_head,
+        rms_norm_eps=m.norm_eps,
+        rope_parameters=rope,
+        tie_word_embeddings=m.tie_embeddings,
+        max_position_embeddings=256,
+    )
+
+
+def reference(m: config.Model) -> PreTrainedModel:
+    """Theirs, at random."""
+    theirs = AutoModelForCausalLM.from_config(transformers_config(m), attn_implementation="eager")
+    for weight in theirs.parameters():
+        if weight.ndim == 1:
+            torch.nn.init.normal_(weight, 1.0, 0.2)  # tells one norm from another
+    return theirs
+
+
+def name_in_transformers(name: str) -> str:
+    """Their name of one of our parameters."""
+    if name == "head.weight":
+        return "lm_head.weight"
+    for ours, theirs in (
+        ("embedding.", "embed_tokens."),
+        ("head.norm.", "norm."),
+        ("blocks.", "layers."),
+        (".attention_norm.", ".input_layernorm."),
+        (".attention.", ".self_attn."),
+        (".feed_forward_norm.", ".post_attention_layernorm."),
+        (".feed_forward.", ".mlp."),
+    ):
+        name = name.replace(ours, theirs)
+    return f"model.{name}"
+
+
+def with_weights_of(theirs: PreTrainedModel, m: config.Model) -> Llama:
+    state = theirs.state_dict()
+    ours = Llama(m)
+    ours.load_state_dict({name: state[name_in_transformers(name)] for name in ours.state_dict()})
+    return ours
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_embeddings": True},
+        {"n_kv_heads": 4},
+        {"n_kv_heads": 1},
+        {"rope_scaling": SCALING, "tie_embeddings": True, "head_dim": 32, "rope_theta": 10000.0},
+        {"qk_norm": True, "head_dim": 20},
+        {"qk_norm": True, "n_kv_heads": 1, "tie_embeddings": True, "norm_eps": 1e-2},
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_logits_and_loss_equal_transformers(changes):
+    torch.manual_seed(0)
+    m = make_config(model=changes).model
+    theirs = reference(m)
+    ours = with_weights_of(theirs, m)
+    tokens = token_ids(2, 128)
+    assert torch.allclose(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+    sums, count = ours(tokens[:, :-1], tokens[:, 1:])
+    assert math.isclose(sums["loss"] / count, theirs(tokens, labels=tokens).loss, rel_tol=1e-5)
+
+
+# Each model's config.json, written out once more: hidden_size, intermediate_size, num_hidden_layers, heads,
+# key/value heads, head_dim, vocab_size, rope_theta, llama3's scaling factor, tied; and its parameters.
+LLAMA_8B = (4096, 14336, 32, 32, 8, 128, 128256, 500000.0)
+LLAMA_70B = (8192, 28672, 80, 64, 8, 128, 128256, 500000.0)
+PUBLISHED = {
+    (
+        *LLAMA_8B,
+        None,
+        False,
+        8_030_261_248,
+    ): "llama8b llama8b-float8 llama8b-lora llama8b-qlora llama8b-h200",
+    (*LLAMA_8B, 8.0, False, 8_030_261_248): "llama3.1-8b llama3.1-8b-128k llama3.1-8b-chat-lora",
+    (*LLAMA_70B, None, False, 70_553_706_496): "llama70b llama70b-qlora",
+    (*LLAMA_70B, 8.0, False, 70_553_706_496): "llama3.1-70b",
+    (2048, 8192, 16, 32, 8, 64, 128256, 500000.0, 32.0, True, 1_235_814_400): "llama1b",
+    (3072, 8192, 28, 24, 8, 128, 128256, 500000.0, 32.0, True, 3_212_749_824): "llama3b",
+    (576, 1536, 30, 9, 3, 64, 49152, 100000.0, None, True, 134_515_008): "smollm2-135m",
+    (2048, 5632, 22, 32, 4, 64, 32000, 10000.0, None, False, 1_100_048_384): "tinyllama-1.1b",
+    (1024, 3072, 28, 16, 8, 128, 151936, 1e6, None, True, 596_049_920): "qwen3-0.6b-chat",
+    (4096, 12288, 36, 32, 8, 128, 151936, 1e6, None, False, 8_190_735_360): "qwen3-8b-chat-qlora",
+}
+
+
+def test_every_shipped_model_is_compared():
+    names = " ".join(PUBLISHED.values()).split()
+    shipped = {path.stem for path in (REPO / "configs").glob("*.toml")}
+    assert shipped == {"tiny", "tiny-chat", *names}
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=PUBLISHED.values())
+def test_shipped_models_are_the_published_ones(published):
+    readable = {path.stem: path for path in shipped_configs()}
+    for name in readable.keys() & PUBLISHED[published].split():
+        m = config.load(str(readable[name])).model
+        factor = m.rope_scaling.factor if m.rope_scaling else None
+        sizes = (m.dim, m.ffn_dim, m.n_layers, m.n_heads, m.n_kv_heads, m.width_per_head)
+        ours = (*sizes, m.vocab_size, m.rope_theta, factor, m.tie_embeddings)
+        assert (*ours, parameter_count(meta_model(m))) == published
+        assert m.norm_eps == (1e-6 if name.startswith("qwen3") else 1e-5)
+        if m.rope_scaling:
+            shape = dataclasses.asdict(m.rope_scaling)
+            theirs = {**SCALING, "original_max_position_embeddings": 8192, "factor": factor}
+            assert shape == theirs
+
+
+def test_rope_tables_are_in_float32_and_the_same_for_all_heads():
+    m = make_config(model={"rope_scaling": SCALING}).model
+    for table in rope_tables(m, torch.arange(64)):
+        assert (table.dtype, table.shape) == (torch.float32, (64, 1, m.width_per_head))
+
+
+def test_flops_per_token():
+    """Llama 3 8B at 8,192 tokens: 6 N + 6 L H E S without the embedding and the norms."""
+    model = meta_model(config.load(str(REPO / "configs/llama8b.toml")).model)
+    matrices = 8_030_261_248 - 128_256 * 4096 - 65 * 4096
+    assert flops_per_token(model, 8192) == 6 * matrices + 6 * 32 * 32 * 128 * 8192
+    tied = meta_model(make_config(model={"tie_embeddings": True}).model)
+    untied = meta_model(make_config().model)
+    assert parameter_count(untied) - parameter_count(tied) == 320 * 48
+    assert flops_per_token(untied, 32) == flops_per_token(tied, 32)
+    wide = meta_model(make_config(model={"head_dim": 20}).model)  # heads x head_dim is not dim
+    matrices = parameter_count(wide) - 320 * 48 - 5 * 48
+    assert flops_per_token(wide, 32) == 6 * matrices + 6 * 2 * 4 * 20 * 32
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_initial_distributions(tied):
+    """Standard deviation and largest value of each matrix; norms are ones."""
+    model = fresh_model(make_config(model={"dim": 96, "tie_embeddings": tied}))
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            assert (weight == 1).all(), name
+            continue
+        module = name.split(".")[-2]
+        cutoff = math.inf
+        std = 0.02
+        if module == "head" or (module == "embedding" and tied):
+            std = 96**-0.5
+            cutoff = 3.0
+        elif module == "embedding":
+            std = 1.0
+        elif module in ("o_proj", "up_proj", "down_proj"):
+            layer = int(name.split(".")[1])
+            std = 0.02 / math.sqrt(2 * (layer + 1))
+        # 0.9866: what truncation at three standard deviations leaves of one
+        expected = std * (0.9866 if cutoff == 3.0 else 1.0)
+        assert weight.std().item() == pytest.approx(expected, rel=0.04), name
+        assert weight.abs().max() <= cutoff * std, name
+
+
+@torch.no_grad()
+def test_every_norm_has_its_statistics_in_float32():
+    """Of bfloat16 inputs and weights: rounded once, by at most half of the last place."""
+    model = fresh_model(make_config(model={"norm_eps": 1e-3})).bfloat16()
+    seen = {}
+    for name, module in model.named_modules():
+        if isinstance(module, RMSNorm):
+            hook = lambda module, args, out, name=name: seen.update({name: (args[0], out)})  # noqa: E731
+            module.register_forward_hook(hook)
+    model(torch.arange(128)[None])
+    assert len(seen) == 5
+    for name, (x, out) in seen.items():
+        weight = model.get_submodule(name).weight.double()
+        exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
+        assert out.dtype == torch.bfloat16
+        assert ((out.double() - exact).abs() <= 2**-8 * 1.001 * exact.abs()).all(), name
+
+
+def test_norm_has_the_dtype_of_its_weight():
+    x = torch.randn(3, 512)
+    norm = RMSNorm(512, 1e-5)
+    torch.nn.init.ones_(norm.weight)
+    assert norm(x.bfloat16()).dtype == torch.float32
+    assert is_near(
+        norm(x.bfloat16()), x.bfloat16() / x.bfloat16().float().square().mean(-1, True).sqrt(), 1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    "freeze, words",
+    [(["embedding*", "block.*"], r"'block.\*' matches none"), (["*"], "nothing is left to train")],
+)
+def test_freeze_must_match_some_and_not_all(freeze, words):
+    with refuses(r"\[model\] freeze: ", words):
+        meta_model(make_config(model={"freeze": freeze}).model)

@@ -1,0 +1,339 @@
+"""Activation checkpointing changes no bit of a gradient, and keeps what its mode says."""
+
+import functools
+import gc
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import config
+from data.loader import inputs_and_targets
+from model import attention
+from model.build import meta_model
+from model.llama import FeedForward, Llama, named_parameters, rope_tables
+from parallel import parallelize
+from parallel.activation_checkpoint import (
+    apply_activation_checkpointing,
+    check_matmul_order,
+    is_attention,
+    leave_to_compiler,
+)
+from parallel.collectives import all_gathered
+from parallel.context import shard_sequences
+from parallel.mesh import World
+from tests.conftest import (
+    build,
+    compiled_by,
+    gradients_of,
+    make_config,
+    mesh_for,
+    refuses,
+    token_ids,
+)
+from tests.distributed import run_on_ranks
+from tests.reference import fresh_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
+
+BATCH = 2
+LENGTH = 64
+LAYERS = 4
+# of TINY
+DIM = 48
+KEYS = 24  # the width of all key heads
+HEADS = 4
+FFN = 80
+
+
+def built(mode: str | int, backend: str | None = None, **model: object) -> Llama:
+    llama = fresh_model(make_config(model={"n_layers": LAYERS, **model}))
+    if backend:
+        mode = leave_to_compiler(mode)
+    apply_activation_checkpointing(llama, mode, compiled=backend is not None)
+    if backend:
+        torch.compiler.reset()
+        with compiled_by(backend):
+            for block in llama.blocks:
+                parallelize.compile_block(block)
+    return llama
+
+
+def storages() -> dict[int, torch.UntypedStorage]:
+    """Each storage that a tensor in Python holds, by what stays the same where FSDP2 resizes it."""
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if type(o) in (Tensor, torch.nn.Parameter)]
+    return {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+
+
+class Kept(torch.autograd.graph.saved_tensors_hooks):
+    """Within it: the storages of what autograd saves."""
+
+    def __init__(self):
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        super().__init__(self.pack, lambda tensor: tensor)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+
+@functools.cache
+def step(mode: str | int, backend: str | None = None) -> tuple[dict[str, Tensor], int]:
+    """Every gradient, and the bytes kept between forward and backward, without the parameters."""
+    model = built(mode, backend)
+    ids = token_ids(BATCH, LENGTH + 1)
+    before = storages()
+    kept = Kept()
+    with kept:
+        loss = model(ids[:, :-1], ids[:, 1:])[0]["loss"]
+    kept.storages |= storages()  # saved tensors are no Python objects, but what a policy caches is
+    size = sum(s.nbytes() for key, s in kept.storages.items() if key not in before)
+    kept.storages.clear()
+    loss.backward()
+    return gradients_of(model), size
+
+
+@pytest.mark.parametrize("mode", [2, "elementwise", "selective", "full"])
+def test_gradients_are_bitwise_those_without(mode):
+    expected, found = step("none")[0], step(mode)[0]
+    assert expected.keys() == found.keys()  # the wrapper is not in the names
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_bytes_kept_are_those_of_the_mode():
+    none, second, elementwise, selective, full = (
+        step(mode)[1] for mode in ("none", 2, "elementwise", "selective", "full")
+    )
+    assert none - second == pytest.approx((none - full) / 2, rel=0.02)
+    assert full < none / 3
+    token = LAYERS * BATCH * LENGTH * 4
+    # q, k, v, attention and its logsumexp, o, gate, up; not down: nothing reads it in backward
+    assert elementwise - full == token * (DIM + 2 * KEYS + DIM + HEADS + DIM + 2 * FFN)
+    # q, v, attention, gate: every second product
+    assert selective - full == token * (DIM + KEYS + DIM + HEADS + FFN)
+
+
+def test_compiler_keeps_the_products_of_the_mode():
+    backend = "aot_eager_decomp_partition"
+    none, elementwise, selective = (
+        step(mode, backend)[1] for mode in ("none", "elementwise", "selective")
+    )
+    statistics = LAYERS * 2 * BATCH * LENGTH * 4  # of both norms
+    assert selective < elementwise <= step("elementwise")[1] + statistics < none
+    for mode in ("elementwise", "selective"):
+        for name, gradient in step("none", backend)[0].items():
+            assert torch.equal(step(mode, backend)[0][name], gradient), (mode, name)
+
+
+def test_of_every_n_blocks_the_last_is_checkpointed():
+    plain = type(built("none").blocks[0])
+    for n, checkpointed in (1, [0, 1, 2, 3]), (2, [1, 3]), (3, [2]), (5, []):
+        blocks = built(n).blocks
+        assert [i for i in range(LAYERS) if type(blocks[i]) is not plain] == checkpointed
+
+
+def test_frozen_first_blocks_compile_without_a_checkpoint():
+    """torch.compile fails on a checkpoint in a graph that has no backward."""
+    freeze = ["embedding*", "blocks.[01].*"]
+    gradients = []
+    for mode in ("none", "full"):
+        model = built(mode, "aot_eager", freeze=freeze)
+        ids = token_ids(BATCH, LENGTH)
+        model(ids, ids)[0]["loss"].backward()
+        gradients.append(gradients_of(model))
+    none, full = gradients
+    frozen = ("embedding", "blocks.0", "blocks.1")
+    names = {name for name, _ in named_parameters(model) if not name.startswith(frozen)}
+    assert none.keys() == full.keys() == names
+    assert all(torch.equal(full[name], none[name]) for name in none)
+
+
+# Of parts of a sequence and of a matrix
+
+
+def bytes_of_a_block(cfg: config.Config, sequences: int, world: World) -> int:
+    """What the second block keeps on this rank between its forward and its backward."""
+    world = mesh_for(cfg, world)
+    model = build(cfg, world)
+    tensors = inputs_and_targets(token_ids(sequences, cfg.train.seq_len + 1))
+    if world.cp > 1:
+        tensors = shard_sequences(tensors, world)
+    model(*tensors)[0]["loss"].backward()  # sets FSDP2 up
+    tokens = cfg.train.seq_len // world.cp
+    shape = (sequences, tokens // world.tp, cfg.model.dim)
+    x = torch.randn(shape, requires_grad=True)
+    cos, sin = rope_tables(cfg.model, torch.arange(tokens))
+    before = storages()
+    kept = Kept()
+    with kept:
+        out = model.blocks[1](x, cos, sin, model.build_mask(None))
+    after = storages()
+    time.sleep(0.1)  # gloo's threads let go of what they have sent
+    for key, storage in storages().items():
+        if key in after and key not in before:
+            kept.storages[key] = storage
+    outside = {t.untyped_storage()._cdata for t in (out, cos, sin)}
+    # what FSDP2 has resharded since has no bytes left
+    size = sum(s.nbytes() for key, s in kept.storages.items() if key not in outside)
+    after.clear()
+    kept.storages.clear()
+    out.sum().backward()
+    return size
+
+
+def kept_by_mode(world: World, cp: int, tp: int) -> dict[str, int]:
+    """By mode: the bytes that two more sequences add to what a block keeps."""
+    kept = {}
+    for mode in ("none", "elementwise", "selective", "full"):
+        more, fewer = (
+            bytes_of_a_block(block_config(mode, cp, tp, sequences), sequences, world)
+            for sequences in (4, 2)
+        )
+        kept[mode] = more - fewer
+    return kept
+
+
+def block_config(mode: str, cp: int, tp: int, sequences: int, **model: int) -> config.Config:
+    return make_config(
+        model={"n_kv_heads": 4, "ffn_dim": 96, **model},
+        train={"seq_len": LENGTH, "micro_batch_size": sequences},
+        parallel={"dp_shard": 1, "cp": cp, "tp": tp, "recompute": mode},
+    )
+
+
+@pytest.fixture(scope="module")
+def kept_alone() -> dict[str, int]:
+    return run_on_ranks(1, kept_by_mode, 1, 1)[0]
+
+
+@pytest.mark.parametrize("cp, tp", [(1, 2), (2, 1), (2, 2)])
+def test_bytes_kept_fall_as_1_over_cp_and_tp(kept_alone, cp, tp):
+    """To the byte; but over tp "selective" keeps the first reduce-scatter's output too, not to send it again."""
+    expected = dict(kept_alone)
+    if tp > 1:
+        expected["selective"] += 2 * LENGTH * DIM * 4
+    for kept in run_on_ranks(cp * tp, kept_by_mode, cp, tp):
+        assert {mode: size * cp * tp for mode, size in kept.items()} == expected
+    assert 0 < expected["full"] < expected["selective"] < expected["elementwise"]
+
+
+# Selective modes number the matmuls
+
+
+def two_swapped(f, x):
+    return f.down_proj(f.up_proj(x) * F.silu(f.gate_proj(x)))
+
+
+def one_twice(f, x):
+    return f.down_proj(F.silu(f.gate_proj(x) + f.gate_proj(2 * x)) * f.up_proj(x))
+
+
+def one_without_its_module(f, x):
+    return f.down_proj(F.silu(f.gate_proj(x)) * (x @ f.up_proj.weight.t()))
+
+
+def one_more(f, x):
+    out = f.down_proj(F.silu(f.gate_proj(x)) * f.up_proj(x))
+    return out @ f.gate_proj.weight[:DIM].t()
+
+
+@pytest.mark.parametrize("mode", ["elementwise", "selective"])
+@pytest.mark.parametrize(
+    "forward, words",
+    [
+        (two_swapped, "number 5 of blocks.0 is of .*up_proj in forward, of .*gate_proj in that"),
+        (one_twice, "number 6 of blocks.0 is of .*gate_proj in forward, of .*up_proj in that"),
+        (one_without_its_module, "number 6 .* is of blocks.0.feed_forward in forward"),
+        (one_more, "number 8 of blocks.0 is of .*, of nothing in that order"),
+    ],
+)
+def test_matmuls_out_of_order_are_refused(monkeypatch, mode, forward, words):
+    monkeypatch.setattr(FeedForward, "forward", forward)
+    cfg = make_config(parallel={"recompute": mode})
+    world: Any = SimpleNamespace(device=torch.device("cpu"), tp=1, cp=1)
+    with refuses(rf'\[parallel\] recompute = "{mode}"', words):
+        parallelize.parallelize(meta_model(cfg.model), cfg, world)
+
+
+def test_matmuls_are_checked_in_one_block_of_each_kind(monkeypatch):
+    model = meta_model(make_config(model={"n_layers": 6}).model)
+
+    class Swapped(FeedForward):
+        forward = two_swapped
+
+    class Router(FeedForward):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = torch.where(x[..., 0] > 0)
+            return x.index_put(rows, super().forward(x[rows]))
+
+    check_matmul_order(model, "selective", 32)
+    model.blocks[4].feed_forward.__class__ = Swapped
+    with refuses("number 5 of blocks.4"):
+        check_matmul_order(model, "selective", 32)
+    model.blocks[4].feed_forward.__class__ = Router
+    with refuses("order is unknown", "in blocks.4.feed_forward fails"):
+        check_matmul_order(model, "selective", 32)
+
+
+@pytest.mark.parametrize("mode, runs", [("none", 1), ("selective", 1), ("full", 2)])
+def test_flex_attention_outside_a_compiled_block_is_saved(monkeypatch, mode, runs):
+    calls = []
+
+    def counted(*arguments, **options):
+        calls.append(None)
+        return flex_attention(*arguments, **options)
+
+    monkeypatch.setattr(attention, "flex_attention", counted)
+    # it has no kernel for gradients on a CPU; eager it needs none
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *unused: None)
+    documents = torch.arange(LENGTH).expand(BATCH, LENGTH) // 24
+    rule = attention.mask_mod(documents)
+    mask = create_block_mask(rule, BATCH, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=32)
+    gradients = []
+    for number in ("none", mode):
+        calls.clear()
+        model = built(number, dim=64, head_dim=16)
+        model.build_mask = lambda documents: mask
+        ids = token_ids(BATCH, LENGTH)
+        model(ids, ids, documents=documents)[0]["loss"].backward()
+        gradients.append(gradients_of(model))
+    assert len(calls) == LAYERS * runs
+    assert all(torch.equal(gradients[1][name], gradients[0][name]) for name in gradients[0])
+
+
+def test_attention_of_every_library_is_known():
+    names = [name for name in torch._C._dispatch_get_all_op_names() if "scaled_dot_product" in name]
+    names += ["flex_attention", "flash_attn_3.fwd.default", "xformers_flash.flash_fwd.default"]
+    names += ["flash_attn_3.bwd.default", "xformers_flash.flash_bwd.default"]
+    assert len(names) > 10
+    for name in names:
+        assert is_attention(name) is ("backward" not in name and "bwd" not in name), name
+    assert not is_attention("aten.mm.default")
+    assert not is_attention("aten._softmax.default")
+
+
+def test_what_backward_gathers_again_is_freed():
+    """Each backward gathers once; what it gathered, and what no backward used, goes."""
+    gathered = []
+
+    def gather(x: Tensor) -> Tensor:
+        full = x * 1.0
+        gathered.append(full.untyped_storage()._cdata)
+        return full
+
+    shard = torch.randn(8, 8, requires_grad=True)
+    with all_gathered(gather, shard, True) as full:
+        result = (full.square() * full).sum()
+    del full
+    for times in (2, 3):
+        result.backward(retain_graph=True)
+        assert len(gathered) == times
+        assert gathered[-1] not in storages()
+    assert shard.grad is not None
+    assert torch.allclose(shard.grad, 2 * 3 * shard.detach().square())

@@ -1,0 +1,199 @@
+"""What a step sends, counted on torch's fake process group, equals what a hand can count."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optim import clip_gradients
+from parallel.collectives import all_gather, group_of, reduce_scatter
+from parallel.fsdp import reshard, set_communication, unshard_first_units
+from parallel.mesh import World
+from tests.conftest import build, make_config, mesh_for, token_ids
+from tests.distributed import distributed
+
+KINDS = {"allgather": "gather", "all_gather": "gather", "reduce_scatter": "scatter"}
+KINDS |= {"allreduce": "reduce", "all_reduce": "reduce"}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives, and the bytes of the larger of each one's buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {"gather": 0, "scatter": 0, "reduce": 0}
+        self.bytes = dict(self.counts)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # what it sends comes back to us
+        result = function(*args, **(kwargs or {}))
+        if function.namespace in ("c10d", "_c10d_functional"):
+            for name, kind in KINDS.items():
+                if name in function._schema.name:
+                    tensors = torch.utils._pytree.tree_leaves([args, result])
+                    sizes = [t.nbytes for t in tensors if isinstance(t, torch.Tensor)]
+                    self.counts[kind] += 1
+                    self.bytes[kind] += max(sizes)
+                    break
+        return result
+
+
+def step_of(world: World, sections: dict) -> Collectives:
+    """A step of 8 sequences, the second: FSDP2 learns its order in the first. An evaluation between changes nothing."""
+    train = {"global_batch_size": 8, "micro_batch_size": 1, "seq_len": 32}
+    cfg = make_config(train=train, **sections)
+    world = mesh_for(cfg, world)
+    model = build(cfg, world)
+    micro_batches = 8 // world.dp_size
+    ids = token_ids(1, 32 // world.cp)
+    for _ in range(2):
+        with torch.no_grad():
+            model(ids, ids)
+        reshard(model)
+        with Collectives() as counted:
+            unshard_first_units(model, cfg.parallel)
+            for number in range(1, micro_batches + 1):
+                set_communication(model, cfg.parallel, world, number == micro_batches)
+                model(ids, ids)[0]["loss"].backward()
+            clip_gradients(model, torch.optim.SGD(model.parameters()), 1.0)
+    return counted
+
+
+# Elements of the units, of two blocks: 4 divides all rows
+EMBEDDING = 320 * 48
+HEAD = EMBEDDING + 48
+BLOCK = 48 * (48 + 24 + 24 + 48 + 3 * 80) + 2 * 48
+ALL = EMBEDDING + 2 * BLOCK + HEAD
+X = 32 * 48  # a sequence's activations, over all tp ranks
+FROZEN_FIRST = {"model": {"freeze": ["embedding*", "blocks.0.*"]}}
+FROZEN = {"model": {"freeze": ["embedding*", "blocks.1.*"]}}
+
+
+@pytest.mark.parametrize(
+    "sections, counts, gathered, scattered",
+    [
+        # two micro-batches of four units, of which backward gathers the blocks again; one norm
+        ({}, (12, 8, 1), 2 * (ALL + 2 * BLOCK), 2 * ALL),
+        # the embedding is kept for the second micro-batch
+        ({"parallel": {"reshard_after_forward": False}}, (7, 8, 1), 2 * ALL - EMBEDDING, 2 * ALL),
+        ({"parallel": {"gather_once": True}}, (4, 8, 1), ALL, 2 * ALL),
+        ({"parallel": {"gather_once": True, "sync_every_micro_batch": False}}, (4, 4, 1), ALL, ALL),
+        ({"parallel": {"sync_every_micro_batch": False}}, (12, 4, 1), 2 * (ALL + 2 * BLOCK), ALL),
+        # so is a block that two units ahead are gathered for
+        ({"parallel": {"prefetch_forward": 2}}, (11, 8, 1), 2 * ALL + 3 * BLOCK, 2 * ALL),
+        ({"parallel": {"prefetch_forward": 0}}, (12, 8, 1), 2 * (ALL + 2 * BLOCK), 2 * ALL),
+        ({"parallel": {"recompute": "full"}}, (12, 8, 1), 2 * (ALL + 2 * BLOCK), 2 * ALL),
+        ({"parallel": {"dp_replicate": 2}}, (12, 8, 9), 2 * (ALL + 2 * BLOCK), 2 * ALL),
+        ({"parallel": {"dp_replicate": 4}}, (0, 0, 8), 0, 0),
+        (
+            {"model": {"tie_embeddings": True}},
+            (9, 6, 1),
+            HEAD + 2 * 4 * BLOCK,
+            2 * (HEAD + 2 * BLOCK),
+        ),
+        (FROZEN_FIRST, (10, 4, 1), 2 * (ALL + BLOCK), 2 * (BLOCK + HEAD)),
+        (FROZEN, (12, 4, 1), 2 * (ALL + 2 * BLOCK), 2 * (BLOCK + HEAD)),
+        (
+            {**FROZEN, "parallel": {"replicated": ["blocks.1.*"]}},
+            (8, 4, 1),
+            2 * (ALL - BLOCK + BLOCK),
+            2 * (BLOCK + HEAD),
+        ),
+        # in bfloat16, of which a float32 unit counts twice; gradients stay in float32
+        (
+            {"parallel": {"param_dtype": "bfloat16", "keep_fp32": ["blocks.0"]}},
+            (12, 8, 1),
+            (ALL + 2 * BLOCK) + 2 * BLOCK,
+            2 * ALL,
+        ),
+        (
+            {"parallel": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}},
+            (12, 8, 1),
+            ALL + 2 * BLOCK,
+            ALL,
+        ),
+    ],
+    ids=str,
+)
+@distributed(ranks=4, fake=True)
+def test_step_sends_what_a_hand_counts(world, sections, counts, gathered, scattered):
+    counted = step_of(world, sections)
+    assert tuple(counted.counts.values()) == counts
+    assert (counted.bytes["gather"], counted.bytes["scatter"]) == (4 * gathered, 4 * scattered)
+
+
+@distributed(ranks=4, fake=True)
+def test_deferred_reduction_does_not_depend_on_how_the_mesh_was_named(world):
+    options = {"dp_replicate": "auto", "dp_shard": 4, "sync_every_micro_batch": False}
+    assert step_of(world, {"parallel": options}).counts["scatter"] == 4
+
+
+@pytest.mark.parametrize("recompute, again", [("none", 0), ("selective", 0), ("full", 1)])
+@distributed(ranks=4, fake=True)
+def test_tensor_parallel_blocks_send_what_a_hand_counts(world, recompute, again):
+    """Of each block in each of 8 micro-batches: 2 inputs, again for backward, 2 gradients of outputs."""
+    counted = step_of(
+        world,
+        {"parallel": {"tp": 4, "dp_shard": 1, "recompute": recompute}, "model": {"n_kv_heads": 4}},
+    )
+    # embedding's gradient, head's input, and the loss's figures of one chunk
+    assert counted.counts["gather"] == 8 * (2 * 6 + 3)
+    assert counted.counts["scatter"] == 8 * (2 * (4 + again) + 2)
+    assert counted.bytes["gather"] == 8 * 4 * ((2 * 6 + 2) * X + 4 * 3 * 32)
+    # of 2 norms a block and the head's, and of the norm of all
+    assert counted.counts["reduce"] == 8 * 5 + 1
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@distributed(ranks=4, fake=True)
+def test_context_parallel_blocks_send_keys_and_values(world, recompute):
+    """Forward, again for backward, and their gradients."""
+    counted = step_of(world, {"parallel": {"cp": 4, "dp_shard": 1, "recompute": recompute}})
+    units = step_of(world, {"parallel": {"recompute": recompute}})
+    assert counted.counts["gather"] - 4 * units.counts["gather"] == 8 * 2 * 2
+    assert counted.counts["scatter"] - 4 * units.counts["scatter"] == 8 * 2
+    keys_and_values = 32 * 2 * 24
+    assert counted.bytes["gather"] - 4 * units.bytes["gather"] == 4 * 8 * 2 * 2 * keys_and_values
+
+
+@distributed(ranks=2, fake=True)
+def test_collectives_have_gradients(world):
+    group = group_of(world.mesh["dp_shard"])
+    x = torch.ones(2, 4, requires_grad=True)
+    (all_gather(x, 1, group).sum() + reduce_scatter(x, 1, group).sum()).backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
+class Copies(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        self.count += function in (aten.cat.default, aten.clone.default, aten.copy_.default)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sequences, copies", [(1, 0), (2, 4)])
+@distributed(ranks=2)
+def test_shards_of_one_sequence_are_sent_without_a_copy(world, sequences, copies):
+    """Of several, each collective copies once, forward and backward: a rank's shards are not contiguous."""
+    group = group_of(world.mesh["dp_shard"])
+    full = torch.randn(sequences, 6, 3, generator=torch.Generator().manual_seed(0))
+    shard = full.chunk(2, dim=1)[world.rank].contiguous()
+    local = shard.clone().requires_grad_()
+    partial_sum = full.clone().requires_grad_()
+    with Copies() as copied:
+        gathered = all_gather(local, 1, group)
+        gathered.backward(full)
+        scattered = reduce_scatter(partial_sum, 1, group)
+        scattered.backward(shard)
+    assert copied.count == copies
+    assert torch.equal(gathered, full)
+    assert torch.equal(scattered, 2 * shard)
+    for leaf, gradient in (local, 2 * shard), (partial_sum, full):
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad, gradient)

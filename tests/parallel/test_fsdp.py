@@ -1,0 +1,353 @@
+"""What FSDP2 is told: the order of all-gathers, dtypes, memory; what tensor parallelism refuses."""
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import config
+from model.build import meta_model
+from model.init import normal
+from model.llama import Linear, Llama, RMSNorm
+from parallel import materialize as materialize_module
+from parallel import memory_pool
+from parallel.fsdp import (
+    mixed_precision,
+    replicated_parameters,
+    reshard,
+    units,
+    unshard_first_units,
+)
+from parallel.materialize import draw, materialize
+from parallel.parallelize import compile_block, parallelize
+from parallel.tensor import tp_warnings
+from tests import forks
+from tests.conftest import build, compiled_by, make_config, mesh_for, refuses, token_ids
+from tests.distributed import distributed
+from tests.reference import fresh_model
+
+
+@contextlib.contextmanager
+def recorded(model: Llama, events: list[str]) -> Iterator[None]:
+    """Notes "+0" as block 0's all-gather is issued, "0" at the end of its forward, "~0" of its backward."""
+    short = {"embedding": "E", "head": "H", "embedding, head": "EH"}
+    unshard, post_backward = FSDPParamGroup.unshard, FSDPParamGroup.post_backward
+
+    def name_of(group: FSDPParamGroup) -> str:
+        name = str(group._module_fqn).split(".")[-1]
+        return short.get(name, name)
+
+    def unsharding(group, async_op=False):
+        begins = group._all_gather_result is None and not group.is_unsharded
+        unshard(group, async_op)
+        if begins and group._all_gather_result is not None:
+            events.append(f"+{name_of(group)}")
+
+    def ending(group, *unused):
+        if f"~{name_of(group)}" not in events:
+            events.append(f"~{name_of(group)}")
+        return post_backward(group, *unused)
+
+    for name, module in {
+        "E": model.embedding,
+        **dict(enumerate(model.blocks)),
+        "H": model.head,
+    }.items():
+        module.register_forward_hook(lambda *unused, name=name: events.append(str(name)))
+    patches = {"unshard": unsharding, "post_backward": ending}
+    with mock.patch.multiple(FSDPParamGroup, **patches):
+        yield
+
+
+@pytest.mark.parametrize(
+    "forward, backward, tied, order",
+    [
+        # as they are needed; in backward FSDP2 gathers one unit ahead
+        (0, 0, False, "+E E +0 0 +1 1 +2 2 +H H +2 ~H +1 ~2 +0 ~1 ~0 ~E"),
+        (1, 1, False, "+E +0 E +1 0 +2 1 +H 2 H +2 ~H +1 ~2 +0 ~1 ~0 ~E"),
+        (2, 2, False, "+E +0 +1 E +2 0 +H 1 2 H +2 +1 ~H +0 ~2 ~1 ~0 ~E"),
+        (1, 1, True, "+EH +0 E +1 0 +2 1 2 H +2 +1 ~2 +0 ~1 ~0 ~EH"),
+    ],
+)
+@distributed(ranks=2)
+def test_all_gathers_are_issued_ahead(world, forward, backward, tied, order):
+    model = {"n_layers": 3, "tie_embeddings": tied}
+    parallel = {"prefetch_forward": forward, "prefetch_backward": backward}
+    cfg = make_config(model=model, parallel=parallel)
+    llama = build(cfg, world)
+    ids = token_ids(2, 17)
+    llama(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()  # FSDP2 learns its order
+    events = []
+    with recorded(llama, events):
+        unshard_first_units(llama, cfg.parallel)
+        llama(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
+    assert " ".join(events) == order
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@distributed(ranks=1)
+def test_residual_stream_has_one_dtype(world, tied):
+    """From the embedding on, also where one of the units computes in float32."""
+    model = {"tie_embeddings": tied, "n_layers": 3}
+    names = config.unit_names(make_config(model=model).model)
+    for output, dtype in (None, torch.bfloat16), ("float32", torch.float32):
+        for kept in ([], *([name] for name in names)):
+            options = {"param_dtype": "bfloat16", "keep_fp32": kept, "output_dtype": output}
+            parallel = {key: value for key, value in options.items() if value is not None}
+            llama = build(make_config(model=model, parallel=parallel), world)
+            seen = []
+            for module in (*llama.blocks, llama.head):
+                note = lambda m, inputs, seen=seen: seen.append(inputs[0].dtype)  # noqa: E731
+                module.register_forward_pre_hook(note)
+            llama(torch.zeros((1, 8), dtype=torch.int64))
+            reshard(llama)
+            assert seen == [dtype] * 4, options
+
+
+def test_units_kept_in_float32_are_reduced_in_it():
+    halves = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
+    p = make_config(parallel={**halves, "keep_fp32": ["blocks.0"]}).parallel
+    for unit, dtype in ("blocks.0", torch.float32), ("blocks.1", torch.bfloat16):
+        policy = mixed_precision(p, unit)
+        assert (policy.param_dtype, policy.reduce_dtype) == (dtype, dtype)
+        assert not policy.cast_forward_inputs
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"parallel": {"tp": 2, "recompute": "selective"}},
+        {"parallel": {"cp": 2}},
+        {"model": {"freeze": ["*q_proj*"]}, "parallel": {"replicated": ["*q_proj*"]}},
+    ],
+)
+@distributed(ranks=2, fake=True)
+def test_all_blocks_share_one_compiled_graph(world, strategy):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    numbers = []
+    for layers in (2, 5):
+        torch._dynamo.reset()
+        graphs.clear()
+        model = {**strategy.get("model", {}), "n_layers": layers}
+        cfg = make_config(model=model, parallel={**strategy["parallel"], "compile": True})
+        with compiled_by(count), mock.patch("model.loss.compiled", lambda function: function):
+            ours = mesh_for(cfg, world)
+            llama = build(cfg, ours)
+            ids = token_ids(1, 32 // ours.cp)
+            llama(ids, ids)[0]["loss"].backward()
+            with torch.no_grad():
+                llama(ids, ids)
+            reshard(llama)
+        numbers.append(len(graphs))
+    # of a block's halves, and of the head's norm: with gradients, without, over frozen parameters
+    assert numbers[0] == numbers[1] <= 2 * 4
+
+
+def test_a_block_is_compiled_as_two_halves_and_a_fork_s_whole():
+    """Also a fork's that forgets the halves. A block that is not compiled would train, but slowly."""
+
+    def products_of_graphs() -> list[int]:
+        products = []
+
+        def count(graph, inputs):
+            calls = graph.graph.find_nodes(op="call_function", target=nn.functional.linear)
+            products.append(len(calls))
+            return graph.forward
+
+        torch.compiler.reset()
+        model = fresh_model(make_config(model={"n_layers": 3}))
+        with compiled_by(count):
+            for block in model.blocks:
+                compile_block(block)
+            model(token_ids(1, 8))
+        return products
+
+    assert products_of_graphs() == [4, 3]
+    with forks.whole_block():
+        assert products_of_graphs() == [7]
+
+
+# Memory
+
+
+class Largest(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if (
+            isinstance(result, torch.Tensor)
+            and not isinstance(result, DTensor)
+            and not result.is_meta
+        ):
+            self.numel = max(self.numel, result.untyped_storage().nbytes() // result.element_size())
+        return result
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@distributed()
+def test_materialize_holds_its_shard_and_one_block_of_rows(world, ranks):
+    cfg = make_config(model={"vocab_size": 4001})
+    model = meta_model(cfg.model)
+    parallelize(model, cfg, world)
+    with mock.patch.object(materialize_module, "RNG_BLOCK", 480), Largest() as made:
+        materialize(model, 0, world.device)
+    shard = -(-4001 // ranks) * 48
+    assert made.numel <= shard + 480
+
+
+@pytest.mark.parametrize("width", [7, 70000])
+@pytest.mark.parametrize("cutoff", [float("inf"), 3.0])
+def test_any_rectangle_of_a_parameter_is_that_part_of_the_whole(width, cutoff):
+    shape = torch.Size([300 if width == 7 else 5, width])
+    whole = torch.empty(shape)
+    draw(whole, (0, 0), shape, normal(1.0, cutoff), 3, "w")
+    assert len(whole.unique(dim=0)) == len(whole)
+    assert whole.abs().max() <= cutoff
+    other = torch.empty(shape)
+    draw(other, (0, 0), shape, normal(1.0, cutoff), 4, "w")
+    assert not torch.equal(whole, other)
+    assert width == 7 or abs(whole.std() - 1) < 0.02
+    for down, across in (2, 1), (3, 2), (shape[0] + 4, 1):
+        for rows in torch.arange(shape[0]).tensor_split(down):
+            for columns in torch.arange(width).tensor_split(across):
+                part = torch.empty(len(rows), len(columns))
+                offset = (int(rows[0]) if len(rows) else shape[0], int(columns[0]))
+                draw(part, offset, shape, normal(1.0, cutoff), 3, "w")
+                assert torch.equal(part, whole[rows][:, columns])
+
+
+@distributed(ranks=1)
+def test_values_that_are_read_and_not_finite_are_named(world):
+    def read(name, offset, out) -> None:
+        out.fill_(1.0)
+        if "1.feed_forward.up_proj" in name:
+            out.view(-1)[-1] = float("inf")
+
+    small_chunks = mock.patch.object(materialize_module, "CHECK_CHUNK", 64)
+    with small_chunks, refuses("up_proj.weight: holds values that are not finite"):
+        build(make_config(), world, read)
+
+
+class Streams:
+    """torch.cuda's streams on a CPU: notes on which one is allocated, and its waits."""
+
+    class Stream(str):
+        events: list
+
+        def wait_stream(self, other: str) -> None:
+            self.events.append(f"{self} waits for {other}")
+
+    def __init__(self):
+        self.events: list[str] = []
+        self.running = ["compute"]
+
+    def current_stream(self) -> "Streams.Stream":
+        stream = self.Stream(self.running[-1])
+        stream.events = self.events
+        return stream
+
+    @contextlib.contextmanager
+    def stream(self, stream: str) -> Iterator[None]:
+        self.running.append(str(stream))
+        yield
+        self.running.pop()
+
+
+@distributed(ranks=2)
+def test_one_memory_pool_allocates_on_the_computing_stream(world):
+    """But not what a second micro-batch adds to gradients: FSDP2 drops it while its own stream may still read it."""
+    streams = Streams()
+    model = build(make_config(), world)
+    ids = token_ids(2, 17)
+    allocate = collectives.DefaultAllocMixin.allocate
+
+    def on_communication_stream(kind: type) -> mock._patch:
+        original = kind.allocate
+
+        def allocate_there(self, *arguments, **options):
+            with streams.stream("communication"):
+                streams.events.append(kind.__name__)
+                return original(self, *arguments, **options)
+
+        return mock.patch.object(kind, "allocate", allocate_there)
+
+    def noted(*arguments, **options):
+        streams.events.append(f"allocates on {streams.running[-1]}")
+        return allocate(*arguments, **options)
+
+    with (
+        mock.patch.object(torch, "cuda", streams),
+        mock.patch.object(collectives.DefaultAllocMixin, "allocate", noted),
+        on_communication_stream(memory_pool.AllGather),
+        on_communication_stream(memory_pool.ReduceScatter),
+    ):
+        memory_pool.share_pool([modules for _, modules in units(model)])
+        for stream in ("compute", "communication"):
+            streams.events.clear()
+            model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
+            text = ", ".join(streams.events)
+            gather = "AllGather, communication waits for compute, allocates on compute"
+            assert text.count(gather) == text.count("AllGather") > 0
+            # of each of four units, what is reduced and the gradient
+            assert text.count(f"ReduceScatter, allocates on {stream}") == 2 * 4
+
+
+# What cannot be parallelized
+
+
+@pytest.mark.parametrize(
+    "pattern, words",
+    [
+        ("*norm.weight", "blocks.1.attention_norm.weight, .* which is trained: freeze it"),
+        ("nothing*", r"'nothing\*' matches none of embedding.weight, blocks.0"),
+    ],
+)
+def test_replicated_parameters_must_be_frozen(pattern, words):
+    cfg = make_config(model={"freeze": ["blocks.0.*"]}, parallel={"replicated": [pattern]})
+    with refuses(words):
+        replicated_parameters(meta_model(cfg.model), cfg.parallel)
+
+
+@distributed(ranks=2, fake=True)
+def test_tensor_parallelism_refuses_modules_that_it_does_not_know(world):
+    class Experts(nn.Module):
+        def __init__(self, m, out_std):
+            super().__init__()
+            self.up_proj = Linear(m.dim, m.dim)
+
+    cfg = make_config(parallel={"tp": 2})
+    world = mesh_for(cfg, world)
+    forked = mock.patch("model.llama.FeedForward", Experts)
+    with forked, refuses("a block's feed_forward has no down_proj", "parallel/tensor.py"):
+        parallelize(meta_model(cfg.model), cfg, world)
+    model = meta_model(cfg.model)
+    model.blocks[1].attention.v_norm = RMSNorm(12, 1e-5)
+    with refuses("blocks.1.attention.v_norm.weight: .*self.tp_dims"):
+        parallelize(model, cfg, world)
+
+
+@pytest.mark.parametrize("tp, warnings", [(2, 0), (4, 1)])
+@distributed(ranks=24, fake=True)
+def test_tensor_parallel_groups_that_span_machines_are_reported(world, monkeypatch, tp, warnings):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
+    train = {"global_batch_size": 24, "micro_batch_size": 1}
+    model = {"n_kv_heads": 4}
+    cfg = make_config(model=model, train=train, parallel={"tp": tp})
+    found = tp_warnings(mesh_for(cfg, world))
+    assert len(found) == warnings
+    assert all("tp = 4 does not divide the 6 ranks" in text for text in found)
