@@ -111,6 +111,13 @@ def test_a_persistent_buffer_is_refused():
         materialize(model, 0, CPU)
 
 
+def test_a_buffer_without_a_declaration_is_refused():
+    model = meta_model(make_config().model)
+    model.blocks[1].register_buffer("table", torch.empty(3, device="meta"), persistent=False)
+    with refuses(r"blocks\.1\.table: nothing declares"):
+        materialize(model, 0, CPU)
+
+
 @distributed(ranks=1)
 def test_a_parameter_without_dimensions_is_refused(world):
     model = with_norm(None, gate=torch.empty(()))

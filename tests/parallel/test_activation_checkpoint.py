@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
 from data.loader import inputs_and_targets
@@ -33,6 +34,7 @@ from tests.conftest import (
     gradients_of,
     make_config,
     mesh_for,
+    needs_extra,
     refuses,
     token_ids,
 )
@@ -152,6 +154,49 @@ def test_frozen_first_blocks_compile_without_a_checkpoint():
     names = {name for name, _ in named_parameters(model) if not name.startswith(frozen)}
     assert none.keys() == full.keys() == names
     assert all(torch.equal(full[name], none[name]) for name in none)
+
+
+class InPlace(TorchDispatchMode):
+    """Notes operators that change one of their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+        self.calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls += 1
+        if function._schema.is_mutable:
+            self.found.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "base, float8",
+    [
+        (None, "none"),
+        pytest.param(None, "rowwise", marks=needs_extra("float8")),
+        pytest.param("nf4", "none", marks=needs_extra("lora", "huggingface")),
+    ],
+)
+def test_no_block_changes_a_tensor_in_place(base, float8):
+    """Recomputed, it would be changed twice, compiled or not."""
+    lora = {"lora": {"base_dtype": base}} if base else {}
+    cfg = make_config(model={"dim": 64, "ffn_dim": 128, "init_from": base and "a folder"}, **lora)
+    model = meta_model(cfg.model, cfg.lora)
+    if float8 != "none":
+        from extras.float8.matmul import use_float8
+
+        use_float8(model.blocks, float8, "cpu")
+    model.to_empty(device="cpu")
+    x = torch.randn(BATCH, LENGTH, 64, requires_grad=True)
+    with InPlace() as seen:
+        model.blocks[0].float()(x, *rope_tables(cfg.model, torch.arange(LENGTH)), None)
+    assert not seen.found
+    assert seen.calls > 20
+    with seen:
+        x.detach().mul_(2)
+    assert len(seen.found) == 1
 
 
 # Of parts of a sequence and of a matrix

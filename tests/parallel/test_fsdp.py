@@ -22,6 +22,7 @@ from parallel.fsdp import (
     mixed_precision,
     replicated_parameters,
     reshard,
+    set_communication,
     units,
     unshard_first_units,
 )
@@ -29,7 +30,15 @@ from parallel.materialize import draw, materialize
 from parallel.parallelize import compile_block, parallelize
 from parallel.tensor import tp_warnings
 from tests import forks
-from tests.conftest import build, compiled_by, make_config, mesh_for, refuses, token_ids
+from tests.conftest import (
+    build,
+    compiled_by,
+    make_config,
+    mesh_for,
+    needs_extra,
+    refuses,
+    token_ids,
+)
 from tests.distributed import distributed
 from tests.reference import fresh_model
 
@@ -91,6 +100,32 @@ def test_all_gathers_are_issued_ahead(world, forward, backward, tied, order):
     assert " ".join(events) == order
 
 
+@distributed(ranks=2)
+def test_next_micro_batch_finds_the_first_units_gathered(world):
+    """The embedding too, before its gradient is reduced. The step's last micro-batch leaves no unit unsharded."""
+    cfg = make_config(parallel={"prefetch_forward": 2})
+    llama = build(cfg, world)
+    ids = token_ids(2, 17)
+    events = []
+    orders = {}
+    with recorded(llama, events):
+        for last in (False, True, False, True):  # FSDP2 learns its order in the first step
+            events.clear()
+            set_communication(llama, cfg.parallel, world, last)
+            if not last:
+                unshard_first_units(llama, cfg.parallel)
+            llama(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
+            orders[last] = " ".join(events)
+            unsharded = {
+                name
+                for name, modules in units(llama)
+                if not isinstance(next(modules[0].parameters()), DTensor)
+            }
+            assert unsharded == (set() if last else {"embedding", "blocks.0"})
+    assert orders[False] == "+E +0 +1 E +H 0 1 H +1 ~H +0 ~1 +E ~0 ~E"
+    assert orders[True] == "+1 E +H 0 1 H +1 ~H +0 ~1 ~0 ~E"
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @distributed(ranks=1)
 def test_residual_stream_has_one_dtype(world, tied):
@@ -125,7 +160,22 @@ def test_units_kept_in_float32_are_reduced_in_it():
     [
         {"parallel": {"tp": 2, "recompute": "selective"}},
         {"parallel": {"cp": 2}},
-        {"model": {"freeze": ["*q_proj*"]}, "parallel": {"replicated": ["*q_proj*"]}},
+        {
+            "model": {"freeze": ["*q_proj*"]},
+            "parallel": {"replicated": ["*q_proj*"], "param_dtype": "bfloat16"},
+        },
+        pytest.param(
+            {"model": {"dim": 128, "ffn_dim": 256}, "parallel": {"float8": "tensorwise"}},
+            marks=needs_extra("float8"),
+        ),
+        pytest.param(
+            {
+                "model": {"init_from": "absent", "dim": 128, "ffn_dim": 256},
+                "lora": {"rank": 4, "base_dtype": "nf4"},
+                "parallel": {"tp": 2},
+            },
+            marks=[needs_extra("huggingface", "lora"), pytest.mark.nightly],
+        ),
     ],
 )
 @distributed(ranks=2, fake=True)
@@ -141,7 +191,8 @@ def test_all_blocks_share_one_compiled_graph(world, strategy):
         torch._dynamo.reset()
         graphs.clear()
         model = {**strategy.get("model", {}), "n_layers": layers}
-        cfg = make_config(model=model, parallel={**strategy["parallel"], "compile": True})
+        parallel = {**strategy["parallel"], "compile": True}
+        cfg = make_config(**{**strategy, "model": model, "parallel": parallel})
         with compiled_by(count), mock.patch("model.loss.compiled", lambda function: function):
             ours = mesh_for(cfg, world)
             llama = build(cfg, ours)
@@ -152,7 +203,29 @@ def test_all_blocks_share_one_compiled_graph(world, strategy):
             reshard(llama)
         numbers.append(len(graphs))
     # of a block's halves, and of the head's norm: with gradients, without, over frozen parameters
-    assert numbers[0] == numbers[1] <= 2 * 4
+    most = 2 * 4
+    if "lora" in strategy:
+        most += 2 * 4  # NF4's weights, by shape
+    assert numbers[0] == numbers[1] <= most
+
+
+@distributed(ranks=1)
+def test_blocks_of_many_kinds_are_compiled(world):
+    """Each has something else frozen: more graphs than torch allows by default."""
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]
+    model = {"n_layers": 6, "freeze": [f"blocks.{i}.*{name}*" for i, name in enumerate(names)]}
+    losses = []
+    ids = token_ids(2, 9)
+    for compiled in (True, False):
+        cfg = make_config(model=model, parallel={"compile": compiled})
+        torch._dynamo.reset()
+        with compiled_by("eager"):  # without kernels, which take long
+            llama = build(cfg, world)
+            llama(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
+            with torch.no_grad():
+                losses.append(llama.eval()(ids[:, :-1], ids[:, 1:])[0]["loss"].item())
+        reshard(llama)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_a_block_is_compiled_as_two_halves_and_a_fork_s_whole():
