@@ -126,6 +126,15 @@ def test_wrong_metadata_is_refused(folder, how, words):
         load(folder)
 
 
+def test_enums_are_read_as_python_3_11_0_pickles_them(folder, monkeypatch):
+    """And as 3.11.3 still does: by getattr."""
+    by_getattr = lambda member, protocol: (getattr, (type(member), member.name))  # noqa: E731
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_getattr)
+    change(folder, lambda metadata, first: None)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    load(folder)
+
+
 @pytest.mark.parametrize("kind", ["bomb", "another shape"])
 def test_wrong_tensor_is_refused(folder, tmp_path, kind):
     canary = tmp_path / "canary"

@@ -306,6 +306,16 @@ def test_matmuls_out_of_order_are_refused(monkeypatch, mode, forward, words):
         parallelize.parallelize(meta_model(cfg.model), cfg, world)
 
 
+@pytest.mark.parametrize("mode", ["none", "full", 2])
+def test_order_of_matmuls_does_not_matter_to_other_modes(monkeypatch, mode):
+    monkeypatch.setattr(FeedForward, "forward", two_swapped)
+    monkeypatch.setattr(Llama, "forward", lambda *unused: pytest.fail("must not run"))
+    monkeypatch.setattr(parallelize, "apply_fsdp", lambda *unused: None)  # needs a process group
+    cfg = make_config(parallel={"recompute": mode})
+    world: Any = SimpleNamespace(device=torch.device("cpu"), tp=1, cp=1)
+    parallelize.parallelize(meta_model(cfg.model), cfg, world)
+
+
 def test_matmuls_are_checked_in_one_block_of_each_kind(monkeypatch):
     model = meta_model(make_config(model={"n_layers": 6}).model)
 
