@@ -47,7 +47,7 @@ def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) ->
 
 
 @torch.library.custom_op(
-    "tests::noisy_attention", mutates_args=(), tags=torch.Tag.nondeterministic_seeded
+    "tests::noisy_attention", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def noisy_attention(q: Tensor, k: Tensor, v: Tensor, noise: float) -> Tensor:
     return v + noise * torch.rand_like(v)
