@@ -206,6 +206,20 @@ def test_verify_counts(tmp_path, capsys):
     assert "large: bytes" in large
 
 
+def test_prepared_folder_is_no_bad_checkpoint(prepared):
+    """It has a manifest.json, too."""
+    assert (prepared / "manifest.json").exists()
+    with refuses("is neither a checkpoint nor a run"):
+        verify.main(["verify", str(prepared)])
+
+
+def test_empty_file_of_a_checkpoint_is_good(tmp_path):
+    folder = make_checkpoint(run_config(tmp_path), 10)
+    (folder / "empty").touch()
+    seal(folder)
+    assert catalog.problems_of(folder) == []
+
+
 def test_later_and_unfinished_checkpoints_are_moved_away(tmp_path):
     cfg = run_config(tmp_path)
     make_checkpoint(cfg, 10)
@@ -258,6 +272,14 @@ def test_state_is_restored(world, tmp_path, monkeypatch, saved_state, tokens):
     monkeypatch.setattr("checkpoint.checkpointer.restore", lambda *unused: None)
     state = Checkpointer(cfg, world, [], []).restore(None, None)
     assert state == State(step=10, tokens=tokens, skipped_steps=3)
+
+
+@distributed(ranks=1)
+def test_adapters_are_restored_over_their_own_base_alone(world, tmp_path):
+    cfg = run_config(tmp_path)
+    make_checkpoint(cfg, 10, base="A")
+    with refuses("its weights have the hash B", "was trained on a base with A"):
+        Checkpointer(cfg, world, [], []).restore(None, None, base="B")
 
 
 @distributed(ranks=1)
