@@ -109,6 +109,7 @@ WRONG = {
     "missing file": (of_first(relative_path="__9_9.distcp"), "which has 0 in the manifest"),
     "negative offset": (of_first(offset=-1), "lie at bytes -1"),
     "beyond the end": (of_first(length=10**12), "lie at bytes"),
+    "no bytes": (of_first(length=0), "lie at bytes"),
     "text for a number": (of_first(offset="0"), "TypeError"),
     "transformed": (of_first(transform_descriptors=["zstd"]), "is stored transformed"),
     "bytes": (of_embedding(lambda d, n: d.update({n: BytesStorageMetadata()})), "BytesStorage"),
