@@ -138,9 +138,8 @@ def call_fill(model: Llama, name: str, rows: Tensor, first_row: int) -> None:
         if not fills:
             remedy = f'self.init = {{"{attribute}": normal(0.02)}}'
         raise ConfigError(
-            f"{name}: nothing declares its initial values; add to __init__ of its module (of one of "
-            "torch's, to that of its parent, with its name), with normal() or constant() of "
-            f"model/init.py or a function of your own: {remedy}"
+            f"{name}: nothing declares its initial values; with normal() or constant() of "
+            f"model/init.py, or a function of your own, add to __init__ of its module: {remedy}"
         )
     try:
         fills[attribute](rows, first_row)

@@ -655,12 +655,13 @@ def test_steps_skipped_in_a_row_are_counted_across_launches(write_config, tmp_pa
 
 
 def test_an_error_that_a_person_can_mend_is_printed_once(write_config, tmp_path):
-    """A parameter without an initial distribution, on two ranks."""
+    """A parameter without initial values, on two ranks."""
     done = launch_faulty("forgotten parameter", write_config("forgot", **FOREVER), nproc=2)
     printed = done.stdout + done.stderr
-    assert done.returncode == 2 and printed.count("has no initial distribution") == 1, printed
+    assert done.returncode == 2 and printed.count("nothing declares its initial") == 1, printed
     assert (
-        "blocks.0.gate: has no" in done.stderr.splitlines()[-1] and "Traceback (most" not in printed
+        "blocks.0.gate: nothing" in done.stderr.splitlines()[-1]
+        and "Traceback (most" not in printed
     ), printed
     assert not (tmp_path / "outputs/forgot").exists()
 
