@@ -22,7 +22,8 @@ if [[ -z $python ]]; then
         python3 -m venv $venv
         "$python" -m pip install --quiet "$torch" || fail "$torch could not be installed, see above"
         "$python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' ||
-            fail "pip took a build of torch for CPUs, from an index or links of its configuration (pip config list)"
+            fail "pip took a build of torch for CPUs, from an index or links of its configuration (pip config list);
+without that: PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= ./tests/run.sh --fake-cuda"
         "$python" -m pip install --quiet -r <(echo "$others")
         echo "$torch"$'\n'"$others" >$venv/.made-from
     fi
