@@ -262,7 +262,9 @@ def test_scancel_saves_and_is_final(limited, endless, cluster):
         status = job.status()
         assert status["state"] == "preempted" and status["step"] == job.step(), job.log()
         assert (job.folder / f"checkpoints/step-{status['step']:08d}").exists()
-        assert "Traceback" not in job.log()
+        # The node that ends last may find the rendezvous of the first gone, which torchrun logs.
+        ours = [line for line in job.log().splitlines() if "torch/distributed/elastic" not in line]
+        assert "Traceback" not in "\n".join(ours)
 
 
 def test_the_time_limit_saves_and_requeues(limited, cluster, plain):
