@@ -21,7 +21,7 @@ from model.llama import Linear, Llama, after_weight_update, named_parameters, pl
 from parallel.random_numbers import seed_generators
 from parallel.ranks import on_each_rank
 
-RNG_BLOCK = 65536  # elements drawn from one generator, rounded to full rows
+RNG_BLOCK = 65536  # elements drawn with one seed, rounded to full rows
 CHECK_CHUNK = 2**24  # elements checked at a time, for NaN and between replicas
 
 # The index of a shard's first element in the full parameter, one number per dimension.

@@ -263,7 +263,9 @@ def test_scancel_saves_and_is_final(limited, endless, cluster):
         assert status["state"] == "preempted" and status["step"] == job.step(), job.log()
         assert (job.folder / f"checkpoints/step-{status['step']:08d}").exists()
         # The node that ends last may find the rendezvous of the first gone, which torchrun logs.
-        ours = [line for line in job.log().splitlines() if "torch/distributed/elastic" not in line]
+        ours = job.log().splitlines()
+        if "RendezvousConnectionError" in job.log():
+            ours = [line for line in ours if "torch/distributed/elastic" not in line]
         assert "Traceback" not in "\n".join(ours)
 
 
