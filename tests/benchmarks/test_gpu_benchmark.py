@@ -195,22 +195,24 @@ def test_processes(monkeypatch, tmp_path, script, expected):
     assert time.time() - began < 20
 
 
-# A process of benchmarks.gpu that notes each arm, and waits after the first to be killed with its parent.
+# A process of benchmarks.gpu that notes each arm. While the file `wait` exists, it answers the first and stays at the
+# second until it is killed with its parent.
 STANDS_IN = """#!{python} -IS
 import json, os, sys, time
 work = json.loads(sys.argv[3])
 if work["group"] == "identity":
     print(json.dumps({identity}))
     sys.exit()
+parent = os.getppid()
+path = "{folder}/arms-" + os.environ["START"]
 for arm in work["arms"]:
-    with open("{folder}/arms-" + os.environ["START"], "a") as file:
+    with open(path, "a") as file:
         print(arm, file=file)
-    print(json.dumps({{"status": "ok"}}), flush=True)
-    parent = os.getppid()
-    while os.path.exists("{folder}/wait") and os.getppid() == parent:
+    while os.path.exists("{folder}/wait") and len(open(path).readlines()) > 1:
         time.sleep(0.02)
-    if os.getppid() != parent:
-        sys.exit()
+        if os.getppid() != parent:
+            sys.exit()
+    print(json.dumps({{"status": "ok"}}), flush=True)
 sys.exit(3)
 """
 

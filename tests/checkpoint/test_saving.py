@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +38,12 @@ class Run:
         self.optimizer = build_optimizer(self.model, self.cfg.optim)
         self.reports: list[tuple[int, str | None]] = []
         self.checkpointer = Checkpointer(self.cfg, world, [], [])
-        self.checkpointer.report = lambda step, problem: self.reports.append((step, problem))
+        self.checkpointer.report = self.report
+
+    def report(self, step: int, problem: str | None) -> None:
+        self.reports.append((step, problem))
+        if problem:
+            print(problem, file=sys.stderr)  # pytest shows it if the test fails
 
     def save(self, step: int, stopping: bool = False, wait: bool = True, **options) -> None:
         state = State(step, tokens=7 * step)
