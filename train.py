@@ -58,7 +58,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
         cfg, world, dataset.identities, dataset.tokenizer_files, report=run.log_save
     )
     start = checkpointer.start  # the step to resume after, 0 for a new run
-    on_each_rank(lambda: dataset.require_same_text(data_before(cfg, start)))  # growing text only
+    on_each_rank(lambda: dataset.require_same_text(data_before(cfg, start)))
     pretrained = open_pretrained(cfg, start)  # the weights of a Hugging Face folder, or None
     run.attach(checkpointer)
 
@@ -86,21 +86,20 @@ def train(cfg: Config, world: World, run: Run) -> None:
     flops = flops_per_token(model, cfg.train.seq_len)
     recorder = Recorder(cfg, world, run.folder, start, flops, run.seconds)
     epochs = dataset.epochs(cfg.train.steps)
-    recorder.log_start(parameter_count(model), unit_table(units), epochs, dataset.notes)
+    recorder.log_start(parameter_count(model), unit_table(units), epochs, [])
     # skips updates whose gradient is not finite; counts steps in which no token has a target
     guard = FiniteGuard(
         optimizer, device, cfg.train.skip_nonfinite, state.skipped_steps, state.skipped_in_a_row
     )
     without_target = StepsWithoutTarget(state.targetless_steps, state.targetless_in_a_row)
     loader = Loader(cfg, dataset, world, start + 1)
-    run.wait_for_text(loader)
     is_due = config.evaluation_is_due(cfg, start) and not run.stop.agreed
     if is_due and not recorder.has_evaluation(start):  # the previous launch was stopped before it
         with run.phase("evaluation"):
             recorder.log_evaluation(start, evaluate(model, cfg, world, dataset, run))
 
     # until all steps are trained, or all ranks agree to stop
-    for step in run.steps(start + 1, cfg.train.steps):
+    for step in run.steps(start + 1, cfg.train.steps, loader):
         # explicit prefetch: these all-gathers overlap with loading the batch
         unshard_first_units(model, cfg.parallel)
         with run.phase("data"):

@@ -1,46 +1,203 @@
-"""The folder of each source's token files: its beginning, and checks of one that exists.
+"""The folder of a source's token files: which one it is, its beginning, and its record.
 
-A folder begins with a tokenizer and a record of no text; data/prepare.py fills it.
+prepared/{source}-{hash}/ is there from the beginning, with the tokenizer and a record of no text;
+data/prepare.py fills it. The record is manifest.json:
+
+    identity          the options that determine the files
+    files, revision   of the source: [path, size, mtime] of each; commit of a Hugging Face dataset
+    validation_files  the same of data.validation
+    tokenizer         its hash: data/tokenizer.py
+    vocab_size, dtype of the ids: "uint16" or "int32"
+    tokens, documents by token file, "train" and "heldout": so many are synced
+    place, file_start where reading goes on: [file, row]; tokens and documents before that file
+    segments          SHA-256 of each segment of train.bin up to the last border
+    validation        [file, first token, one past the last, SHA-256], once it is decided
+    left_out          rows of which the tokenizer made nothing
+    complete          true once all text is recorded
 """
 
 import contextlib
-import glob
 import hashlib
 import json
 import os
 import pathlib
 import platform
-import shutil
+import re
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import config
 import files
 from config import ConfigError
-from data.console import report
-from data.folder_names import (
-    are_folders_known,
-    common_tokenizer,
-    data_folders,
-    source_folders,
-    sources_of,
-)
-from data.hub_sources import HubFiles
-from data.identity import (
-    check_identity,
-    check_validation,
-    identity,
-    kind_of,
-    open_source,
-    validation_source,
-)
-from data.local_files import file_stamps, local_files
-from data.record import MANIFEST, damaged, is_complete, read_manifest, write_manifest
-from data.sources import Files, FilesState
-from data.tokenizer import Tokenizer, tokenizer_hash
-from data.tokenizer_training import train_on_sources
+from data.row_format import row_format
+from data.source import STDLIB, SourceFile, list_files, local_paths
+from data.tokenizer import Tokenizer, tokenizer_files, tokenizer_hash
 
-# that another process may take to train a tokenizer: then it is not waited for
-BEGIN_SECONDS = 900.0
+MANIFEST = "manifest.json"
+FORMAT = 5  # version of the files; part of the identity
+# a source of a mixture has these options of its own, or else those of [data]
+SOURCE_OPTIONS = ("subset", "split", "text_field", "max_tokens", "validation", "format")
+
+
+def report(text: str, end: str = "\n") -> None:
+    """Prints to stderr, and ignores that it is closed or full."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, end=end, file=sys.stderr, flush=True)
+
+
+# Names
+
+
+def source_folders(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
+    """The folder of each source, and the configuration of this source alone, which the folder is
+    prepared for. Raises ConfigError if a mixture's tokenizer has not been trained yet."""
+    root = pathlib.Path(cfg.data.path or "prepared")
+    if not cfg.data.sources:
+        return [(root if cfg.data.path else root / folder_name(cfg), cfg)]
+    tokenizer = cfg.data.tokenizer or str(common_tokenizer(cfg))
+    if not os.path.exists(tokenizer) and not cfg.data.tokenizer:
+        raise ConfigError(
+            f"{tokenizer}: no prepared data; `python -m data.prepare CONFIG` makes it"
+        )
+    return [(root / folder_name(each), each) for each in sources_of(cfg, tokenizer)]
+
+
+def folder_name(cfg: config.Config) -> str:
+    """{source}-{hash}, of one source. Raises ConfigError."""
+    name = re.sub("[^A-Za-z0-9._-]+", "-", cfg.data.source).strip("-.")
+    return f"{name[-100:]}-{short_hash(identity(cfg))}"
+
+
+def sources_of(cfg: config.Config, tokenizer: str | None) -> list[config.Config]:
+    """The configuration of each source of a mixture alone, with this tokenizer."""
+    source_cfgs = []
+    for source in cfg.data.sources:
+        options: dict[str, Any] = {"sources": (), "path": None, "tokenizer": tokenizer}
+        for name in SOURCE_OPTIONS:
+            options[name] = getattr(source, name) or getattr(cfg.data, name)
+        data = replace(cfg.data, source=source.source, **options)
+        source_cfgs.append(replace(cfg, data=data))
+    return source_cfgs
+
+
+def common_tokenizer(cfg: config.Config) -> pathlib.Path:
+    """The file of the tokenizer that is trained on all sources, if the mixture names none."""
+    identities = [identity(source_cfg) for source_cfg in sources_of(cfg, None)]
+    weights = [source.weight for source in cfg.data.sources]
+    name = f"tokenizer-{short_hash([identities, weights])}.model"
+    return pathlib.Path(cfg.data.path or "prepared") / name
+
+
+def short_hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def source_names(cfg: config.Config) -> list[str]:
+    """The names of a mixture's sources; of their folders if two sources have the same name."""
+    names = [source.source for source in cfg.data.sources]
+    if len(set(names)) < len(names):
+        return [folder.name for folder, _ in source_folders(cfg)]
+    return names
+
+
+# Identity
+
+
+def identity(cfg: config.Config) -> dict[str, Any]:
+    """The options that determine a source's prepared files. Raises ConfigError if the tokenizer
+    cannot be read."""
+    d = cfg.data
+    entries: dict[str, Any] = {
+        "source": d.source,
+        "subset": d.subset,
+        "split": d.split,
+        "text_field": d.text_field,
+        "tokenizer": "trained here",
+        "vocab_size": cfg.model.vocab_size,
+        "max_tokens": d.max_tokens,
+        "validation": d.validation,
+        "format": FORMAT,
+    }
+    if d.tokenizer:
+        entries["tokenizer"] = tokenizer_hash(tokenizer_files(d.tokenizer))
+        entries["vocab_size"] = None  # the tokenizer's; the model may have more rows
+    entries |= row_format(d).identity()
+    if d.source == STDLIB:
+        entries["python"] = platform.python_version()
+    return entries
+
+
+def check_identity(folder: pathlib.Path, manifest: dict, cfg: config.Config) -> None:
+    """Raises ConfigError naming every option in which a prepared folder differs from its source's
+    configuration."""
+    now = identity(cfg)
+    before = manifest["identity"]
+    if manifest["tokenizer"] == now["tokenizer"]:
+        # it was trained for this folder, and now it is named: the files are the same
+        before = before | {key: now[key] for key in ("tokenizer", "vocab_size")}
+    problems = []
+    for key in before | now:
+        if before.get(key) != now.get(key):
+            problems.append(
+                f"{folder}: was prepared with {key} = {before.get(key)!r}, the configuration says "
+                f"{now.get(key)!r}; delete the folder or name another data.path"
+            )
+    if problems:
+        raise ConfigError(*problems)
+
+
+# The record
+
+
+def read_manifest(folder: pathlib.Path) -> dict | None:
+    """A folder's record, None if it has none. Raises ConfigError if it cannot be read; OSError if a
+    retry may help."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+        if manifest["identity"] and manifest["tokens"]:
+            return manifest
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno in files.TRANSIENT_ERRORS:
+            raise
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise ConfigError(f"{path}: is no record of prepared data; move {folder} away")
+
+
+def manifest_of(folder: pathlib.Path) -> dict:
+    """As read_manifest(), but raises ConfigError if there is none."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise ConfigError(
+            f"{folder}: holds no prepared data; `python -m data.prepare CONFIG` makes it"
+        )
+    return manifest
+
+
+def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
+    temporary = folder / f".{MANIFEST}.{files.process_name()}.tmp"
+    files.write_atomic(folder / MANIFEST, json.dumps(manifest), temporary)
+
+
+def is_prepared(cfg: config.Config, whole: bool = True) -> bool:
+    """Whether all folders are complete, or have text to begin with. Raises ConfigError."""
+    if cfg.data.sources and not cfg.data.tokenizer and not common_tokenizer(cfg).exists():
+        return False
+    manifests = [read_manifest(folder) or {} for folder, _ in source_folders(cfg)]
+    if whole:
+        return all(manifest.get("complete") for manifest in manifests)
+    return all(manifest.get("segments") for manifest in manifests)
+
+
+def damaged(path: pathlib.Path, problem: str) -> ConfigError:
+    """The error of a file of prepared data that is not as it was written."""
+    return ConfigError(f"{path}: {problem}; delete {path.parent} to prepare it again")
 
 
 # Beginning
@@ -49,261 +206,85 @@ BEGIN_SECONDS = 900.0
 def begin_all(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
     """Begins the folder of each source, or checks the one that exists. Returns source_folders().
     Raises ConfigError."""
+    from data.tokenizer_training import train_on_sources
+
     if cfg.data.sources and not cfg.data.tokenizer:
-        _train_common_tokenizer(cfg)
+        path = common_tokenizer(cfg)
+        with alone(path):
+            if not path.exists():
+                weights = [source.weight for source in cfg.data.sources]
+                files.write_atomic(path, train_on_sources(sources_of(cfg, None), weights))
     sources = source_folders(cfg)
     for folder, source_cfg in sources:
-        if folder.is_symlink() and not folder.exists():
-            raise ConfigError(f"{folder}: is a link to {os.readlink(folder)}, which is not there")
-        with as_config_error(folder):
-            _begin_or_check(folder, source_cfg)
+        with alone(folder):
+            manifest = read_manifest(folder)
+            if manifest:
+                check_identity(folder, manifest, source_cfg)
+                check_source(folder, manifest, source_cfg.data)
+            elif folder.exists() and any(folder.iterdir()):
+                raise ConfigError(f"{folder}: is there but holds no prepared data; move it away")
+            else:
+                _begin(folder, source_cfg)
     return sources
 
 
-def begin_on_this_machine(cfg: config.Config) -> None:
-    """On the machine's first rank: begins folders that are missing, as on a machine with a disk of
-    its own, where the launcher did not begin them. Raises ConfigError."""
-    from parallel.ranks import rank_and_size  # imports torch, which the launcher does without
-
-    _, local_rank, _ = rank_and_size()
-    if local_rank != 0:
-        return
-    if not are_folders_known(cfg) or not all(map(read_manifest, data_folders(cfg))):
-        begin_all(cfg)
-
-
 @contextlib.contextmanager
-def as_config_error(path: pathlib.Path) -> Iterator[None]:
-    """Turns OSError into ConfigError. path: what is prepared, if the error names no file."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename or path}: data could not be prepared: {error.strerror}"
-        ) from None
-
-
-def lock_of(path: pathlib.Path) -> pathlib.Path:
-    """The lock file next to what is prepared: hidden, and never removed. Raises ConfigError."""
+def alone(path: pathlib.Path) -> Iterator[None]:
+    """Holds the lock of what is prepared at `path`, for which it waits. Raises ConfigError and
+    OSError."""
     if not path.name:
         raise ConfigError(f"[data] path = {path}: is the current folder or /; name one in it")
-    return path.with_name(f".{path.name}.lock")
-
-
-@contextlib.contextmanager
-def _exclusive(path: pathlib.Path) -> Iterator[None]:
-    """Holds the lock of what is prepared at `path`; goes on without it if another process holds it
-    for BEGIN_SECONDS. Raises ConfigError and OSError."""
+    lock_file = path.with_name(f".{path.name}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock_file = lock_of(path)
-    lock = None
+    holder = lock_file.read_text() if lock_file.exists() else ""
     try:
         lock = files.lock(lock_file)
     except TimeoutError:
-        report(f"waiting for another process that prepares {path}")
-        try:
-            lock = files.lock(lock_file, timeout=BEGIN_SECONDS)
-        except TimeoutError:  # the other process is stopped, perhaps
-            report(f"{lock_file}: held for {BEGIN_SECONDS:.0f} s: preparing {path} too")
+        report(f"waiting for {holder or 'another process'}, which prepares {path}")
+        lock = files.lock(lock_file, timeout=-1)
+    lock_file.write_text(files.process_name())
     try:
         yield
     finally:
-        if lock:
-            lock.release()
-
-
-def _begin_or_check(folder: pathlib.Path, cfg: config.Config) -> None:
-    """begin_all() of one source. Raises ConfigError and OSError."""
-    lock_of(folder)  # raises for a path without a name, before it is looked at
-    if _exists_for(folder, cfg):
-        return
-    with _exclusive(folder):
-        if not _exists_for(folder, cfg):  # else another process began it meanwhile
-            _begin(folder, cfg)
+        lock.release()
 
 
 def _begin(folder: pathlib.Path, cfg: config.Config) -> None:
     """Makes a folder next to it, then renames: the folder exists with its record, or not at all.
     Raises ConfigError and OSError."""
-    check_validation(cfg.data)
-    sweep(folder)
-    temporary = folder.with_name(f".{folder.name}.{files.process_name()}.tmp")
-    contents, vocab_size = _tokenizer_of(cfg)
-    manifest = _first_record(cfg, tokenizer_hash(contents), vocab_size)
-    if cfg.data.has_conversations:
-        from extras.chat.template import files_of
-
-        contents |= files_of(cfg.data)
-    try:
-        temporary.mkdir()
-        for name, content in contents.items():
-            files.write_atomic(temporary / name, content)
-        files.write_atomic(temporary / MANIFEST, json.dumps(manifest))
-        files.publish(temporary, folder)
-    except OSError:
-        if read_manifest(folder) is None:
-            raise
-        # another process was faster, where there are no locks
-        _exists_for(folder, cfg)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _first_record(cfg: config.Config, tokenizer: str, vocab_size: int) -> dict:
-    """The manifest of a folder without text. tokenizer: its hash. Raises ConfigError."""
-    source = open_source(cfg.data)
-    if isinstance(source, HubFiles):
-        source.report_size()
-    # of conversations, the sign of a token says that it has no loss
-    is_wide = vocab_size > 1 << 16 or cfg.data.has_conversations
-    return {
+    d = cfg.data
+    source_files, revision = list_files(d)
+    validation = validation_source(d)
+    validation_files, _ = list_files(validation, revision) if validation else ([], None)
+    tokenizer, vocab_size = _tokenizer_of(cfg)
+    rows = row_format(d)
+    contents = tokenizer | rows.files()
+    manifest = {
         "identity": identity(cfg),
-        "files": source.files_to_record() or [],
-        "revision": source.revision,
+        "files": source_files,
+        "revision": revision,
+        "validation_files": validation_files,
+        "tokenizer": tokenizer_hash(tokenizer),
         "vocab_size": vocab_size,
-        "dtype": "int32" if is_wide else "uint16",
-        "tokenizer": tokenizer,
+        "dtype": rows.dtype(vocab_size),
         "tokens": {"train": 0, "heldout": 0},
         "documents": {"train": 0, "heldout": 0},
+        "place": [0, 0],
         "segments": [],
-        "place": None,
-        **validation_record(cfg.data, source.revision),
-        **reader_of(cfg.data),
     }
-
-
-def validation_record(d: config.Data, revision: str | None) -> dict:
-    """What a folder's first record has of its validation source: the files of a Hugging Face
-    dataset's split, which a machine without a network could not list. Raises ConfigError."""
-    validation = validation_source(d)
-    if validation is None or kind_of(validation) is not HubFiles:
-        return {}
-    source = open_source(validation, None, {"revision": revision})
-    return {"validation_files": source.files_to_record()}
-
-
-def reader_of(d: config.Data) -> dict:
-    """What a manifest says of the code that read its rows: nothing of texts."""
-    if not d.has_conversations:
-        return {}
-    from extras.chat.packing import READS
-
-    return {"reads": READS}
-
-
-def sweep(folder: pathlib.Path) -> None:
-    """Removes what killed processes of this machine left of a folder, and of a preparation of
-    earlier versions."""
-    _remove(folder.with_name(f".{folder.name}.tmp"))  # of earlier versions
-    _sweep_temporaries(folder.parent, f".{folder.name}.{platform.node()}-")
-    _sweep_temporaries(folder, f".{MANIFEST}.{platform.node()}-")
-
-
-def _sweep_temporaries(folder: pathlib.Path, prefix: str) -> None:
-    """Removes {prefix}{pid}.tmp of each process that has ended."""
-    for path in folder.glob(f"{glob.escape(prefix)}*.tmp"):
-        pid = path.name.removeprefix(prefix).removesuffix(".tmp")
-        if not _is_alive(pid):
-            _remove(path)
-
-
-def _remove(path: pathlib.Path) -> None:
-    """Removes a file or folder, if it exists."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _is_alive(pid: str) -> bool:
-    """Whether a process of this machine has this number."""
-    try:
-        os.kill(int(pid), 0)
-    except (ProcessLookupError, ValueError):
-        return False
-    except OSError:  # another user's
-        return True
-    return True
-
-
-# Checks
-
-
-def _exists_for(folder: pathlib.Path, cfg: config.Config) -> bool:
-    """Whether the folder exists, with a record. Raises ConfigError if it is for another
-    configuration, or is complete and was changed."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        if folder.exists() and any(folder.iterdir()):
-            raise ConfigError(
-                f"{folder}: is there but holds no prepared data ({MANIFEST} is missing); move it "
-                "away"
-            )
-        return False
-    check_identity(folder, manifest, cfg)
-    if is_complete(manifest):
-        _check_text(folder, manifest, cfg.data)
-        _check_hashes(folder, manifest)
-    return True
-
-
-def _check_text(folder: pathlib.Path, manifest: dict, d: config.Data) -> None:
-    """Raises ConfigError if the text of a complete folder was changed; it may be gone."""
-    before = json.dumps(manifest)
-    _compare_with_source(folder, manifest, d, "")
-    validation = validation_source(d)
-    if validation:
-        _compare_with_source(folder, manifest, validation, "validation_")
-    if json.dumps(manifest) != before:  # files were copied, and their text is equal
-        with contextlib.suppress(OSError):  # of a disk that can only be read
-            write_manifest(folder, manifest, indent=2)
-
-
-def _compare_with_source(folder: pathlib.Path, manifest: dict, d: config.Data, prefix: str) -> None:
-    """Compares a source's files with what the manifest has of them, and takes over new stamps.
-    prefix: of the source's entries in the manifest. Raises ConfigError."""
-    recorded = manifest.get(f"{prefix}files")
-    if not recorded or not local_files(d.source, d.split):
-        return
-    record = {"files": [[*entry, ""][:4] for entry in recorded]}
-    end = FilesState(file=len(recorded))
-    reader = Files(d, manifest.get(f"{prefix}place") or end, record)
-    for _ in reader.compare_with_text(folder):
-        pass
-    manifest[f"{prefix}files"] = reader.files
-
-
-def _check_hashes(folder: pathlib.Path, manifest: dict) -> None:
-    """Raises ConfigError if a file is missing, or was changed after the manifest was written."""
-    written_last = folder / MANIFEST
-    for name, digest in manifest["sha256"].items():
-        path = folder / name
-        if not path.exists():
-            raise damaged(path, "is missing")
-        # Hashes only files newer than the manifest: hashing terabytes before each start would stall
-        # a cluster.
-        if path.stat().st_mtime_ns > written_last.stat().st_mtime_ns:
-            report(f"{path}: was copied or changed since it was prepared; comparing its hash")
-            if sha256_of(path) != digest:
-                raise damaged(path, "was changed since it was prepared")
-            report(f"{path}: is unchanged; `touch {written_last}` spares this the next time")
-
-
-def sha256_of(path: pathlib.Path) -> str:
-    """Raises OSError."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-# Tokenizers
+    temporary = folder.with_name(f".{folder.name}.{files.process_name()}.tmp")
+    temporary.mkdir(parents=True)
+    for name, content in contents.items():
+        files.write_atomic(temporary / name, content)
+    write_manifest(temporary, manifest)
+    files.publish(temporary, folder)
 
 
 def _tokenizer_of(cfg: config.Config) -> tuple[dict[str, bytes], int]:
     """(the content of the files of a source's tokenizer by name, its vocabulary's size). Raises
     ConfigError."""
+    from data.tokenizer_training import train_on_sources
+
     name = cfg.data.tokenizer
     rows = cfg.model.vocab_size
     if not name:
@@ -319,36 +300,40 @@ def _tokenizer_of(cfg: config.Config) -> tuple[dict[str, bytes], int]:
     return tokenizer.files, tokenizer.vocab_size
 
 
-def _train_common_tokenizer(cfg: config.Config) -> None:
-    """Trains the tokenizer of a mixture that names none, if it is missing. Raises ConfigError if a
-    source is to be prepared with it that has changed since."""
-    path = common_tokenizer(cfg)
-    stamps_path = path.with_suffix(".json")
-    stamps = {source.source: file_stamps(source.source) for source in cfg.data.sources}
-    with as_config_error(path):
-        if not path.exists():
-            with _exclusive(path):
-                if not path.exists():  # else another process trained it meanwhile
-                    weights = [source.weight for source in cfg.data.sources]
-                    content = train_on_sources(sources_of(cfg, None), weights)
-                    _write_common(stamps_path, json.dumps(stamps))
-                    _write_common(path, content)
-    trained_on = files.read_json(stamps_path)
-    changed = []
-    for folder, source_cfg in source_folders(cfg):
-        source = source_cfg.data.source
-        is_changed = stamps[source] and stamps[source] != trained_on.get(source)
-        if is_changed and read_manifest(folder) is None:
-            # else the folder's own record tells which text has changed
-            changed.append(source)
-    if changed:
-        raise ConfigError(
-            f"{path}: {', '.join(changed)} changed since this tokenizer was trained on it; delete "
-            "this file, to train it and prepare its sources anew, or name another data.path"
-        )
+def validation_source(d: config.Data) -> config.Data | None:
+    """The options of the source that data.validation names: files or, of a dataset, a split. None
+    without that option. Raises ConfigError."""
+    if not d.validation:
+        return None
+    d_validation = replace(d, validation=None, max_tokens=None)
+    if local_paths(d.validation, None) is not None:
+        return replace(d_validation, source=d.validation)
+    return replace(d_validation, split=d.validation)
 
 
-def _write_common(path: pathlib.Path, content: bytes | str) -> None:
-    """Writes a file that several processes may write at once. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{files.process_name()}.tmp")
-    files.write_atomic(path, content, temporary)
+def check_source(folder: pathlib.Path, manifest: dict, d: config.Data) -> None:
+    """Raises ConfigError if a local source's files were changed, or files came, since the folder
+    was begun. Files that were read may be gone, and what was not read yet may change; the file that
+    reading stopped in is compared by whoever goes on."""
+    if manifest["revision"] or not local_paths(d.source, d.split):
+        return
+    now, _ = list_files(d)
+    sizes = {file.path: file for file in now}
+    recorded = [SourceFile(*entry) for entry in manifest["files"]]
+    new = sorted(sizes.keys() - {file.path for file in recorded})
+    if new and len(new) < len(now):  # else all of them were moved
+        raise _changed(folder, f"{new[0]} came")
+    read = recorded if manifest.get("complete") else recorded[: manifest["place"][0]]
+    for file in read:
+        current = sizes.get(file.path, file)
+        if current.size != file.size:
+            raise _changed(folder, f"{file.path} was changed")
+        if current.time != file.time:
+            report(f"{file.path}: is newer than {folder}, and of the same size: taken as unchanged")
+
+
+def _changed(folder: pathlib.Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} after {folder} was begun: restore that, delete the folder to prepare all anew, or "
+        "name another data.path"
+    )

@@ -40,8 +40,7 @@ class Loader:
     """Iterates over a data rank's batches from first_step on.
 
     A thread reads ahead, and pins memory for the GPU. It never waits for text that is still being
-    prepared: with growing text, call is_ready() until it says so before each next(). The ranks agree
-    on it (lifecycle/text.py).
+    prepared: ask is_ready(step) before each next(). The ranks agree on it (lifecycle/stop.py).
     """
 
     def __init__(self, cfg: config.Config, dataset: Dataset, world: Any, first_step: int):
@@ -53,8 +52,6 @@ class Loader:
         self.pending: dict[int, concurrent.futures.Future] = {}  # batches that are read, by step
         self.next_to_read = first_step
         self.last_returned = first_step - 1
-        self.is_waiting = False  # as of the last is_ready()
-        self._read_ahead()
 
     def __next__(self) -> Batch:
         """Raises what the thread raised, such as ConfigError for a truncated token file."""
@@ -62,12 +59,16 @@ class Loader:
         self._read_ahead()
         return self.pending.pop(self.last_returned).result()
 
+    def is_ready(self, step: int) -> bool:
+        """Whether the text of a step, the next or the one after it, is prepared. Raises ConfigError
+        and OSError."""
+        self._read_ahead()
+        return step in self.pending or step > self.cfg.train.steps
+
     def _read_ahead(self) -> None:
         """Has the thread read the next steps' batches, as far as their text is prepared."""
-        growing = self.dataset.growing
-        while self.next_to_read <= self.last_returned + READ_AHEAD:
-            if growing and not growing.covers(self.next_to_read):
-                return
+        last = min(self.last_returned + READ_AHEAD, self.cfg.train.steps)
+        while self.next_to_read <= last and self.dataset.covers(self.next_to_read):
             step = self.next_to_read
             self.pending[step] = self.thread.submit(self.batch, step)
             self.next_to_read += 1
@@ -110,47 +111,7 @@ class Loader:
                 valid -= stream.targets_without_loss(start, stop)
         return valid
 
-    def is_ready(self, step: int) -> bool:
-        """Whether all that is read after `step` is prepared: the validation text if an evaluation
-        is due, then the next batch.
-
-        Raises why growing text cannot be prepared, and what the thread raised as it read it. Of
-        prepared text, the rank that cannot read its batch raises by itself, in __next__().
-        """
-        if self.dataset.growing:
-            self.dataset.growing.poll(self.is_waiting)
-        self._read_ahead()
-        batch = self.pending.get(step + 1)
-        if self.dataset.growing and batch and batch.done():
-            batch.result()
-        is_last = step == self.cfg.train.steps
-        has_batch = batch is not None or is_last
-        evaluates = config.evaluation_is_due(self.cfg, step)
-        has_validation = not evaluates or self.dataset.has_validation()
-        self.is_waiting = not (has_batch and has_validation)
-        return not self.is_waiting
-
-    def text_hash(self, step: int) -> int:
-        """Equal on ranks that read equal text after `step`; nodes may each prepare growing text on
-        a disk of their own. 0 for text that was prepared before."""
-        growing = self.dataset.growing
-        if not growing:
-            return 0
-        last_step = min(step + 1, self.cfg.train.steps)
-        text = repr(growing.segments(last_step))
-        if config.evaluation_is_due(self.cfg, step):
-            text += repr(growing.validation_hashes())
-        digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
-        return int.from_bytes(digest, "big")
-
-    def waits_for(self, step: int) -> str:
-        """What a step waits for, for a log."""
-        growing = self.dataset.growing
-        return growing.waits_for(step) if growing else "nothing"
-
     def close(self) -> None:
-        if self.dataset.growing:
-            self.dataset.growing.close()
         self.thread.shutdown(cancel_futures=True)
 
 

@@ -1,24 +1,32 @@
 """Which text each sample of a run is: a closed form of the sample's number, so that the step is the
 only state. Nothing depends on the number of ranks.
 
-The mixture says which source a sample comes from, and that it is the source's sample k. If the
-source has n windows, this is number k mod n of its epoch k div n; each epoch has its own keyed
-permutation. data.order = "growing" reads the first epoch segment by segment, each permuted by
-itself.
+The mixture says which source a sample comes from, and that it is the source's sample k. A source's
+first epoch reads it segment by segment, each permuted by itself, so that training may begin while
+text is prepared; later epochs are permuted over everything. Segments end at token 2^22, doubling to
+2^28, then every 2^28.
 """
 
 import bisect
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import config
-from config import ConfigError
 from data.mixture import Mixture
-from data.tokens import TextStream
+from data.tokens import Windows
 
+FIRST_BORDER = 1 << 22  # tokens; also: of how many documents are held out
+BORDER_STEP = 1 << 28  # tokens
 MASK64 = (1 << 64) - 1
+
+
+def border_of(segment: int) -> int:
+    """The token at which a segment ends; 0 before the first."""
+    end = 0 if segment < 0 else FIRST_BORDER
+    for _ in range(segment):
+        end += min(end, BORDER_STEP)
+    return end
 
 
 class SamplePosition(NamedTuple):
@@ -29,42 +37,33 @@ class SamplePosition(NamedTuple):
     window: int  # of the source's stream
 
 
-class Order:
-    """Maps a sample's number to its SamplePosition."""
-
-    def __init__(self, sources: Sequence["SourceOrder"], mixture: Mixture):
-        self.sources = sources
-        self.mixture = mixture
-
-    def __call__(self, number: int) -> SamplePosition:
-        source, index = self.mixture(number)
-        epoch, window = self.sources[source].locate(index)
-        return SamplePosition(source, epoch, window)
-
-
 class SourceOrder:
-    """Which window each sample of one source is.
+    """Which window each sample of one source is, as far as it is prepared."""
 
-    Growing text sets `numbering`, `segment_ends` and `windows` while it is being prepared.
-    """
-
-    def __init__(self, seed: int, source: int, numbering: Callable[[int], int]):
-        """source: its number. numbering: training window -> window of the stream, as
-        data/tokens.py: Windows."""
+    def __init__(self, seed: int, source: int):
         self.seed = seed
-        self.source = source
-        self.numbering = numbering
-        # training windows up to the end of each segment that can be read; empty in global order
+        self.source = source  # its number in the mixture
+        # training windows up to the end of each segment that can be read
         self.segment_ends: list[int] = []
         self.windows: int | None = None  # training windows of the full text, once it is prepared
         # keeps those that are in use: making one takes longer than using it
         self.permutation = functools.lru_cache(4)(Permutation)
 
+    def extend(self, numbering: Windows, segments: int, tokens: int, is_complete: bool) -> None:
+        """As far as `segments` are recorded. tokens: of the stream."""
+        self.numbering = numbering
+        borders = [min(tokens, border_of(segment)) for segment in range(segments)]
+        self.segment_ends = [numbering.count(border) for border in borders]
+        if is_complete:
+            self.windows = numbering.count(tokens)
+
     def covers(self, index: int) -> bool:
         """Whether it is known which window the source's sample `index` is."""
-        if self.windows is not None:
-            return True
-        return bool(self.segment_ends) and index < self.segment_ends[-1]
+        return self.windows is not None or index < max(self.segment_ends, default=0)
+
+    def segments_up_to(self, index: int) -> int:
+        """How many segments' text decides which windows the samples up to this one are."""
+        return min(bisect.bisect_right(self.segment_ends, index) + 1, len(self.segment_ends))
 
     def locate(self, index: int) -> tuple[int, int]:
         """(epoch, window of the stream) of the source's sample `index`, which covers() it."""
@@ -72,27 +71,25 @@ class SourceOrder:
         if segment < len(self.segment_ends):
             begin = self.segment_ends[segment - 1] if segment else 0
             count = self.segment_ends[segment] - begin
-            permutation = self.permutation(count, self.seed, 0, f"{self.source}/{segment}")
+            permutation = self.permutation(count, f"{self.seed}/0/{self.source}/{segment}")
             return 0, self.numbering(begin + permutation(index - begin))
         assert self.windows
         epoch, position = divmod(index, self.windows)
-        permutation = self.permutation(self.windows, self.seed, epoch, self.source)
+        permutation = self.permutation(self.windows, f"{self.seed}/{epoch}/{self.source}")
         return epoch, self.numbering(permutation(position))
 
 
 class Permutation:
-    """A bijection of 0 ... n-1, keyed by (seed, epoch, source), without a table.
+    """A bijection of 0 ... n-1, keyed by a text, without a table.
 
     A Feistel network of eight rounds (https://doi.org/10.1137/0217022) over the next even power of
     two, cycle-walked until the result is below n.
     """
 
-    def __init__(self, n: int, seed: int, epoch: int, source: int | str = 0):
-        """source: its number; of a segment of growing text "source/segment"."""
+    def __init__(self, n: int, key: str):
         self.n = n
         self.half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
-        text = f"{seed}/{epoch}/{source}"
-        digest = hashlib.blake2b(text.encode(), digest_size=64).digest()
+        digest = hashlib.blake2b(key.encode(), digest_size=64).digest()
         self.keys = [int.from_bytes(digest[i : i + 8], "big") for i in range(0, len(digest), 8)]
 
     def __call__(self, index: int) -> int:
@@ -117,47 +114,7 @@ def mix(x: int) -> int:
 
 def make_mixture(cfg: config.Config) -> Mixture:
     """The mixture of [[data.sources]], or of the only source."""
-    if not cfg.data.sources:
-        return Mixture([1.0])
-    return Mixture([source.weight for source in cfg.data.sources])
-
-
-def make_order(cfg: config.Config, streams: Sequence[TextStream]) -> Order:
-    """The order of a run on prepared text. Raises ConfigError if a source is too small for its
-    share of one global batch."""
-    mixture = make_mixture(cfg)
-    sources: list[SourceOrder] = []
-    problems: list[str] = []
-    for number, stream in enumerate(streams):
-        windows = stream.training_windows(cfg.train.seq_len)
-        source = SourceOrder(cfg.run.seed, number, windows)
-        source.windows = windows.count(stream.length)
-        problems += problems_of(cfg, mixture, number, stream, source.windows)
-        sources.append(source)
-    if problems:
-        raise ConfigError(*problems)
-    return Order(sources, mixture)
-
-
-def problems_of(
-    cfg: config.Config, mixture: Mixture, source: int, stream: TextStream, windows: int
-) -> list[str]:
-    """Why a source cannot be trained on, once all of it is prepared. windows: for training."""
-    batch_size = cfg.train.global_batch_size
-    problems = []
-    share = mixture.weights[source] / mixture.period * batch_size
-    if windows < share:
-        problems.append(
-            f"{stream.path}: {stream.length} tokens give {windows} samples of train.seq_len = "
-            f"{cfg.train.seq_len}, but one batch of train.global_batch_size = {batch_size} takes "
-            f"{share:.3g} of them"
-        )
-    if cfg.data.document_mask and stream.document_count == stream.length:
-        problems.append(
-            f"{stream.path}: has documents of one token each, of which data.document_mask leaves "
-            "none to learn"
-        )
-    return problems
+    return Mixture([source.weight for source in cfg.data.sources] or [1.0])
 
 
 def rank_samples(step: int, batch: int, micro: int, rank: int, ranks: int) -> list[range]:

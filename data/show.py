@@ -51,33 +51,6 @@ def heading(dataset: Dataset, step: int, number: int, span: Span) -> str:
     )
 
 
-def lines_of(cfg: config.Config, span: Span, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields the lines of a sample's documents or conversations."""
-    if cfg.data.has_conversations:
-        from extras.chat.packing import Packed, show_conversations
-
-        assert isinstance(span.stream, Packed)
-        return show_conversations(span.stream, span.start, span.stop, tokenizer)
-    return show_text(span, tokenizer)
-
-
-def show_text(span: Span, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields two lines for each document in a window: what of it is in the window, and its text."""
-    stream, start, stop = span
-    _, ids = stream.read(start, stop)
-    for number, document_start, document_stop in stream.documents(start, stop):
-        first = max(document_start, start)
-        end = min(document_stop, stop)
-        size = document_stop - document_start
-        line = f"--- document {number}, {end - first} of its {size} tokens"
-        if document_start < start:
-            line += " (begins before)"
-        if document_stop > stop:
-            line += " (continues)"
-        yield line
-        yield tokenizer.decode(ids[first - start : end - start].tolist())
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--step", type=int, default=1)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import config
 from config import ConfigError
-from data.console import report
-from data.identity import open_source
+from data.folder import report
+from data.source import Source, list_files
 
 LONGEST_LINE = 1 << 14  # characters; a longer line is split for training
 
@@ -19,13 +19,11 @@ def train_on_sources(
 ) -> bytes:
     """Trains on the start of each source, in proportion to its weight.
 
-    On 2,000 characters per vocabulary entry, at least 4 million: more text hardly changes a BPE
-    vocabulary. On 800 if training waits for it. Returns the model file's content. Raises
-    ConfigError.
+    On 800 characters per vocabulary entry, at least 4 million: training waits for it. Returns the
+    model file's content. Raises ConfigError.
     """
     vocab_size = source_cfgs[0].model.vocab_size
-    per_entry = 800 if source_cfgs[0].data.order == "growing" else 2_000
-    characters = max(4_000_000, vocab_size * per_entry)
+    characters = max(4_000_000, vocab_size * 800)
     names = ", ".join(source_cfg.data.source for source_cfg in source_cfgs)
     report(
         f"training a tokenizer of {vocab_size:,} vocabulary entries on up to "
@@ -42,7 +40,7 @@ def first_documents(
     for source_cfg, weight in zip(source_cfgs, weights):
         share = characters * (weight / sum(weights))
         read = 0
-        for text in open_source(source_cfg.data):
+        for text in Source(source_cfg.data, list_files(source_cfg.data)[0]):
             yield text
             read += len(text)
             if read >= share:

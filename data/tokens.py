@@ -6,38 +6,26 @@ TextStream is what the loader reads from: TokenStream for text, Packed for conve
 S: sequence length.
 """
 
-import array
-import bisect
-import functools
-import io
 import os
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import IO, TYPE_CHECKING, NamedTuple, Protocol
 
-import files
+import numpy as np
+
 from config import ConfigError
-from data.record import complete_manifest, damaged, is_complete, training_range, validation_range
+from data.folder import damaged
 
 if TYPE_CHECKING:  # imported where it is used: preparing data needs no torch
     from torch import Tensor
 
-WIDTH = {"uint16": 2, "int32": 4}  # bytes per token
-END_BYTES = 8  # of a document's end in *.ends.bin, little-endian
-ENDS_PER_BLOCK = 512  # of the index of documents' ends: one read finds a document
-
 
 class TextStream(Protocol):
-    """What the loader reads from: one split of one source.
+    """What the loader reads from: one split of one source. Positions count tokens from the stream's
+    first. Implemented by TokenStream and, for conversations, by Packed (extras/chat/packing.py)."""
 
-    Positions count tokens from the stream's first. Every method that reads raises ConfigError if a
-    file was truncated. Implemented by TokenStream and, for conversations, by Packed
-    (extras/chat/packing.py).
-    """
-
-    @property
-    def path(self) -> pathlib.Path: ...  # the token file, for messages
+    path: pathlib.Path  # the token file, for messages
 
     @property
     def length(self) -> int: ...  # tokens
@@ -73,36 +61,20 @@ class Span(NamedTuple):
     stop: int
 
 
-def window_span(stream: TextStream, window: int, seq_len: int) -> Span:
-    """The span of a window: seq_len inputs and one more token, the last target."""
-    start = window * seq_len
-    return Span(stream, start, start + seq_len + 1)
-
-
-def window_count(tokens: int, seq_len: int) -> int:
-    """The number of full windows that the first `tokens` tokens hold."""
-    return max(0, (tokens - 1) // seq_len)
-
-
 class Windows:
     """The windows of a training stream, numbered without those that hold a token of its validation
     range."""
 
-    def __init__(self, seq_len: int, excluded: tuple[int, int] | None = None):
-        """excluded: the validation range in the stream, (first position, one past the last)."""
+    def __init__(self, seq_len: int, first: int = 0, end: int = 0):
+        """first, end: the validation range in the stream."""
         self.seq_len = seq_len
         # windows skip_from ... skip_to-1 are left out
-        self.skip_from = 0
-        self.skip_to = 0
-        if excluded:
-            first, end = excluded
-            self.skip_from = window_count(first, seq_len)
-            windows_that_begin_before_end = -(-end // seq_len)
-            self.skip_to = max(self.skip_from, windows_that_begin_before_end)
+        self.skip_from = max(0, (first - 1) // seq_len)
+        self.skip_to = -(-end // seq_len)
 
     def count(self, tokens: int) -> int:
         """How many of the first `tokens` tokens' windows are for training."""
-        windows = window_count(tokens, self.seq_len)
+        windows = max(0, (tokens - 1) // self.seq_len)
         return min(windows, self.skip_from) + max(0, windows - self.skip_to)
 
     def __call__(self, number: int) -> int:
@@ -112,7 +84,7 @@ class Windows:
         return number + self.skip_to - self.skip_from
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # by identity: a key of caches
 class TokenStream:
     """A TextStream of a token file, or of a range of its tokens.
 
@@ -121,29 +93,33 @@ class TokenStream:
     """
 
     path: pathlib.Path
-    length: int  # tokens
+    file: IO[bytes]
     dtype: str
-    vocab_size: int  # of the model: ids must be smaller
-    file: io.FileIO
+    ends: np.ndarray  # of each document, in the file: one past its last token
     first: int  # the range's first token in the file
-    tokens_in_file: int
-    documents_in_file: int | None  # None: as many as *.ends.bin holds
-    excluded: tuple[int, int] | None = None  # of a training stream: its validation range
+    length: int  # tokens
+    vocab_size: int  # of the model: ids must be smaller
+    validation: tuple[int, int] = (0, 0)  # of a training stream: the range that is held out of it
+
+    @property
+    def document_count(self) -> int:
+        return len(self.ends)
 
     def training_windows(self, seq_len: int) -> Windows:
-        return Windows(seq_len, self.excluded)
+        return Windows(seq_len, *self.validation)
 
     def read(self, start: int, stop: int) -> "tuple[bytes, Tensor]":
-        """Raises ConfigError for an id outside the model's vocabulary, too."""
+        """Raises ConfigError if the file was cut, or has an id outside the model's vocabulary."""
         import torch
 
-        width = WIDTH[self.dtype]
+        width = np.dtype(self.dtype).itemsize
         begin = self.first + start  # in the file
-        end = self.first + stop
-        raw = pread(self.file, begin * width, end * width, f"token {end}")
+        raw = os.pread(self.file.fileno(), (stop - start) * width, begin * width)
+        if len(raw) != (stop - start) * width:
+            raise damaged(self.path, "was cut while it was in use")
         ids = torch.frombuffer(bytearray(raw), dtype=getattr(torch, self.dtype)).to(torch.int64)
-        if ids.max() >= self.vocab_size or ids.min() < 0:
-            is_wrong = (ids >= self.vocab_size) | (ids < 0)
+        is_wrong = (ids >= self.vocab_size) | (ids < 0)
+        if is_wrong.any():
             index = int(is_wrong.nonzero()[0])
             raise damaged(
                 self.path,
@@ -154,144 +130,51 @@ class TokenStream:
 
     def documents(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Of a document that the range cuts, only the part inside the range is returned."""
+        first = self._ended_by(start)
+        last = self._ended_by(stop - 1)
+        ends = self.ends[first : last + 1].tolist()
         documents = []
-        position = self.first + start  # in the file
-        last = self.first + stop
-        number = self._ended_by(position)
-        begin = self.end(number - 1) if number else 0
-        while position < last and number < self.document_count:
-            end = self.end(number)
-            first_inside = max(begin - self.first, 0)
-            end_inside = min(end - self.first, self.length)
-            documents.append((number, first_inside, end_inside))
-            position = end
+        begin = int(self.ends[first - 1]) if first else 0
+        for number, end in enumerate(ends, first):
+            inside = (max(begin - self.first, 0), min(end - self.first, self.length))
+            documents.append((number, *inside))
             begin = end
-            number += 1
         return documents
 
     def targets_without_loss(self, start: int, stop: int) -> int:
         """The first tokens of documents: the document before does not predict them."""
-        return self._ended_by(self.first + stop - 1) - self._ended_by(self.first + start)
-
-    def end(self, number: int) -> int:
-        """One past the last token of a document, in the file."""
-        offset = END_BYTES * number
-        raw = pread(self._ends, offset, offset + END_BYTES, f"document {number}")
-        return int.from_bytes(raw, "little")
-
-    @functools.cached_property
-    def document_count(self) -> int:
-        if self.documents_in_file is not None:
-            return self.documents_in_file
-        return os.fstat(self._ends.fileno()).st_size // END_BYTES
+        return self._ended_by(stop - 1) - self._ended_by(start)
 
     def _ended_by(self, position: int) -> int:
-        """How many documents end at this position of the file or before it."""
-        block = bisect.bisect_right(self._last_of_blocks, position)
-        first = block * ENDS_PER_BLOCK
-        stop = min(first + ENDS_PER_BLOCK, self.document_count)
-        if first >= stop:
-            return self.document_count
-        raw = pread(self._ends, END_BYTES * first, END_BYTES * stop, f"document {stop}")
-        return first + bisect.bisect_right(array.array("q", raw), position)
-
-    @functools.cached_property
-    def _last_of_blocks(self) -> list[int]:
-        """The end of the last document of each full block."""
-        last_numbers = range(ENDS_PER_BLOCK - 1, self.document_count, ENDS_PER_BLOCK)
-        return [self.end(number) for number in last_numbers]
-
-    @functools.cached_property
-    def _ends(self) -> io.FileIO:
-        """Opened on first use: training without a document mask does not need it."""
-        path = self.path.with_suffix(".ends.bin")
-        file, size = _open(path)
-        count = size // END_BYTES
-        if self.documents_in_file is not None:  # the file may hold more
-            count = self.documents_in_file
-        last_end = 0
-        if count:
-            raw = os.pread(file.fileno(), END_BYTES, END_BYTES * (count - 1))
-            last_end = int.from_bytes(raw, "little")
-        has_wrong_size = size < END_BYTES * count or size % END_BYTES != 0
-        if has_wrong_size or last_end != self.tokens_in_file:
-            raise damaged(
-                path,
-                f"has {size} bytes and ends at token {last_end}, {self.path} at "
-                f"{self.tokens_in_file}",
-            )
-        return file
-
-
-def pread(file: io.FileIO, start: int, stop: int, end_name: str) -> bytes:
-    """Bytes start ... stop-1. Raises ConfigError if the file ends before that; end_name names
-    `stop` in its message."""
-    raw = os.pread(file.fileno(), stop - start, start)
-    if len(raw) != stop - start:
-        raise damaged(
-            pathlib.Path(str(file.name)),
-            f"ends before {end_name}: it was cut while it was in use",
-        )
-    return raw
-
-
-def open_stream(folder: pathlib.Path, split: str, vocab_size: int) -> TokenStream:
-    """Opens "train" or "validation" of a complete folder. Raises ConfigError if files are
-    missing, truncated, or of a larger vocabulary."""
-    return stream_of(folder, complete_manifest(folder), split, vocab_size)
+        """How many documents end at this position of the stream or before it."""
+        return int(np.searchsorted(self.ends, self.first + position, "right"))
 
 
 def stream_of(folder: pathlib.Path, manifest: dict, split: str, vocab_size: int) -> TokenStream:
     """The training or validation stream of a folder, as far as `manifest` records it. Raises
-    ConfigError."""
+    ConfigError, also of files that aren't there, and OSError if a retry may help."""
     if manifest["vocab_size"] > vocab_size:
-        entries = manifest["vocab_size"]
         raise ConfigError(
-            f"[model] vocab_size = {vocab_size}: smaller than {folder}'s tokenizer, of {entries} "
-            "entries"
+            f"[model] vocab_size = {vocab_size}: smaller than {folder}'s tokenizer, of "
+            f"{manifest['vocab_size']} entries"
         )
-    validation = validation_range(manifest)
-    excluded = None
-    if split == "validation":
-        assert validation, "the validation text is not decided yet"
-        tokens = validation
-    else:
-        tokens = training_range(manifest)
-        if validation and validation.file == "train":
-            excluded = validation.first, validation.end
-    path = folder / f"{tokens.file}.bin"
-    tokens_in_file = manifest["tokens"][tokens.file]
-    documents_in_file = None
-    if not is_complete(manifest):  # the files may hold more than the record
-        documents_in_file = manifest["documents"][tokens.file]
-    file, size = _open(path)
-    expected = tokens_in_file * WIDTH[manifest["dtype"]]
-    if size < expected or (is_complete(manifest) and size != expected):
-        raise damaged(
-            path, f"has {size} bytes, its manifest says {expected}: it was cut or changed"
-        )
-    return TokenStream(
-        path=path,
-        length=tokens.end - tokens.first,
-        dtype=manifest["dtype"],
-        vocab_size=vocab_size,
-        file=file,
-        first=tokens.first,
-        tokens_in_file=tokens_in_file,
-        documents_in_file=documents_in_file,
-        excluded=excluded,
-    )
-
-
-def _open(path: pathlib.Path) -> tuple[io.FileIO, int]:
-    """Opens a file unbuffered. Returns it and its size in bytes. Raises ConfigError; OSError if a
-    retry may help."""
+    held_out_of, first, end, _ = manifest["validation"]
+    name = held_out_of if split == "validation" else "train"
+    path = folder / f"{name}.bin"
+    tokens = manifest["tokens"][name]
+    documents = manifest["documents"][name]
     try:
         file = path.open("rb", buffering=0)
-    except FileNotFoundError as error:
-        raise damaged(path, f"cannot be read: {error.strerror}") from None
-    except OSError as error:
-        if error.errno in files.TRANSIENT_ERRORS:
-            raise
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    return file, os.fstat(file.fileno()).st_size
+        size = os.fstat(file.fileno()).st_size
+        ends = np.empty(0, np.int64)
+        if documents:
+            ends = np.memmap(path.with_suffix(".ends.bin"), "<i8", "r", shape=(documents,))
+    except (FileNotFoundError, ValueError) as error:
+        raise damaged(path, f"cannot be read: {error}") from None
+    if size < tokens * np.dtype(manifest["dtype"]).itemsize or (documents and ends[-1] != tokens):
+        raise damaged(path, f"has other sizes than {tokens} tokens in {documents} documents")
+    stream = {"path": path, "file": file, "dtype": manifest["dtype"], "ends": ends}
+    if split == "validation":
+        return TokenStream(**stream, first=first, length=end - first, vocab_size=vocab_size)
+    excluded = (first, end) if held_out_of == "train" else (0, 0)
+    return TokenStream(**stream, first=0, length=tokens, vocab_size=vocab_size, validation=excluded)

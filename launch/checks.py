@@ -4,7 +4,6 @@ SLURM job."""
 import importlib.util
 import os
 import pathlib
-import shlex
 import shutil
 import sys
 import sysconfig
@@ -16,8 +15,7 @@ import config
 from checkpoint import catalog, compare
 from config import ConfigError
 from data.dataset import Dataset, open_dataset
-from data.folder_names import is_prepared
-from data.prepare import prepare
+from data.preparer import Preparer
 from files import print_line
 from launch.command import Ranks
 from lifecycle.folder import check_folder, read_status
@@ -25,7 +23,7 @@ from lifecycle.gpus import listed_gpus, trains_on_gpus
 from schema import together
 
 
-def check_launch(cfg: config.Config, ranks: Ranks, args: Namespace) -> bool:
+def check_launch(cfg: config.Config, ranks: Ranks, args: Namespace, preparer: Preparer) -> bool:
     """Runs all checks and prepares the data. Returns whether there is anything left to do. Raises
     ConfigError."""
     folder = config.run_folder(cfg)
@@ -38,8 +36,6 @@ def check_launch(cfg: config.Config, ranks: Ranks, args: Namespace) -> bool:
     ]
     if not args.eval_only:
         checks.append(lambda: check_folder(folder))
-    if ranks.job:
-        checks.append(lambda: check_prepared(cfg, args))
     checks.append(
         lambda: catalog.choose(
             cfg, catalog.steps(cfg), catalog.problems_without_hashing, args.eval_only
@@ -49,7 +45,7 @@ def check_launch(cfg: config.Config, ranks: Ranks, args: Namespace) -> bool:
     if args.eval_only:
         check_evaluation(cfg, start)
     else:
-        prepare_training(cfg, start)
+        prepare_training(cfg, start, preparer)
     return True
 
 
@@ -61,7 +57,7 @@ def check_evaluation(cfg: config.Config, start: int) -> None:
     check_validation(cfg, dataset)
 
 
-def prepare_training(cfg: config.Config, start: int) -> None:
+def prepare_training(cfg: config.Config, start: int, preparer: Preparer) -> None:
     """Prepares the data and makes the run's folder. Raises ConfigError if that fails, or if
     training cannot resume after step `start` on this data."""
     compare.check_same_run(cfg, start)
@@ -69,7 +65,7 @@ def prepare_training(cfg: config.Config, start: int) -> None:
         from extras.huggingface.weights import weights_to_read
 
         weights_to_read(cfg, start)
-    prepare(cfg)
+    preparer.begin(cfg)
     dataset = open_dataset(cfg)
     compare.check_same_data(cfg, start, dataset.identities)
     dataset.require_same_text(compare.data_before(cfg, start))
@@ -105,22 +101,10 @@ def is_finished(cfg: config.Config, folder: pathlib.Path) -> bool:
     return True
 
 
-def check_prepared(cfg: config.Config, args: Namespace) -> None:
-    """Raises ConfigError if a job would have to prepare its data first: its GPUs would idle
-    meanwhile. Growing text is prepared next to the training."""
-    if cfg.data.order == "growing" or is_prepared(cfg):
-        return
-    command = shlex.join(["./run_train.sh", "-m", "data.prepare", args.config, *args.overrides])
-    raise ConfigError(
-        f"{args.config}: its data is not prepared, and none is inside a job; run {command} on the "
-        "login node"
-    )
-
-
 def check_validation(cfg: config.Config, dataset: Dataset) -> None:
     """Raises ConfigError if no source holds validation text, as of data from before a text always
     held out some."""
-    if not (cfg.eval and dataset.has_validation()):
+    if not cfg.eval:
         return
     if any(stream.length >= 2 for stream in dataset.validation):  # an input and a target
         return

@@ -181,7 +181,7 @@ def has_supported_torch() -> bool:
 
 def needed_packages(argv: list[str]) -> list[str]:
     """The packages besides torch that a command line needs, or without one, every run."""
-    from data.folder_names import is_prepared
+    from data.folder import is_prepared
 
     preparing = ["sentencepiece", "tokenizers", "datasets"]
     if not argv:

@@ -37,7 +37,7 @@ from typing import Any
 
 import config
 from config import ConfigError
-from data import formats
+from data.preparer import TEXT_IS_WRONG, Preparer
 from files import die_with_parent, print_error
 from launch.checks import check_launch
 from launch.command import Ranks, commits, variables_of_a_launcher
@@ -55,6 +55,7 @@ from lifecycle.folder import (
 )
 from schema import repeated, together
 
+WATCH_SECONDS = 0.5  # between looks at the process that prepares text
 # of an OSError: the path that it names is not what an option or the configuration takes it for, or
 # not this user's. All others are the machine's: a full disk, too many open files.
 ERRORS_OF_PATHS = (
@@ -89,13 +90,12 @@ def launch(argv: list[str], interruption: Interruption) -> int:
     if not args.eval_only:  # an evaluation does not take the folder
         cfg = replace(cfg, checkpoint=resume_once(cfg, launch_id))
     status_before = read_status(folder)
+    preparer = Preparer(argv, ranks.local)
 
     try:
         # what follows may read from the network, verify checkpoints, and prepare data for hours
         interruption.allow()
-        completed, found_options = formats.complete(args, cfg)
-        cfg = replace(completed, checkpoint=cfg.checkpoint)
-        has_work = check_launch(cfg, ranks, args)
+        has_work = check_launch(cfg, ranks, args, preparer)
         interruption.raises = False
     except (Interrupted, Exception) as error:
         # an interrupted check may have raised anything
@@ -115,14 +115,21 @@ def launch(argv: list[str], interruption: Interruption) -> int:
     if not has_work:
         return 0
 
-    command = [*start_ranks, *argv, f"--launch={launch_id}", *found_options, *commits(cfg)]
+    command = [*start_ranks, *argv, f"--launch={launch_id}", *commits(cfg)]
     for name in variables_of_a_launcher():  # torchrun and the ranks would take them as theirs
         del os.environ[name]
     os.environ.update(ranks.environment())
     if args.eval_only:
         return run_evaluation(command, interruption)
-    returned = run_ranks(command, folder, launch_id, interruption)
+    returned = run_ranks(command, folder, launch_id, interruption, preparer)
+    preparer.close()
     code = exit_code(folder, launch_id, ranks.total, returned)
+    if code == STOPPED and preparer.exit_code == TEXT_IS_WRONG:
+        print_error(
+            "stopped and saved: the text is wrong, see above; mended, the same command resumes"
+        )
+        mark_failed(folder, launch_id, read_status(folder), INPUT_IS_WRONG)
+        return INPUT_IS_WRONG
     if code == STOPPED:
         return requeue_or_mark(cfg, ranks.job, launch_id, status_before, interruption.asked)
     return code
@@ -184,7 +191,11 @@ def suspend_launcher(number: int, frame: Any) -> None:
 
 
 def run_ranks(
-    command: list[str], folder: pathlib.Path, launch_id: str, interruption: Interruption
+    command: list[str],
+    folder: pathlib.Path,
+    launch_id: str,
+    interruption: Interruption,
+    preparer: Preparer,
 ) -> int:
     """Runs the ranks' command until it exits and forwards stop requests, including one received
     earlier. Returns its exit code."""
@@ -205,7 +216,12 @@ def run_ranks(
 
     # In its own session: Ctrl-C in the terminal reaches only this process, not torchrun.
     forwarder.child = subprocess.Popen(command, start_new_session=True, preexec_fn=in_child)
-    returned = forwarder.child.wait()
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            returned = forwarder.child.wait(WATCH_SECONDS)
+            break
+        if preparer.has_failed() and not file.stat().st_size:
+            file.write_text(str(int(signal.SIGTERM)))
     listen(signal.SIG_IGN)  # the ranks have exited: nothing is left to stop
     if forwarder.has_killed:
         return 128 + signal.SIGINT
@@ -225,7 +241,7 @@ def exit_code(folder: pathlib.Path, launch_id: str, ranks: int, returned: int) -
     remove_traces(folder, launch_id)
     if took_folder and status["state"] == "finished":
         return 0
-    if took_folder and status["state"] == "preempted":
+    if took_folder and status["state"] == "preempted" and not reports:
         return STOPPED
     if not took_folder and not reports and -returned in SIGNALS:  # before the ranks had handlers
         return STOPPED

@@ -13,7 +13,6 @@ import torch
 import config
 from checkpoint.save import SaveFailed
 from config import ConfigError
-from data.background import PreparingFailed
 from lifecycle import INPUT_IS_WRONG
 from lifecycle.folder import failures
 from optim import NoTargets
@@ -39,7 +38,7 @@ def failure_of(
         # after the first step a restart may help: fragmentation, an evaluation, another process on
         # the device
         return Failure(1, out_of_memory_text(text, cfg, ranks), final=is_first_step)
-    if isinstance(error, SaveFailed | PreparingFailed):
+    if isinstance(error, SaveFailed):
         return Failure(1, text, final=False)
     if isinstance(error, OSError) and error.filename:  # of a full disk, perhaps
         return Failure(1, f"{error.filename}: {error.strerror}", final=False)

@@ -107,11 +107,10 @@ class RankProcess:
     def run_on_all_ranks(self, work: Callable, launch_id: str | None) -> int:
         """Trains or evaluates with the process group of all ranks. Returns the exit code."""
         from checkpoint.checkpointer import resolve_param_dtype
-        from data.folder import begin_on_this_machine
         from lifecycle.folder import resume_once
         from lifecycle.process_group import distributed
         from lifecycle.run import Run, holder_of
-        from parallel.ranks import on_each_rank, on_rank_zero
+        from parallel.ranks import on_rank_zero
 
         cfg = self.cfg
         # Our launcher starts all ranks, or ends them. With another, or by hand, one may be alone.
@@ -124,8 +123,6 @@ class RankProcess:
                 holder = holder_of(launch_id)
                 cfg = replace(cfg, checkpoint=on_rank_zero(lambda: resume_once(self.cfg, holder)))
             cfg = resolve_param_dtype(cfg, world)
-            if not self.args.eval_only and cfg.data.order == "growing":
-                on_each_rank(lambda: begin_on_this_machine(cfg))
             with Run(cfg, world, launch_id, self.stop) as run:
                 work(cfg, world, run)
             run.watch_exit()

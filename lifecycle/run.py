@@ -2,6 +2,7 @@
 it ended."""
 
 import contextlib
+import errno
 import gc
 import json
 import logging
@@ -28,7 +29,6 @@ from data.loader import Loader
 from lifecycle import STOPPED, folder
 from lifecycle.failure import Failure, exit_immediately, failure_of
 from lifecycle.stop import StopRequest
-from lifecycle.text import NextText
 from lifecycle.watchdog import FROZEN_SECONDS, Watchdog
 from metrics import log
 from parallel.mesh import World
@@ -57,8 +57,7 @@ class Run:
             run.attach(checkpointer)
             ...  # anything that may find invalid input
             run.claim_folder(tokenizer_files)
-            run.wait_for_text(loader)
-            for step in run.steps(1, 300):
+            for step in run.steps(1, 300, loader):
                 with run.phase("data"):
                     ...
                 run.agree_to_continue()
@@ -79,11 +78,14 @@ class Run:
         self.step = 0  # the last step trained, by this launch or an earlier one
         self.timeouts = phase_timeouts(cfg)
         self.seconds = dict.fromkeys(self.timeouts, 0.0)  # spent in each phase() so far
-        # set by attach(), claim_folder() and wait_for_text()
+        # set by attach(), claim_folder() and steps()
         self.checkpointer: Checkpointer | None = None
         self.lock: filelock.BaseFileLock | None = None  # on rank 0
         self.lock_file: IO | None = None  # the file that is locked
-        self.text: NextText | None = None
+        self.loader: Loader | None = None
+        self.next_step = 0  # whose text the ranks agree on
+        self.waits_logged = False
+        self.failure: Exception | None = None  # why this rank cannot read its next batch
 
     def __enter__(self) -> "Run":
         self.watchdog = Watchdog(self._give_up)
@@ -173,17 +175,13 @@ class Run:
             self.folder,
         )
 
-    def wait_for_text(self, loader: Loader) -> None:
-        """Before the first step: waits until every rank can read its first batch and, if an
-        evaluation is due, the validation text. Collective."""
-        self.text = NextText(loader, self.stop)
-        self.text.begin_step(self.step)
-        self.agree_to_continue()
-
-    def steps(self, first: int, last: int) -> Iterator[int]:
+    def steps(self, first: int, last: int, loader: Loader) -> Iterator[int]:
         """Yields each step to train, up to `last` or until all ranks agree to stop. If a rank
         cannot read its next batch, raises why after the step before was saved."""
-        assert self.text, "wait_for_text() comes before steps()"
+        self.loader = loader
+        self.next_step = first
+        self._start_sync()
+        self.agree_to_continue()
         traced = contextlib.nullcontext
         if self.cfg.profile:
             from extras.reports.profiler import Profiler
@@ -196,7 +194,8 @@ class Run:
             if self.stop.agreed:
                 break
             self._begin("first step" if step == first else "step", step)  # the first compiles
-            self.text.begin_step(step)
+            self.next_step = step + 1
+            self._start_sync()
             with traced(step):
                 yield step
             self.step = step
@@ -204,7 +203,8 @@ class Run:
                 gc.collect()
         gc.enable()
         gc.unfreeze()
-        self.text.raise_failure()
+        if self.failure:
+            raise self.failure
         if self.stop.agreed and self.step >= first and not self.cfg.checkpoint:
             # not a success: the exit code is that of a process that the signal ended
             raise KeyboardInterrupt(
@@ -213,25 +213,46 @@ class Run:
             )
         self._begin("end")
 
+    def _start_sync(self) -> None:
+        """Starts to agree on a stop, and on whether to wait for text that is still prepared."""
+        assert self.loader
+        is_ready = False
+        try:
+            is_ready = self.loader.is_ready(self.next_step)
+        except (ConfigError, OSError) as error:  # all ranks stop, after a save
+            self.failure = error
+            self.stop.received = self.stop.received or signal.SIGTERM
+        self.stop.start_sync(waits_for_text=not is_ready)
+
     def agree_to_continue(self) -> None:
         """Finishes the all-reduce of the stop flags. It began with the step and overlaps it, so a
         signal during a step may count one step later. Then waits until every rank can read its next
         batch, or all agree to stop. Collective."""
-        assert self.text, "wait_for_text() comes before agree_to_continue()"
-        self.text.finish_sync()
+        self.stop.finish_sync()
         if not self.stop.waits_for_text or self.stop.agreed:
             return
         began = time.monotonic()
-        is_logged = False
         with self.phase("data"):
             while self.stop.waits_for_text and not self.stop.agreed:
-                self._begin("data")  # the wait has a limit of its own: GrowingText.poll()
+                self._begin("data")  # the wait has a limit of its own
                 time.sleep(WAIT_SECONDS)
-                if not is_logged and time.monotonic() > began + LOG_WAIT_SECONDS:
-                    is_logged = True
-                    log.info("waiting for text: %s", self.text.description())
-                self.text.start_sync()
-                self.text.finish_sync()
+                self._watch_wait(began)
+                self._start_sync()
+                self.stop.finish_sync()
+
+    def _watch_wait(self, began: float) -> None:
+        """Logs what all wait for; after run.start_timeout_seconds without a new record, stops."""
+        assert self.loader
+        now = time.monotonic()
+        if not self.waits_logged and now > began + LOG_WAIT_SECONDS:
+            self.waits_logged = True
+            log.info("waiting for text: %s", self.loader.dataset.waits_for(self.next_step))
+        source = self.loader.dataset.missing(self.next_step)
+        limit = self.cfg.run.start_timeout_seconds
+        if source and now > max(began, source.changed) + limit:
+            problem = f"nothing was prepared for {limit:.0f} s (run.start_timeout_seconds)"
+            self.failure = OSError(errno.ETIMEDOUT, problem, str(source.folder))
+            self.stop.received = self.stop.received or signal.SIGTERM
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -30,8 +30,7 @@ class StopRequest:
     launcher's file.
 
     A rank that stopped on its own would leave the others hanging in a collective. So the flag is
-    all-reduced on the host, overlapped with the step. It never waits for the device. What each rank
-    knows of the text that it reads next goes into the same all-reduce (text.py).
+    all-reduced on the host, overlapped with the step. It never waits for the device.
     """
 
     def __init__(self) -> None:
@@ -43,16 +42,12 @@ class StopRequest:
         self.group: Any = None  # of all ranks, over gloo
         self.flags: Any = None  # the tensor that is being all-reduced
         self.work: Any = None  # its all-reduce, with several ranks
-        # as of the last finish_sync(), the same on all ranks:
-        self.waits_for_text = False  # the text that some rank reads next is not prepared yet
-        self.text_failed = False  # some rank cannot read it: why, its loader knows
-        self.text_differs = False  # between ranks
+        self.waits_for_text = False  # whether some rank's next batch is not prepared yet
 
     @property
     def agreed(self) -> bool:
-        """Whether all ranks stop after this step: by a signal, or because one cannot read its next
-        batch."""
-        return self.signal > 0 or self.text_failed
+        """Whether all ranks stop after this step."""
+        return self.signal > 0
 
     def listen(self) -> None:
         """Installs the handlers; the first signal counts."""
@@ -90,11 +85,8 @@ class StopRequest:
         self.group = group
         self.file = file
 
-    def start_sync(
-        self, waits_for_text: bool = False, text_failed: bool = False, text_hash: int = 0
-    ) -> None:
-        """Starts the all-reduce of the stop flag, and of what this rank knows of the text that it
-        reads next."""
+    def start_sync(self, waits_for_text: bool = False) -> None:
+        """Starts the all-reduce of the stop flag, and of whether this rank's next batch is missing."""
         import torch
         import torch.distributed as dist
 
@@ -104,10 +96,7 @@ class StopRequest:
         # absence.
         if self.file and not self.received:
             self.received = read_stop(self.file)
-        # MAX over the ranks gives max(hash), and of -hash it gives -min(hash). All ranks have the
-        # same hash if max and min are equal.
-        flags = [self.received, waits_for_text, text_failed, text_hash, -text_hash]
-        self.flags = torch.tensor(flags)
+        self.flags = torch.tensor([self.received, waits_for_text])
         if self.group.size() > 1:
             self.work = dist.all_reduce(
                 self.flags, dist.ReduceOp.MAX, group=self.group, async_op=True
@@ -120,14 +109,11 @@ class StopRequest:
             return
         if self.work:
             self.work.wait()
-        received, waits, failed, max_hash, minus_min_hash = self.flags.tolist()
+        received, waits = self.flags.tolist()
         self.flags = None
         self.work = None
         self.signal = max(self.signal, received)
         self.waits_for_text = bool(waits)
-        self.text_failed = bool(failed)
-        # a rank that waits or failed has no hash
-        self.text_differs = not waits and not failed and max_hash != -minus_min_hash
 
 
 def read_stop(file: pathlib.Path) -> int:

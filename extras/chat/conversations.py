@@ -19,7 +19,7 @@ import re
 from typing import Any, NamedTuple
 
 from config import ConfigError
-from data.encode import Encoded, TokenizerCopy, is_validation
+from data.row_format import Encoded, is_held_out
 from data.tokenizer import SPACE, Tokenizer
 from data.tokenizer_json import settings_of, token_name
 from extras.chat.messages import Message, from_document, with_reasoning
@@ -31,21 +31,6 @@ from extras.chat.template import (
     find_template,
 )
 from extras.chat.turns import Rendering, Spans, Turns, no_end
-
-# after so many conversations that cannot be rendered, and none that can, encoding stops: a template
-# may fail on all
-MAX_PROBLEMS = 10
-
-
-class WrongConversations(ConfigError):
-    """The problems of some conversations of several."""
-
-    def __init__(self, *problems: str, has_good: bool = False, is_cut: bool = False):
-        """has_good: others of them have none. is_cut: those behind were not looked at."""
-        super().__init__(*problems)
-        self.has_good = has_good
-        self.is_cut = is_cut
-
 
 class Tokens(NamedTuple):
     """Token ids of a text, and the characters of each."""
@@ -455,38 +440,29 @@ def overlap(offsets: Spans, spans: Spans) -> list[bool]:
 
 
 @functools.lru_cache(2)
-def load_chat(copy: TokenizerCopy) -> Chat:
-    """The tokenizer and template of a folder. Raises ConfigError."""
-    return Chat(copy.folder)
+def load_chat(folder: pathlib.Path) -> Chat:
+    """The tokenizer and template of a folder, once per process. Raises ConfigError."""
+    return Chat(folder)
 
 
-def encode_conversations(copy: TokenizerCopy, typecode: str, documents: list[str]) -> Encoded:
-    """data.encode.encode_documents() for conversations.
+def encode_conversations(folder: pathlib.Path, documents: list[str]) -> Encoded:
+    """data.row_format.encode_texts() for conversations.
 
     An id without a loss is complemented. A conversation that is left out has no ids. Raises
-    WrongConversations with the problems of all, or of the first MAX_PROBLEMS if no other came
-    before them.
+    ConfigError with where the first wrong one stands.
     """
-    chat = load_chat(copy)
+    chat = load_chat(folder)
     encoded = []
-    problems = []
-    is_cut = False
     for document in documents:
-        if len(problems) >= MAX_PROBLEMS and not encoded:
-            is_cut = True
-            break
         where, conversation = from_document(document)
         messages = [with_reasoning(message) for message in conversation.messages]
         try:
             ids, has_loss = chat.encode(messages, conversation.tools, conversation.has_loss)
         except ConfigError as error:
-            problems += [f"{where}: {problem}" for problem in error.problems]
-            continue
+            raise ConfigError(*(f"{where}: {problem}" for problem in error.problems)) from None
         signed = [token if learned else ~token for token, learned in zip(ids, has_loss)]
-        stored = array.array(typecode, signed).tobytes()
-        encoded.append((is_validation(json.dumps(conversation.messages)), stored))
-    if problems:
-        raise WrongConversations(*problems, has_good=bool(encoded), is_cut=is_cut)
+        stored = array.array("i", signed).tobytes()
+        encoded.append((is_held_out(json.dumps(conversation.messages)), stored))
     return encoded
 
 

@@ -11,6 +11,7 @@ S: sequence length.
 """
 
 import hashlib
+import os
 import pathlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,9 +21,9 @@ import numpy as np
 
 import config
 from config import ConfigError
-from data.record import complete_manifest, damaged, validation_range
+from data.folder import damaged, manifest_of
 from data.tokenizer import Tokenizer
-from data.tokens import TokenStream, Windows, open_stream, pread
+from data.tokens import TokenStream, Windows, stream_of
 from extras.chat.conversations import spelled
 
 if TYPE_CHECKING:  # imported where it is used: preparing data needs no torch
@@ -167,8 +168,8 @@ class Packed:
         return Windows(seq_len)
 
     def conversation(self, number: int) -> Conversation:
-        begin = self.stream.end(number - 1) if number else 0
-        end = min(self.stream.end(number), begin + self.seq_len)
+        begin = int(self.stream.ends[number - 1]) if number else 0
+        end = min(int(self.stream.ends[number]), begin + self.seq_len)
         return Conversation(number, begin, end)
 
     def conversations(self, window: int) -> list[Conversation]:
@@ -178,8 +179,8 @@ class Packed:
 
     def stored(self, begin: int, end: int) -> np.ndarray:
         """The token file's tokens begin ... end-1. Those without a loss are complements."""
-        raw = pread(self.stream.file, TOKEN_BYTES * begin, TOKEN_BYTES * end, f"token {end}")
-        return np.frombuffer(raw, "<i4")
+        size = TOKEN_BYTES * (end - begin)
+        return np.frombuffer(os.pread(self.stream.file.fileno(), size, TOKEN_BYTES * begin), "<i4")
 
     def read(self, start: int, stop: int) -> "tuple[bytes, Tensor]":
         """(the bytes, the ids (stop - start)) of one window.
@@ -248,28 +249,19 @@ class Packed:
         )
         if without_target:
             line += f"; {about}{without_target * step:,} cut before any answer: raise train.seq_len"
-        if "reads" not in complete_manifest(self.path.parent):
-            line += (
-                f"; an earlier version prepared them, which did not read {', '.join(READS)}: if the "
-                "rows have these, delete the folder for a new run"
-            )
         return line
 
 
 def open_packed(folder: pathlib.Path, split: str, cfg: config.Config) -> Packed:
     """Opens "train" or "validation" and plans its windows. Raises ConfigError."""
-    manifest = complete_manifest(folder)
-    validation = validation_range(manifest)
-    assert validation
-    # of few conversations, those for validation are at the end of train.bin
-    one_file = validation.file == "train"
-    stream = open_stream(folder, "train" if one_file else split, cfg.model.vocab_size)
-    ends = np.empty(0, np.int64)
-    if stream.document_count:
-        ends = np.fromfile(stream.path.with_suffix(".ends.bin"), "<i8")
+    manifest = manifest_of(folder)
+    held_out_of, first, end, _ = manifest["validation"]
+    one_file = held_out_of == "train"  # of few conversations, those for validation are at its end
+    stream = stream_of(folder, manifest, "train" if one_file else split, cfg.model.vocab_size)
+    ends = np.array(stream.ends)
     numbers = np.arange(len(ends))
     if one_file:
-        is_validation = (ends > validation.first) & (ends <= validation.end)
+        is_validation = (ends > first) & (ends <= end)
         numbers = numbers[is_validation == (split == "validation")]
     left_out = manifest.get("left_out", 0)
     if split == "train" and not len(numbers):

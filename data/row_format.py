@@ -1,0 +1,127 @@
+"""What a row of a source is: a text or, behind data.format, a conversation. Asked here alone.
+
+Whoever reads, tokenizes, stores, opens or prints rows asks row_format(d) for what depends on it.
+"""
+
+import array
+import functools
+import hashlib
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import config
+from config import ConfigError
+
+if TYPE_CHECKING:  # imported where they are used: reading needs no tokenizer, preparing no torch
+    from data.tokenizer import Tokenizer
+    from data.tokens import Span, TextStream
+
+LARGEST_TEXT = 64 << 20  # bytes; tokenizing takes some 50 times as much memory
+HELD_OUT = 25  # one of so many documents, of those before the first border
+
+# of each document: whether its hash holds it out for validation; its ids as bytes
+Encoded = list[tuple[bool, bytes]]
+
+
+def row_format(d: config.Data) -> "Texts":
+    """The format of the rows of one source."""
+    if d.has_conversations:
+        from extras.chat.rows import Conversations
+
+        return Conversations(d)
+    return Texts(d)
+
+
+class Texts:
+    """Rows with a column of text. Each is a document, and windows are cut from their stream."""
+
+    is_whole = False  # whether a document is held out whole or not at all, and windows are planned
+    # over all documents, so that all are prepared before the first step
+
+    def __init__(self, d: config.Data):
+        self.d = d
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Those of a parquet or Arrow file that are read."""
+        return (self.d.text_field,)
+
+    def document(self, where: str, row: dict) -> str:
+        """A row's document; empty: it is left out. Raises ConfigError if the row is wrong."""
+        field = self.d.text_field
+        if field not in row:
+            raise ConfigError(f"has no field {field!r} (data.text_field), but {', '.join(row)}")
+        text = row[field]
+        if not isinstance(text, str):
+            raise ConfigError(f"field {field!r} must be text, not {type(text).__name__}")
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
+            raise ConfigError(f"is not valid Unicode: {error.reason}") from None
+        if size > LARGEST_TEXT:
+            raise ConfigError(f"is longer than {LARGEST_TEXT >> 20} MiB; split it")
+        return text
+
+    def encoder(self, folder: pathlib.Path) -> Callable[[list[str]], Encoded]:
+        """Documents -> ids, with the tokenizer of a folder; runs in any thread."""
+        from data.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer(folder)
+        return functools.partial(encode_texts, tokenizer, self.dtype(tokenizer.vocab_size))
+
+    def dtype(self, vocab_size: int) -> str:
+        """Of the ids in token files."""
+        return "int32" if vocab_size > 1 << 16 else "uint16"
+
+    def identity(self) -> dict[str, str]:
+        """What the token files depend on besides the options of every source."""
+        return {}
+
+    def files(self) -> dict[str, bytes]:
+        """What a folder keeps besides the tokenizer, by name. Raises ConfigError."""
+        return {}
+
+    def open(
+        self, folder: pathlib.Path, manifest: dict, split: str, cfg: config.Config
+    ) -> "TextStream":
+        """The stream "train" or "validation" of a folder. Raises ConfigError."""
+        from data.tokens import stream_of
+
+        return stream_of(folder, manifest, split, cfg.model.vocab_size)
+
+    def notes(self, streams: "Sequence[TextStream]") -> list[str]:
+        """Lines for a launch's log. streams: the training streams."""
+        return []
+
+    def lines(self, span: "Span", tokenizer: "Tokenizer") -> Iterator[str]:
+        """Yields two lines for each document in a window: what of it is there, and its text."""
+        stream, start, stop = span
+        _, ids = stream.read(start, stop)
+        for number, document_start, document_stop in stream.documents(start, stop):
+            first = max(document_start, start)
+            end = min(document_stop, stop)
+            size = document_stop - document_start
+            line = f"--- document {number}, {end - first} of its {size} tokens"
+            if document_start < start:
+                line += " (begins before)"
+            if document_stop > stop:
+                line += " (continues)"
+            yield line
+            yield tokenizer.decode(ids[first - start : end - start].tolist())
+
+
+def encode_texts(tokenizer: "Tokenizer", dtype: str, documents: list[str]) -> Encoded:
+    """Tokenizes documents, each between BOS and EOS. Raises ConfigError."""
+    typecode = "i" if dtype == "int32" else "H"
+    encoded = []
+    for text, ids in zip(documents, tokenizer.encode(documents)):
+        tokens = array.array(typecode, [*tokenizer.bos, *ids, *tokenizer.eos])
+        encoded.append((is_held_out(text), tokens.tobytes()))
+    return encoded
+
+
+def is_held_out(document: str) -> bool:
+    """Whether a document belongs to the validation text, by its hash."""
+    digest = hashlib.blake2b(document.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % HELD_OUT == 0

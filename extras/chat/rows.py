@@ -1,0 +1,55 @@
+"""Rows that are conversations: what data/row_format.py asks of them."""
+
+import functools
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+
+import config
+from data.row_format import Encoded, Texts
+from data.tokenizer import Tokenizer
+from data.tokens import Span, TextStream
+from extras.chat import messages, template
+
+
+class Conversations(Texts):
+    is_whole = True
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return messages.columns_of(self.d)
+
+    def document(self, where: str, row: dict) -> str:
+        return messages.as_document(where, row, self.d)
+
+    def encoder(self, folder: pathlib.Path) -> Callable[[list[str]], Encoded]:
+        from extras.chat.conversations import encode_conversations
+
+        return functools.partial(encode_conversations, folder)
+
+    def dtype(self, vocab_size: int) -> str:
+        """The sign of a token says that it has no loss."""
+        return "int32"
+
+    def identity(self) -> dict[str, str]:
+        return template.identity_of(self.d)
+
+    def files(self) -> dict[str, bytes]:
+        return template.files_of(self.d)
+
+    def open(
+        self, folder: pathlib.Path, manifest: dict, split: str, cfg: config.Config
+    ) -> TextStream:
+        from extras.chat.packing import open_packed
+
+        return open_packed(folder, split, cfg)
+
+    def notes(self, streams: Sequence[TextStream]) -> list[str]:
+        from extras.chat.packing import Packed
+
+        return [stream.summary() for stream in streams if isinstance(stream, Packed)]
+
+    def lines(self, span: Span, tokenizer: Tokenizer) -> Iterator[str]:
+        from extras.chat.packing import Packed, show_conversations
+
+        assert isinstance(span.stream, Packed)
+        return show_conversations(span.stream, span.start, span.stop, tokenizer)
