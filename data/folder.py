@@ -9,7 +9,7 @@ data/prepare.py fills it. The record is manifest.json:
     tokenizer         its hash: data/tokenizer.py
     vocab_size, dtype of the ids: "uint16" or "int32"
     tokens, documents by token file, "train" and "heldout": so many are synced
-    place, file_start where reading goes on: [file, row]; tokens and documents before that file
+    position, file_start where reading goes on: [file, row]; tokens and documents before that file
     segments          SHA-256 of each segment of train.bin up to the last border
     validation        [file, first token, one past the last, SHA-256], once it is decided
     left_out          rows of which the tokenizer made nothing
@@ -269,7 +269,7 @@ def _begin(folder: pathlib.Path, cfg: config.Config) -> None:
         "dtype": rows.dtype(vocab_size),
         "tokens": {"train": 0, "heldout": 0},
         "documents": {"train": 0, "heldout": 0},
-        "place": [0, 0],
+        "position": [0, 0],
         "segments": [],
     }
     temporary = folder.with_name(f".{folder.name}.{files.process_name()}.tmp")
@@ -323,7 +323,7 @@ def check_source(folder: pathlib.Path, manifest: dict, d: config.Data) -> None:
     new = sorted(sizes.keys() - {file.path for file in recorded})
     if new and len(new) < len(now):  # else all of them were moved
         raise _changed(folder, f"{new[0]} came")
-    read = recorded if manifest.get("complete") else recorded[: manifest["place"][0]]
+    read = recorded if manifest.get("complete") else recorded[: manifest["position"][0]]
     for file in read:
         current = sizes.get(file.path, file)
         if current.size != file.size:

@@ -27,7 +27,7 @@ from data.cores import usable_cores
 from data.folder import alone, begin_all, check_source, read_manifest, report, validation_source
 from data.order import FIRST_BORDER
 from data.row_format import Encoded, row_format
-from data.source import Place, Source, SourceFile
+from data.source import Position, Source, SourceFile
 from data.writer import TokenWriter
 from files import die_with_parent
 
@@ -37,13 +37,14 @@ SYNC_SECONDS = 5.0  # between records; a killed preparation resumes from the las
 LOG_SECONDS = 10.0  # between lines of progress
 MOST_WORKERS = 64  # one process that reads cannot feed more
 
+
 @dataclass
 class Batch:
     """Documents of a source that are tokenized together."""
 
     preparation: "Preparation"
     documents: list[str] = field(default_factory=list)
-    place: Place = Place()  # of the source, after the last document
+    position: Position = Position()  # of the source, after the last document
     share_read: float = 0.0
 
 
@@ -66,7 +67,7 @@ def prepare(cfg: config.Config, workers: int | None = None) -> None:
                     batch.preparation.write(batch, encoded)
             except ConfigError:
                 for preparation in preparations:  # what came before the wrong row stays
-                    preparation.writer.record(preparation.manifest["place"])
+                    preparation.writer.record(preparation.manifest["position"])
                 raise
 
 
@@ -134,7 +135,7 @@ class Preparation:
         self.manifest = self.writer.manifest
         self.encode = self.rows.encoder(folder)
         self.validation = validation_source(self.d)
-        self.place = Place(*self.manifest["place"])
+        self.position = Position(*self.manifest["position"])
         self.last_record = time.monotonic()
         self.last_line = self.last_record
         self._compare_if_changed()
@@ -143,16 +144,16 @@ class Preparation:
         """Where the file that reading stopped in has changed, as when a wrong row was mended: reads
         it again from its beginning, and compares what comes with what was written."""
         recorded = [SourceFile(*entry) for entry in self.manifest["files"]]
-        file = recorded[self.place.file]
-        if self.manifest["revision"] or not self.place.row or not os.path.exists(file.path):
+        file = recorded[self.position.file]
+        if self.manifest["revision"] or not self.position.row or not os.path.exists(file.path):
             return
         status = os.stat(file.path)
         if (status.st_size, status.st_mtime_ns) != (file.size, file.time):
             report(f"{file.path}: has changed; comparing what was read of it")
             changed = SourceFile(file.path, status.st_size, status.st_mtime_ns)
-            self.manifest["files"][self.place.file] = changed
-            place, tokens, documents = self.manifest["file_start"]
-            self.place = Place(*place)
+            self.manifest["files"][self.position.file] = changed
+            position, tokens, documents = self.manifest["file_start"]
+            self.position = Position(*position)
             self.writer.go_back(file.path, tokens, documents)
 
     def batches(self) -> Iterator[Batch]:
@@ -162,7 +163,7 @@ class Preparation:
             files = [SourceFile(*entry) for entry in self.manifest["validation_files"]]
             yield from self._batches(Source(self.validation, files))
         files = [SourceFile(*entry) for entry in self.manifest["files"]]
-        yield from self._batches(Source(self.d, files, self.place))
+        yield from self._batches(Source(self.d, files, self.position))
 
     def _batches(self, source: Source) -> Iterator[Batch]:
         batch = Batch(self)
@@ -171,7 +172,7 @@ class Preparation:
         try:
             for document in source:
                 batch.documents.append(document)
-                batch.place = source.place
+                batch.position = source.position
                 size += len(document)
                 if size >= BATCH_CHARACTERS:
                     batch.share_read = source.share_read()
@@ -186,7 +187,7 @@ class Preparation:
             yield batch
         if problem:
             raise problem
-        yield Batch(self, place=Place(len(source.files)))
+        yield Batch(self, position=Position(len(source.files)))
 
     def is_full(self) -> bool:
         """Whether data.max_tokens is reached."""
@@ -203,10 +204,10 @@ class Preparation:
             return
         is_validation = self.validation is not None and "validation" not in self.manifest
         is_end = not batch.documents
-        is_new_file = batch.place.file != self.manifest["place"][0]
+        is_new_file = batch.position.file != self.manifest["position"][0]
         if not is_validation and (is_new_file or "file_start" not in self.manifest):
             tokens, documents = self.manifest["tokens"], self.manifest["documents"]
-            self.manifest["file_start"] = [self.manifest["place"], {**tokens}, {**documents}]
+            self.manifest["file_start"] = [self.manifest["position"], {**tokens}, {**documents}]
         for is_held_out, ids in encoded:
             if not ids:  # a tokenizer may produce no tokens for some texts
                 self.manifest["left_out"] = self.manifest.get("left_out", 0) + 1
@@ -219,9 +220,9 @@ class Preparation:
         elif is_end or self.is_full():
             self._complete()
         elif not is_validation:
-            self.manifest["place"] = batch.place
+            self.manifest["position"] = batch.position
             if self.writer.is_due or time.monotonic() > self.last_record + SYNC_SECONDS:
-                self.writer.record(batch.place)
+                self.writer.record(batch.position)
                 self.last_record = time.monotonic()
         self._log(batch)
 
@@ -231,14 +232,14 @@ class Preparation:
                 f"[data] validation = {self.d.validation}: holds nothing to evaluate on"
             )
         self.writer.decide_validation()
-        self.writer.record(self.place)
+        self.writer.record(self.position)
 
     def _complete(self) -> None:
         documents = sum(self.manifest["documents"].values())
         if not documents:
             raise ConfigError(f"[data] source = {self.d.source}: holds no text")
         check_source(self.folder, self.manifest, self.d)
-        self.writer.record(self.manifest["place"], is_complete=True)
+        self.writer.record(self.manifest["position"], is_complete=True)
         tokens = self.manifest["tokens"]
         report(
             f"prepared {self.folder}: {tokens['train']:,} tokens to train on, "

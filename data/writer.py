@@ -16,7 +16,7 @@ import files
 from config import ConfigError
 from data import folder as folders
 from data.order import FIRST_BORDER, border_of
-from data.source import Place
+from data.source import Position
 
 SPLITS = ("train", "heldout")
 WIDTH = {"uint16": 2, "int32": 4}  # bytes per token
@@ -127,7 +127,7 @@ class TokenWriter:
         self._hash_file(self.bin[split], first * self.width, end * self.width, digest)
         self.manifest["validation"] = [split, first, end, digest.hexdigest()]
 
-    def record(self, place: Place, is_complete: bool = False) -> None:
+    def record(self, position: Position, is_complete: bool = False) -> None:
         """Syncs the files, then says so in the manifest. Raises ConfigError if the folder was
         deleted or begun anew, and OSError."""
         if is_complete:
@@ -143,7 +143,7 @@ class TokenWriter:
             raise ConfigError(f"{self.folder}: was begun anew while it was written")
         if any(now["tokens"][split] > self.tokens[split] for split in SPLITS):
             return  # a file is read again, or another process is ahead: no record is ever lowered
-        self.manifest["place"] = place
+        self.manifest["position"] = position
         folders.write_manifest(self.folder, self.manifest)
         self.is_due = False
 
