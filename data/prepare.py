@@ -37,6 +37,7 @@ SYNC_SECONDS = 5.0  # between records; a killed preparation resumes from the las
 LOG_SECONDS = 10.0  # between lines of progress
 MOST_WORKERS = 64  # one process that reads cannot feed more
 
+
 @dataclass
 class Batch:
     """Documents of a source that are tokenized together."""
