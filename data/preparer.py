@@ -10,9 +10,10 @@ import time
 
 import config
 from config import ConfigError
-from data.folder import begin_all, is_prepared, report
+from data.begin import begin_all
+from data.folder import is_prepared
 from data.row_format import row_format
-from files import python_command
+from files import print_error, python_command
 
 FIRST_PAUSE = 1.0  # seconds between two starts; doubles each time
 LONGEST_PAUSE = 60.0
@@ -59,7 +60,7 @@ class Preparer:
         if self.exit_code == TEXT_IS_WRONG:
             return True
         if time.monotonic() > self.next_start:
-            report(f"what prepares text ended with {self.exit_code}; starting it again")
+            print_error(f"what prepares text ended with {self.exit_code}; starting it again")
             self.start()
         return False
 

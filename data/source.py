@@ -16,12 +16,12 @@ from typing import IO, NamedTuple
 
 import config
 from config import ConfigError
+from data.folder import STDLIB
 from data.hub import refuse_pointer
 from data.row_format import row_format
 from data.rows import COMPRESSIONS, SUFFIXES, read_rows
 from files import TRANSIENT_ERRORS
 
-STDLIB = "python-stdlib"
 HUB = "hf://"
 HOW_TO_FETCH = (
     "on a machine with a network: hf download --repo-type dataset NAME --local-dir FOLDER, then "
