@@ -16,12 +16,12 @@ from typing import IO, NamedTuple
 
 import config
 from config import ConfigError
+from data.folder import STDLIB
 from data.hub import refuse_pointer
 from data.row_format import row_format
 from data.rows import COMPRESSIONS, SUFFIXES, read_rows
 from files import TRANSIENT_ERRORS
 
-STDLIB = "python-stdlib"
 HUB = "hf://"
 HOW_TO_FETCH = (
     "on a machine with a network: hf download --repo-type dataset NAME --local-dir FOLDER, then "
@@ -43,7 +43,7 @@ class SourceFile(NamedTuple):
     time: int = 0  # mtime in ns
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where reading stopped. A manifest stores it as a list of these fields in this order."""
 
     file: int = 0
@@ -51,12 +51,12 @@ class Place(NamedTuple):
 
 
 class Source:
-    """The documents of a source, from a place on. After each, `place` is its own."""
+    """The documents of a source, from a position on. After each, `position` is its own."""
 
-    def __init__(self, d: config.Data, files: list[SourceFile], place: Place | None = None):
+    def __init__(self, d: config.Data, files: list[SourceFile], position: Position | None = None):
         self.d = d
         self.files = files
-        self.place = place or Place()
+        self.position = position or Position()
         self.open_file: IO[bytes] | None = None  # the one that is read
         self.format = row_format(d)
         self.texts = row_format(replace(d, format="text", messages_field=None, text_field="text"))
@@ -64,12 +64,12 @@ class Source:
     def rows(self) -> Iterator[tuple[str, object]]:
         """Yields (where the row stands, the row). Raises ConfigError, and OSError if a retry may
         help."""
-        for number in range(self.place.file, len(self.files)):
+        for number in range(self.position.file, len(self.files)):
             path = self.files[number].path
-            skip = self.place.row if number == self.place.file else 0
+            skip = self.position.row if number == self.position.file else 0
             with readable(path), open_file(path) as self.open_file:
                 for row_number, row in read_rows(self.open_file, path, self.format.columns, skip):
-                    self.place = Place(number, row_number)
+                    self.position = Position(number, row_number)
                     yield f"{path}: row {row_number}", row
 
     def __iter__(self) -> Iterator[str]:
@@ -86,7 +86,7 @@ class Source:
         """A row's document. Raises ConfigError if the row is wrong."""
         if not isinstance(row, dict):
             raise ConfigError(f"has no field, but is of type {type(row).__name__}")
-        if is_plain_text(self.files[self.place.file].path):
+        if is_plain_text(self.files[self.position.file].path):
             return self.texts.document(where, row)
         return self.format.document(where, row)
 
@@ -95,9 +95,9 @@ class Source:
         share_of_file = 0.0
         if self.open_file and not self.open_file.closed:
             raw = getattr(self.open_file, "raw", None)
-            size = self.files[self.place.file].size or getattr(raw, "size", 0)
+            size = self.files[self.position.file].size or getattr(raw, "size", 0)
             share_of_file = self.open_file.tell() / max(1, size)
-        return min(1.0, (self.place.file + share_of_file) / len(self.files))
+        return min(1.0, (self.position.file + share_of_file) / len(self.files))
 
 
 def is_plain_text(path: str) -> bool:
