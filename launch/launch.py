@@ -90,7 +90,7 @@ def launch(argv: list[str], interruption: Interruption) -> int:
     if not args.eval_only:  # an evaluation does not take the folder
         cfg = replace(cfg, checkpoint=resume_once(cfg, launch_id))
     status_before = read_status(folder)
-    preparer = Preparer(argv, ranks.local)
+    preparer = Preparer(ranks.local)
 
     try:
         # what follows may read from the network, verify checkpoints, and prepare data for hours
