@@ -99,8 +99,8 @@ def of_embedding(how: Callable) -> Callable:
     return lambda metadata, first: how(metadata.state_dict_metadata, "model.embedding.weight")
 
 
-def move_first_chunk(item) -> None:
-    item.chunks[0].offsets = torch.Size([10**6, 0])
+def move_first_chunk(item, row: int) -> None:
+    item.chunks[0].offsets = torch.Size([row, 0])
 
 
 NOT_COVERED = "the chunks of model.embedding.weight do not make up its shape"
@@ -115,7 +115,8 @@ WRONG = {
     "bytes": (of_embedding(lambda d, n: d.update({n: BytesStorageMetadata()})), "BytesStorage"),
     "number": (of_embedding(lambda d, n: d.update({n: 5})), "is not a tensor"),
     "gap": (of_embedding(lambda d, n: d[n].chunks.pop()), NOT_COVERED),
-    "chunk outside": (of_embedding(lambda d, n: move_first_chunk(d[n])), NOT_COVERED),
+    "chunk outside": (of_embedding(lambda d, n: move_first_chunk(d[n], 10**6)), NOT_COVERED),
+    "chunk before row 0": (of_embedding(lambda d, n: move_first_chunk(d[n], -1)), NOT_COVERED),
     "nothing": (lambda metadata, first: metadata.__dict__.clear(), "expected DCP's metadata"),
 }
 

@@ -190,8 +190,9 @@ def test_failed_save_fails_on_all_ranks_and_training_continues(world, tmp_path, 
     state = catalog.read_state(catalog.path_of(run.cfg, 3))
     expected = (3, 21, 2, torch.__version__)
     assert tuple(state[key] for key in ("step", "tokens", "ranks", "torch")) == expected
-    with fails, pytest.raises(SaveFailed, match="the last checkpoint was not saved: .*rank 0"):
-        run.save(4, stopping=True)
+    for step, stopping in (4, True), (run.cfg.train.steps, False):
+        with fails, pytest.raises(SaveFailed, match="the last checkpoint was not saved: .*rank 0"):
+            run.save(step, stopping)
     if world.rank == 0:
         (one, two, three) = run.reports
         assert (one, three) == ((1, None), (3, None))

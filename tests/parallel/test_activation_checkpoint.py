@@ -140,6 +140,23 @@ def test_of_every_n_blocks_the_last_is_checkpointed():
         assert [i for i in range(LAYERS) if type(blocks[i]) is not plain] == checkpointed
 
 
+@pytest.mark.parametrize(
+    "frozen, checkpointed",
+    [
+        (["embedding*"], [0, 1, 2, 3]),
+        (["embedding*", "blocks.0.*"], [1, 2, 3]),
+        (["embedding*", "blocks.[012].*"], [3]),
+        (["embedding*", "blocks.0.*", "blocks.2.*"], [1, 2, 3]),
+        (["blocks.0.*"], [0, 1, 2, 3]),
+    ],
+)
+def test_blocks_that_backward_reaches_are_checkpointed(frozen, checkpointed):
+    model = meta_model(make_config(model={"n_layers": 4, "freeze": frozen}).model, None)
+    plain = type(model.blocks[0])
+    apply_activation_checkpointing(model, "full", compiled=False)
+    assert [i for i in range(4) if type(model.blocks[i]) is not plain] == checkpointed
+
+
 def test_frozen_first_blocks_compile_without_a_checkpoint():
     """torch.compile fails on a checkpoint in a graph that has no backward."""
     freeze = ["embedding*", "blocks.[01].*"]
