@@ -27,6 +27,7 @@ from tests.reference import fresh_model
 LENGTHS = [[5, 1, 26], [32], [1, 1, 15, 15]]  # of the documents of each row
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("model", [{}, {"tie_embeddings": True, "qk_norm": True}])
 def test_documents_are_computed_as_if_alone(model):
     """Loss and every gradient; a target in the next document counts nowhere."""
@@ -59,6 +60,7 @@ def positions_of(rank: int, cp: int, length: int) -> torch.Tensor:
     return local_positions(World(rank, cp, torch.device("cpu"), mesh), length)
 
 
+@pytest.mark.quick
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("cp", [1, 2])
@@ -120,6 +122,7 @@ def test_no_groups_in_float32_on_a_gpu(monkeypatch):
     assert asked == [(4, False), (2, True)]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("ranks", [2, 4])
 @distributed()
 def test_context_parallel_attention_is_that_of_the_whole_sequence(world, ranks):

@@ -101,6 +101,7 @@ def step(mode: str | int, backend: str | None = None) -> tuple[dict[str, Tensor]
     return gradients_of(model), size
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("mode", [2, "elementwise", "selective", "full"])
 def test_gradients_are_bitwise_those_without(mode):
     expected, found = step("none")[0], step(mode)[0]
@@ -133,6 +134,7 @@ def test_compiler_keeps_the_products_of_the_mode():
             assert torch.equal(step(mode, backend)[0][name], gradient), (mode, name)
 
 
+@pytest.mark.quick
 def test_of_every_n_blocks_the_last_is_checkpointed():
     plain = type(built("none").blocks[0])
     for n, checkpointed in (1, [0, 1, 2, 3]), (2, [1, 3]), (3, [2]), (5, []):
@@ -188,6 +190,7 @@ class InPlace(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "base, float8",
     [
@@ -305,6 +308,7 @@ def one_more(f, x):
     return out @ f.gate_proj.weight[:DIM].t()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("mode", ["elementwise", "selective"])
 @pytest.mark.parametrize(
     "forward, words",
@@ -333,6 +337,7 @@ def test_order_of_matmuls_does_not_matter_to_other_modes(monkeypatch, mode):
     parallelize.parallelize(meta_model(cfg.model), cfg, world)
 
 
+@pytest.mark.quick
 def test_matmuls_are_checked_in_one_block_of_each_kind(monkeypatch):
     model = meta_model(make_config(model={"n_layers": 6}).model)
 
@@ -390,6 +395,7 @@ def test_attention_of_every_library_is_known():
     assert not is_attention("aten._softmax.default")
 
 
+@pytest.mark.quick
 def test_what_backward_gathers_again_is_freed():
     """Each backward gathers once; what it gathered, and what no backward used, goes."""
     gathered = []
