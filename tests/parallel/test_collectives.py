@@ -89,6 +89,12 @@ FROZEN = {"model": {"freeze": ["embedding*", "blocks.1.*"]}}
         ({"parallel": {"prefetch_forward": 0}}, (12, 8, 1), 2 * (ALL + 2 * BLOCK), 2 * ALL),
         ({"parallel": {"recompute": "full"}}, (12, 8, 1), 2 * (ALL + 2 * BLOCK), 2 * ALL),
         ({"parallel": {"dp_replicate": 2}}, (12, 8, 9), 2 * (ALL + 2 * BLOCK), 2 * ALL),
+        (
+            {"parallel": {"dp_replicate": 2, "sync_every_micro_batch": False}},
+            (12, 8, 5),
+            2 * (ALL + 2 * BLOCK),
+            2 * ALL,
+        ),
         ({"parallel": {"dp_replicate": 4}}, (0, 0, 8), 0, 0),
         (
             {"model": {"tie_embeddings": True}},
