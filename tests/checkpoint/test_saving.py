@@ -352,7 +352,7 @@ def test_asynchronous_save_uses_a_process_group_of_its_own(world, tmp_path, owne
 )
 @distributed(ranks=2)
 def test_purge_counts_good_checkpoints(world, tmp_path, options, corrupt, left):
-    """Of earlier launches; each is hashed once, unless it is corrupt, and never what this launch has written."""
+    """Checkpoints of earlier launches are hashed once before they count, and what this launch wrote never."""
     earlier = Run(world, tmp_path)
     for step in (10, 20, 30):
         earlier.save(step)
