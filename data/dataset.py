@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 import config
 from config import ConfigError
+from data import hub
 from data.folder import check_identity, manifest_of, source_folders, source_names
 from data.mixture import Mixture
 from data.order import SamplePosition, SourceOrder, Windows, border_of, growing_borders
 from data.row_format import row_format
+from data.token_files import open_token_files
 from data.tokenizer import tokenizer_files
 from data.tokens import Span, TextStream
 
@@ -32,7 +34,7 @@ class Source:
         self.hashes: list[str] = []
         self.stream: TextStream | None = None  # None: no segment can be read yet
         self.validation: TextStream | None = None  # None: not decided yet
-        self.order = SourceOrder(cfg.run.seed, number, Windows(cfg.train.seq_len, (0, 0)), [], False)
+        self.order = SourceOrder(cfg.run.seed, number, Windows(cfg.train.seq_len), [], False)
 
     def use(self, stream: TextStream, tokens: int, is_complete: bool) -> None:
         """Makes the first tokens of a stream those that can be read."""
@@ -68,6 +70,16 @@ class Source:
                 f"{train.seq_len}, but one batch of train.global_batch_size = "
                 f"{train.global_batch_size} takes {share:.3g} of them"
             )
+
+
+class TokenFileSource(Source):
+    """One source of token files that another program wrote."""
+
+    def __init__(self, cfg: config.Config, number: int):
+        """Raises ConfigError."""
+        super().__init__(cfg, number)
+        self.identity, stream, self.validation = open_token_files(cfg)
+        self.use(stream, stream.length, is_complete=True)
 
 
 class PreparedSource(Source):
@@ -211,18 +223,33 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
     known to be too small for one batch. train=False: to evaluate."""
     mixture = Mixture([source.weight for source in cfg.data.sources] or [1.0])
     sources: list[Source] = []
-    files = []
+    tokenizer_paths = []
     for number, (folder, source_cfg) in enumerate(source_folders(cfg)):
         if source_cfg.data.format == "tokens":
-            source = Source(source_cfg, number)
-            source.identity, stream, source.validation = open_token_files(source_cfg)
-            source.use(stream, stream.length, is_complete=True)
+            source = TokenFileSource(source_cfg, number)
         else:
             source = PreparedSource(folder, source_cfg, number)
-            files = sorted([*folder.glob("tokenizer*"), *folder.glob("chat_template.jinja")])
+            paths = [*folder.glob("tokenizer*"), *folder.glob("chat_template.jinja")]
+            tokenizer_paths = sorted(paths)
         if train:
             source.require_size(mixture)
+        elif source.validation is None:
+            raise ConfigError(
+                f"{folder}: has no validation text yet; `python -m data.prepare CONFIG` prepares it"
+            )
         sources.append(source)
-    if cfg.data.tokenizer and not files:
-        files = named_tokenizer(cfg.data.tokenizer)
-    return Dataset(cfg, sources, mixture, source_names(cfg), files)
+    if cfg.data.tokenizer and not tokenizer_paths:
+        tokenizer_paths = paths_of_tokenizer(cfg.data.tokenizer)
+    return Dataset(cfg, sources, mixture, source_names(cfg), tokenizer_paths)
+
+
+def paths_of_tokenizer(name: str) -> list[pathlib.Path]:
+    """The files of data.tokenizer, where no prepared folder holds them. Raises ConfigError if a
+    copy of them would not be known for a tokenizer's."""
+    path = hub.local(name)
+    folder = path if path.is_dir() else path.parent
+    paths = [folder / file_name for file_name in tokenizer_files(name)]
+    for each in paths:
+        if not each.exists():
+            raise ConfigError(f"[data] tokenizer = {name}: must be named {each.name}")
+    return paths

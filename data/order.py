@@ -53,7 +53,7 @@ class Windows:
     range. Window k of a stream is tokens k*S ... k*S+S: S inputs and their targets, shifted by one.
     """
 
-    def __init__(self, seq_len: int, validation: tuple[int, int]):
+    def __init__(self, seq_len: int, validation: tuple[int, int] = (0, 0)):
         """validation: of the stream: first token, one past the last."""
         first, end = validation
         self.seq_len = seq_len

@@ -120,9 +120,7 @@ def open_megatron(path: pathlib.Path, index: pathlib.Path) -> TokenFile:
     if begins[-1] + lengths[-1] * dtype.itemsize != size:
         raise ConfigError(f"{path}: has {size} bytes, and {index} says other sizes")
     # a document ends where the next one begins
-    return TokenFile(
-        path, dtype, size // dtype.itemsize, ends=begins[1:], end_scale=dtype.itemsize
-    )
+    return TokenFile(path, dtype, size // dtype.itemsize, ends=begins[1:], end_scale=dtype.itemsize)
 
 
 def open_plain(path: pathlib.Path, head: bytes, d: config.Data) -> TokenFile:
