@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 import config
 from config import ConfigError
+from data import formats
 from data.cores import usable_cores
 from data.folder import alone, begin_all, check_source, read_manifest, report, validation_source
 from data.order import FIRST_BORDER
@@ -257,11 +258,12 @@ class Preparation:
 def main(argv: list[str]) -> int:
     words = [word for word in argv if not word.startswith("--beside=")]
     beside = [int(word.partition("=")[2]) for word in argv if word.startswith("--beside=")]
-    _, cfg = config.from_command_line(words, __doc__, tool=True)
+    args, cfg = config.from_command_line(words, __doc__, tool=True)
     if beside:  # data/preparer.py
         die_with_parent()
         os.nice(19)
     try:
+        cfg, _ = formats.complete(args, cfg)
         prepare(cfg, worker_count(*beside))
     except ConfigError as error:
         report(str(error))
