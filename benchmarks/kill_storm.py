@@ -35,7 +35,7 @@ import config
 from benchmarks import count
 from checkpoint import catalog
 from checkpoint.load import Reader
-from data.record import read_manifest
+from data.folder import read_manifest
 
 REPO = pathlib.Path(__file__).parent.parent
 SAVE_EVERY = 2  # steps

@@ -18,10 +18,10 @@ from data.folder import (
     folder_name,
     identity,
     read_manifest,
-    report,
     sources_of,
 )
 from data.source import Source, list_files, local_paths
+from files import print_error
 
 
 def complete(args: argparse.Namespace, cfg: config.Config) -> tuple[config.Config, list[str]]:
@@ -78,7 +78,7 @@ def format_of(d: config.Data, is_plan: bool) -> RowFormat:
             f"{' or '.join(options_for(row, formats)) or 'none of them holds text or messages'}"
         )
     if formats != ["text"]:
-        report(f'{d.source}: data.format = "{formats[0]}", by its columns {", ".join(row)}')
+        print_error(f'{d.source}: data.format = "{formats[0]}", by its columns {", ".join(row)}')
     return formats[0]
 
 

@@ -10,9 +10,9 @@ import time
 import config
 from config import ConfigError
 from data.begin import begin_all
-from data.folder import is_prepared, report
+from data.folder import is_prepared
 from data.row_format import row_format
-from files import python_command
+from files import print_error, python_command
 
 FIRST_PAUSE = 1.0  # seconds between two starts; doubles each time
 LONGEST_PAUSE = 60.0
@@ -45,7 +45,7 @@ class Preparer:
         ranks = self.ranks if grows else 0
         self.command = [*python_command(MAIN), *words, f"--beside={ranks}"]
         self._start()
-        while not is_prepared(cfg, begun=grows):
+        while not is_prepared(cfg, whole=not grows):
             if self.has_failed():
                 raise ConfigError("the text cannot be prepared: see above")
             time.sleep(POLL_SECONDS)
@@ -60,7 +60,9 @@ class Preparer:
         if self.exit_code == TEXT_IS_WRONG:
             return True
         if time.monotonic() > self.next_start:
-            report(f"the process that prepares text ended with {self.exit_code}; starting another")
+            print_error(
+                f"the process that prepares text ended with {self.exit_code}; starting another"
+            )
             self._start()
         return False
 

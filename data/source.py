@@ -14,12 +14,12 @@ from typing import IO, Any, NamedTuple
 
 import config
 from config import ConfigError
+from data.folder import STDLIB
 from data.hub import refuse_pointer
 from data.row_format import row_format
 from data.rows import READERS, is_plain_text, is_readable, read_rows
 from files import TRANSIENT_ERRORS
 
-STDLIB = "python-stdlib"
 HUB = "hf://"
 HUB_SECONDS = 10.0  # until the hub has to answer
 DATASET_ID = re.compile(r"(?P<repo>[\w-][\w.-]*(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?")

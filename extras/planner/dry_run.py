@@ -17,9 +17,8 @@ from argparse import Namespace
 
 import config
 from config import ConfigError
-from data.dataset import open_data
-from data.folder_names import is_prepared
-from data.order import make_order
+from data.dataset import open_dataset
+from data.folder import is_prepared
 from extras.planner.advice import advise, faster
 from extras.planner.devices import Moment, device
 from extras.planner.plan import Asked, planned
@@ -153,9 +152,9 @@ def samples_per_epoch(cfg: config.Config) -> float | None:
         return None
     if not is_prepared(cfg):
         return None
-    order = make_order(cfg, open_data(cfg, "train"))
+    dataset = open_dataset(cfg, train=False)
     # a source gives `weight` of every `period` samples
     samples = []
-    for source, weight in zip(order.sources, order.mixture.weights):
-        samples.append((source.windows or 0) * order.mixture.period / weight)
+    for source, weight in zip(dataset.sources, dataset.mixture.weights):
+        samples.append((source.order.windows or 0) * dataset.mixture.period / weight)
     return max(samples)

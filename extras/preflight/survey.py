@@ -23,7 +23,6 @@ OF_TRAINING = (
     limits.host_memory,
     disks.folders,
     disks.checkpoints,
-    disks.prepared_text,
 )
 
 
