@@ -60,7 +60,9 @@ class Preparer:
         if self.exit_code == TEXT_IS_WRONG:
             return True
         if time.monotonic() > self.next_start:
-            print_error(f"the process that prepares text ended with {self.exit_code}; starting another")
+            print_error(
+                f"the process that prepares text ended with {self.exit_code}; starting another"
+            )
             self._start()
         return False
 
