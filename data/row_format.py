@@ -90,20 +90,11 @@ class Texts:
         return []
 
     def lines(self, span: "Span", tokenizer: "Tokenizer") -> Iterator[str]:
-        """Yields two lines for each document in a window: what of it is there, and its text."""
+        """Yields two lines for each document in a window: how much of it is there, and its text."""
         stream, start, stop = span
-        _, ids = stream.read(start, stop)
-        for number, document_start, document_stop in stream.documents(start, stop):
-            first = max(document_start, start)
-            end = min(document_stop, stop)
-            size = document_stop - document_start
-            line = f"--- document {number}, {end - first} of its {size} tokens"
-            if document_start < start:
-                line += " (begins before)"
-            if document_stop > stop:
-                line += " (continues)"
-            yield line
-            yield tokenizer.decode(ids[first - start : end - start].tolist())
+        for begin, end in stream.documents(start, stop):
+            yield f"--- {end - begin} tokens of a document"
+            yield tokenizer.decode(stream.read(begin, end).tolist())
 
 
 def check_text(text: str) -> None:

@@ -11,25 +11,19 @@ S: sequence length.
 """
 
 import hashlib
-import os
 import pathlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 import config
 from config import ConfigError
-from data.folder import damaged
 from data.tokenizer import Tokenizer
-from data.tokens import TokenStream, Windows, stream_of
+from data.tokens import TokenFile, file_of
 from extras.chat.conversations import spelled
 
-if TYPE_CHECKING:  # imported where it is used: preparing data needs no torch
-    from torch import Tensor
-
-TOKEN_BYTES = 4  # int32: a token without a loss is negative
 SAMPLED = 2000  # conversations whose tokens with a loss are counted at a launch
 
 
@@ -133,17 +127,15 @@ class Packed:
     its conversations from the token file.
     """
 
-    stream: TokenStream  # the token file
+    file: TokenFile
+    vocab_size: int  # of the model: ids must be smaller
     seq_len: int
     members: np.ndarray  # numbers of conversations in the token file, window by window
     starts: np.ndarray  # of each window in `members`, and one more
     left_out: int  # conversations without an assistant's turn, or with an empty one
     cut: int  # conversations longer than a window
     filled: int  # tokens that the windows hold
-
-    @property
-    def path(self) -> pathlib.Path:
-        return self.stream.path
+    validation: tuple[int, int] = (0, 0)  # no window holds a conversation that is held out
 
     @property
     def windows(self) -> int:
@@ -159,67 +151,50 @@ class Packed:
     def document_count(self) -> int:
         return len(self.members)
 
-    def training_windows(self, seq_len: int) -> Windows:
-        """As TextStream.training_windows(): all."""
-        return Windows(seq_len)
+    def extent(self, number: int) -> tuple[int, int]:
+        """A conversation's first token in the file, and one past its last."""
+        assert self.file.ends is not None
+        begin = int(self.file.ends[number - 1]) if number else 0
+        return begin, int(self.file.ends[number])
 
     def conversation(self, number: int) -> Conversation:
-        begin = int(self.stream.ends[number - 1]) if number else 0
-        end = min(int(self.stream.ends[number]), begin + self.seq_len)
-        return Conversation(number, begin, end)
+        begin, end = self.extent(number)
+        return Conversation(number, begin, min(end, begin + self.seq_len))
 
     def conversations(self, window: int) -> list[Conversation]:
         """The conversations in a window, in order."""
         numbers = self.members[self.starts[window] : self.starts[window + 1]]
         return [self.conversation(number) for number in numbers.tolist()]
 
-    def stored(self, begin: int, end: int) -> np.ndarray:
-        """The token file's tokens begin ... end-1. Those without a loss are complements. Raises
-        ConfigError."""
-        size = TOKEN_BYTES * (end - begin)
-        raw = os.pread(self.stream.file.fileno(), size, TOKEN_BYTES * begin)
-        if len(raw) != size:
-            raise damaged(self.path, "was cut while it was in use")
-        return np.frombuffer(raw, "<i4")
-
-    def read(self, start: int, stop: int) -> "tuple[bytes, Tensor]":
-        """(the bytes, the ids (stop - start)) of one window.
-
-        A token without a loss is its complement, padding is -1. Raises ConfigError if an id is
-        outside the model's vocabulary.
-        """
-        import torch
-
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """One window. Raises ConfigError if an id is outside the model's vocabulary."""
         conversations = self.conversations(start // self.seq_len)
-        raw = b"".join(self.stored(c.begin, c.end).tobytes() for c in conversations)
-        tokens = torch.frombuffer(bytearray(raw), dtype=torch.int32).to(torch.int64)
-        largest = int(torch.maximum(tokens, ~tokens).max())
-        if largest >= self.stream.vocab_size:
-            raise damaged(
-                self.path, f"has id {largest}, but [model] vocab_size = {self.stream.vocab_size}"
+        tokens = np.concatenate([self.file.read(c.begin, c.end) for c in conversations])
+        largest = int(np.maximum(tokens, ~tokens).max())
+        if largest >= self.vocab_size:
+            raise ConfigError(
+                f"{self.file.path}: has id {largest}, but [model] vocab_size = {self.vocab_size}"
             )
-        ids = torch.full((stop - start,), -1)
+        ids = np.full(stop - start, -1, np.int64)
         ids[: len(tokens)] = tokens
-        return raw, ids
+        return ids
 
-    def documents(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """(index in the window, first token, one past the last) of each conversation in a window,
-        and of the padding. Positions are those in this stream."""
+    def documents(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The conversations in a window, and the padding."""
         documents = []
         position = start
-        conversations = self.conversations(start // self.seq_len)
-        for index, conversation in enumerate(conversations):
+        for conversation in self.conversations(start // self.seq_len):
             end = position + conversation.end - conversation.begin
-            documents.append((index, position, end))
+            documents.append((position, end))
             position = end
-        documents.append((len(conversations), position, stop))  # padding
+        documents.append((position, stop))  # padding
         return documents
 
     def targets_without_loss(self, start: int, stop: int) -> int:
         """How many of a window's seq_len targets have no loss: tokens that are not the assistant's,
         padding, and each conversation's first token."""
-        _, ids = self.read(start, stop)
-        firsts = [begin - start for _, begin, _ in self.documents(start, stop)[:-1]]
+        ids = self.read(start, stop)
+        firsts = [begin - start for begin, _ in self.documents(start, stop)[:-1]]
         has_loss = ids >= 0
         targets = int(has_loss.sum()) - int(has_loss[firsts].sum())
         return self.seq_len - targets
@@ -233,7 +208,7 @@ class Packed:
         without_target = 0  # conversations
         for number in sampled:
             conversation = self.conversation(number)
-            ids = self.stored(conversation.begin, conversation.end)
+            ids = self.file.read(conversation.begin, conversation.end)
             with_loss = int((ids >= 0).sum())
             learned += with_loss
             tokens += len(ids)
@@ -241,7 +216,7 @@ class Packed:
         about = "about " if step > 1 else ""
         full = self.filled / (self.windows * self.seq_len)
         line = (
-            f"{self.path.parent}: {self.document_count:,} conversations in {self.windows:,} "
+            f"{self.file.path.parent}: {self.document_count:,} conversations in {self.windows:,} "
             f"windows of {self.seq_len:,} tokens, {full:.1%} full; "
             f"{self.cut:,} cut at a window's end; {self.left_out:,} left out, without an "
             f"assistant's turn to learn or with an empty one; {about}{learned / tokens:.0%} of the tokens "
@@ -256,8 +231,9 @@ def open_packed(folder: pathlib.Path, manifest: dict, split: str, cfg: config.Co
     """Opens "train" or "validation" and plans its windows. Raises ConfigError."""
     held_out_of, first, end, _ = manifest["validation"]
     one_file = held_out_of == "train"  # of few conversations, those for validation are at its end
-    stream = stream_of(folder, manifest, "train" if one_file else split, cfg.model.vocab_size)
-    ends = np.array(stream.ends)
+    name = "train" if one_file or split == "train" else "heldout"
+    file = file_of(folder, manifest, name, cfg.model.vocab_size)
+    ends = np.array(file.ends)
     numbers = np.arange(len(ends))
     if one_file:
         is_validation = (ends > first) & (ends <= end)
@@ -276,7 +252,16 @@ def open_packed(folder: pathlib.Path, manifest: dict, split: str, cfg: config.Co
     cut = int((lengths > seq_len).sum())
     lengths = np.minimum(lengths, seq_len)
     members, starts = pack(lengths, seq_len, cfg.run.seed)
-    return Packed(stream, seq_len, numbers[members], starts, left_out, cut, int(lengths.sum()))
+    return Packed(
+        file,
+        cfg.model.vocab_size,
+        seq_len,
+        numbers[members],
+        starts,
+        left_out,
+        cut,
+        filled=int(lengths.sum()),
+    )
 
 
 def show_conversations(
@@ -284,8 +269,8 @@ def show_conversations(
 ) -> Iterator[str]:
     """Yields the lines of each conversation in a window."""
     for number, begin, end in stream.conversations(first // stream.seq_len):
-        ids = stream.stored(begin, end)
-        length = int(stream.stream.ends[number]) - begin
+        ids = stream.file.read(begin, end)
+        length = stream.extent(number)[1] - begin
         learned = int((ids >= 0).sum())
         yield (
             f"--- conversation {number}, {end - begin} of its {length} tokens, "

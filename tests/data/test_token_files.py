@@ -1,11 +1,11 @@
 """data.format = "tokens": files as other programs write them, read as they are."""
 
 import functools
-import json
+import itertools
+import logging
 import os
 import pathlib
 import resource
-import shutil
 import struct
 import time
 from collections.abc import Callable
@@ -17,6 +17,7 @@ import config
 from data.dataset import Dataset, open_dataset
 from data.loader import Loader
 from data.prepare import prepare
+from parallel.ranks import on_rank_zero
 from tests.conftest import data_rank, make_config, refuses, rows, train_run
 from tests.distributed import distributed
 
@@ -94,7 +95,7 @@ PROGRAMS: list[tuple[str, Callable, dict]] = [
 
 def tokens_config(source: object, train: dict | None = None, **data: object) -> config.Config:
     section = {"source": str(source), "format": "tokens", **data}
-    return make_config(data=section, train=train, eval={})
+    return make_config(data=section, train=train or {}, eval={})
 
 
 def digests(dataset: Dataset, steps: range, rank: int = 0, ranks: int = 1) -> list[int]:
@@ -113,7 +114,7 @@ def test_each_programs_files_have_its_tokens_and_documents(tmp_path, name, write
     stream = dataset.sources[0].stream
     assert stream.read(0, stream.length).tolist() == flat(texts)
     begins = np.cumsum([0, *map(len, texts)]).tolist()
-    assert stream.documents(0, stream.length) == [*zip(begins, begins[1:])]
+    assert stream.documents(0, stream.length) == [*itertools.pairwise(begins)]
     for start, stop in [(0, 1), (5, 40), (begins[3], begins[5]), (begins[3] + 1, begins[5] + 1)]:
         inside = [begin for begin in begins if start < begin < stop]
         assert stream.documents(start, stop) == [*zip([start, *inside], [*inside, stop])]
@@ -156,7 +157,7 @@ def test_several_files_are_read_in_the_order_of_their_names_hashes(tmp_path):
     dataset = open_dataset(tokens_config(tmp_path / "**/*", **RAW, document_mask=True))
     stream = dataset.sources[0].stream
     # sorted by the SHA-256 of these names, as sha256sum prints it
-    expected = [texts[name] for name in ("c.bin", "a/part.bin", "b/part.bin", "d.bin")]
+    expected = [texts[name] for name in ("c.bin", "b/part.bin", "d.bin", "a/part.bin")]
     assert stream.read(0, stream.length).tolist() == flat(map(flat, expected))
     border = len(flat(expected[0]))
     assert stream.documents(border - 3, border + 2) == [(border - 3, border), (border, border + 2)]
@@ -204,7 +205,9 @@ def test_resume_on_other_ranks_reads_the_same_samples(tmp_path):
 def test_identity_is_names_and_sizes(tmp_path):
     nanogpt(tmp_path / "a.bin", documents(0))
     olmo(tmp_path / "b.bin", documents(1))
-    cfg = tokens_config(tmp_path / "a.bin", token_dtype="uint16", validation=str(tmp_path / "b.bin"))
+    cfg = tokens_config(
+        tmp_path / "a.bin", token_dtype="uint16", validation=str(tmp_path / "b.bin")
+    )
     assert open_dataset(cfg).fingerprint() == [
         {
             "files": {str(tmp_path / "a.bin"): len(flat(documents(0)))},
@@ -353,8 +356,100 @@ def test_more_files_than_a_process_may_open(tmp_path):
 
 @distributed(ranks=2)
 def test_a_run_without_a_tokenizer_has_no_bits_per_byte(world, tmp_path, caplog):
+    cfg = make_config(
+        data={"source": str(tmp_path / "a.bin"), "format": "tokens", **RAW},
+        run={"output_dir": str(tmp_path / "runs")},
+        train={"steps": 100, "seq_len": 8, "micro_batch_size": 4},
+        eval={},
+        checkpoint={},
+        log={"every_steps": 100},
+    )
+    on_rank_zero(lambda: nanogpt(tmp_path / "a.bin", documents(0)))
+    logging.getLogger("train").addHandler(caplog.handler)
+    train_run(cfg, world)
+    folder = config.run_folder(cfg)
+    (row,) = rows(folder, "eval")
+    assert row["loss"] > 0 and row["bits_per_byte"] is None
+    assert not [*folder.rglob("tokenizer*")]
     if world.rank == 0:
-        nanogpt(tmp_path / "a.bin", documents(0))
-    data = {"source": str(tmp_path / "a.bin"), "format": "tokens", **RAW}
-    run = {"output_dir": str(tmp_path / "runs")}
-    cfg = make_config(data=data, run=run, eval={}, checkpoint={}, train={"steps": 100})
+        assert "no sample: data.tokenizer names no tokenizer" in caplog.text
+
+
+@distributed(ranks=2)
+def test_a_run_equals_that_on_the_text(world, corpus, prepared, tmp_path):
+    """With the tokenizer, also its bits per byte; the checkpoint holds it."""
+    tokens = {
+        "source": str(prepared / "train.bin"),
+        "validation": str(prepared / "heldout.bin"),
+        "tokenizer": str(prepared),
+        "format": "tokens",
+        **RAW,
+    }
+    all_rows = []
+    for name, data in {
+        "text": {"source": str(corpus), "path": str(prepared)},
+        "tokens": tokens,
+    }.items():
+        cfg = make_config(
+            data={**data, "document_mask": True},
+            run={"name": name, "output_dir": str(tmp_path)},
+            eval={"batches": 2},
+            checkpoint={},
+        )
+        train_run(cfg, world)
+        folder = config.run_folder(cfg)
+        evaluation = rows(folder, "eval")[0]
+        assert evaluation["bits_per_byte"] > 0
+        keys = ("loss", "grad_norm", "batch_digest", "epochs")
+        all_rows.append([evaluation, [[row[key] for key in keys] for row in rows(folder)]])
+        saved = folder / "checkpoints/step-00000004/tokenizer.model"
+        assert saved.read_bytes() == (prepared / "tokenizer.model").read_bytes()
+    assert all_rows[0] == all_rows[1]
+
+
+@distributed(ranks=1)
+def test_a_resume_refuses_files_of_other_sizes(world, tmp_path):
+    nanogpt(tmp_path / "a.bin", documents(0))
+    sections = {
+        "data": {"source": str(tmp_path / "a.bin"), "format": "tokens", **RAW},
+        "run": {"output_dir": str(tmp_path / "runs")},
+        "checkpoint": {},
+    }
+    train_run(make_config(**sections), world)
+    nanogpt(tmp_path / "a.bin", documents(1))
+    with refuses("step-00000004", r"files\S*a\.bin was 2758, is 2732"):
+        train_run(make_config(**sections, train={"steps": 5}), world)
+
+
+@pytest.mark.quick
+def test_a_mixture_of_texts_and_token_files(corpus, prepared, tmp_path):
+    nanogpt(tmp_path / "a.bin", documents(0))
+    sources = [
+        {"source": str(corpus), "weight": 3.0},
+        {"source": str(tmp_path / "a.bin"), "format": "tokens"},
+    ]
+    data = {"source": None, "sources": sources, "tokenizer": str(prepared), **RAW}
+    cfg = make_config(data={**data, "path": str(tmp_path / "prepared")})
+    prepare(cfg)
+    dataset = open_dataset(cfg)
+    assert [path.name for path in dataset.tokenizer_files] == ["tokenizer.model"]
+    assert dataset.names == [str(corpus), str(tmp_path / "a.bin")]
+    positions = [dataset.position(number) for number in range(80)]
+    assert [position.source for position in positions].count(1) == 20
+    span = dataset.span([position.source for position in positions].index(1))
+    assert (
+        span.stream.read(span.start, span.stop).tolist()
+        == flat(documents(0))[span.start : span.stop]
+    )
+
+
+def test_a_mixture_of_token_files_needs_no_tokenizer(tmp_path):
+    sources = []
+    for seed in range(2):
+        nanogpt(tmp_path / f"{seed}.bin", documents(seed))
+        sources.append({"source": str(tmp_path / f"{seed}.bin")})
+    cfg = make_config(data={"source": None, "sources": sources, "format": "tokens", **RAW})
+    prepare(cfg)  # does nothing
+    dataset = open_dataset(cfg)
+    assert dataset.tokenizer_files == []
+    assert [stream.length for stream in dataset.validation] == [27, 27]
