@@ -8,6 +8,7 @@ import json
 import pathlib
 import sysconfig
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -25,21 +26,21 @@ TEXTS = ["plain", "two\nlines\r\n", 'é猫😀 \\ " {[', " \t", "2001-02-03", wo
 BOM = codecs.BOM_UTF8
 
 
-def options(source: object, **data: object) -> config.Data:
+def options(source: object, **data: Any) -> config.Data:
     return make_config(data={"source": str(source), **data}).data
 
 
-def documents(source: object, position: Position | None = None, **data: object) -> list[str]:
+def documents(source: object, position: Position | None = None, **data: Any) -> list[str]:
     d = options(source, **data)
     return list(Source(d, list_files(d)[0], position))
 
 
-def lines(texts: list[str], end: str = "\n", **style: bool) -> bytes:
+def lines(texts: list[str], end: str = "\n", **style: Any) -> bytes:
     written = [json.dumps({"id": i, "text": text}, **style) for i, text in enumerate(texts)]
     return "".join(line + end for line in written).encode()
 
 
-def array(texts: list[str], **style: object) -> bytes:
+def array(texts: list[str], **style: Any) -> bytes:
     return json.dumps([{"text": text, "more": [{}, None]} for text in texts], **style).encode()
 
 
@@ -47,13 +48,13 @@ def zstd(content: bytes) -> bytes:
     return pyarrow.compress(content, "zstd", asbytes=True)
 
 
-def table(texts: list[str], kind: object = "string") -> "pyarrow.Table":
+def table(texts: list[str], kind: Any = "string") -> "pyarrow.Table":
     """With columns that nobody reads."""
     days = pyarrow.array(range(len(texts)), pyarrow.date32())
     return pyarrow.table({"day": days, "text": pyarrow.array(texts).cast(kind)})
 
 
-def as_parquet(texts: list[str], kind: object = "string", rows_in_group: int = 2) -> bytes:
+def as_parquet(texts: list[str], kind: Any = "string", rows_in_group: int = 2) -> bytes:
     sink = pyarrow.BufferOutputStream()
     parquet.write_table(table(texts, kind), sink, row_group_size=rows_in_group)
     return sink.getvalue().to_pybytes()
