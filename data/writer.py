@@ -7,6 +7,7 @@ where locks don't exist, both write equal bytes.
 """
 
 import bisect
+import contextlib
 import copy
 import hashlib
 import os
@@ -178,7 +179,8 @@ class TokenWriter:
 
     def close(self) -> None:
         for file in self.files:
-            file.close()
+            with contextlib.suppress(OSError):  # of a full disk: it is not recorded
+                file.close()
 
 
 def hash_range(digest: Any, file: IO[bytes], begin: int, end: int) -> None:
