@@ -186,6 +186,11 @@ class Dataset:
         end = border_of(len(source.manifest["segments"]))
         return f"{source.folder}: {tokens:,} of {end:,} tokens are prepared"
 
+    def notes(self) -> list[str]:
+        """Lines for a launch's log."""
+        streams = [source.stream for source in self.sources if source.stream]
+        return row_format(self.cfg.data).notes(streams)
+
     def epochs(self, step: int) -> float | dict[str, float | None] | None:
         """How often the text has been read after a step; of a mixture, by source. None where it is
         not known yet how much text there is."""
