@@ -129,7 +129,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
                     targetless_steps=without_target.total,
                     targetless_in_a_row=without_target.in_a_row,
                 )
-                data = dataset.fingerprint(step)
+                data = dataset.fingerprint()
                 # recorder.sync: metrics are flushed to disk before the checkpoint is published
                 checkpointer.save(state_now, model, optimizer, run.stop.agreed, data, recorder.sync)
         # async_save writes in the background: reported once it is done

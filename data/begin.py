@@ -23,7 +23,7 @@ from data.folder import (
     common_tokenizer,
     identity,
     manifest_of,
-    source_folders,
+    prepared_folders,
     sources_of,
     write_manifest,
 )
@@ -36,12 +36,12 @@ POLL_SECONDS = 0.5  # between looks at what another process begins
 
 
 def begin_all(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
-    """Begins the folder of each source, or checks the one that exists. Returns source_folders().
+    """Begins the folder of each source, or checks the one that exists. Returns prepared_folders().
     Raises ConfigError and OSError."""
-    if cfg.data.sources and not cfg.data.tokenizer:
-        path = common_tokenizer(cfg)
+    path = common_tokenizer(cfg)
+    if path:
         make_once(path, path, functools.partial(_train_common_tokenizer, cfg, path))
-    sources = source_folders(cfg)
+    sources = prepared_folders(cfg)
     for folder, source_cfg in sources:
         make_once(folder, folder / MANIFEST, functools.partial(_begin, folder, source_cfg))
         manifest = manifest_of(folder)

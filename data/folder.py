@@ -19,7 +19,6 @@ data/prepare.py fills it. The record is manifest.json:
 
 import hashlib
 import json
-import os
 import pathlib
 import platform
 import re
@@ -44,16 +43,21 @@ SOURCE_OPTIONS = ("subset", "split", "text_field", "max_tokens", "validation", "
 
 def source_folders(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
     """The folder of each source, and the configuration of this source alone, which the folder is
-    prepared for. Raises ConfigError if a mixture's tokenizer has not been trained yet."""
+    prepared for; that of token files is never made. Raises ConfigError if a mixture's tokenizer has
+    not been trained yet."""
     root = pathlib.Path(cfg.data.path or "prepared")
     if not cfg.data.sources:
         return [(root if cfg.data.path else root / folder_name(cfg), cfg)]
-    tokenizer = cfg.data.tokenizer or str(common_tokenizer(cfg))
-    if not os.path.exists(tokenizer) and not cfg.data.tokenizer:
-        raise ConfigError(
-            f"{tokenizer}: no prepared data; `python -m data.prepare CONFIG` makes it"
-        )
+    trained = common_tokenizer(cfg)
+    if trained and not trained.exists():
+        raise ConfigError(f"{trained}: no prepared data; `python -m data.prepare CONFIG` makes it")
+    tokenizer = str(trained) if trained else cfg.data.tokenizer
     return [(root / folder_name(each), each) for each in sources_of(cfg, tokenizer)]
+
+
+def prepared_folders(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
+    """source_folders() of the sources that are prepared: all but token files."""
+    return [each for each in source_folders(cfg) if each[1].data.format != "tokens"]
 
 
 def folder_name(cfg: config.Config) -> str:
@@ -74,9 +78,13 @@ def sources_of(cfg: config.Config, tokenizer: str | None) -> list[config.Config]
     return source_cfgs
 
 
-def common_tokenizer(cfg: config.Config) -> pathlib.Path:
-    """The file of the tokenizer that is trained on all sources, if the mixture names none."""
-    identities = [identity(source_cfg) for source_cfg in sources_of(cfg, None)]
+def common_tokenizer(cfg: config.Config) -> pathlib.Path | None:
+    """The file of the tokenizer that is trained on all sources of a mixture. None where it names
+    one, or has token files alone."""
+    source_cfgs = sources_of(cfg, None)
+    if cfg.data.tokenizer or all(each.data.format == "tokens" for each in source_cfgs):
+        return None
+    identities = [identity(source_cfg) for source_cfg in source_cfgs]
     weights = [source.weight for source in cfg.data.sources]
     name = f"tokenizer-{short_hash([identities, weights])}.model"
     return pathlib.Path(cfg.data.path or "prepared") / name
@@ -189,9 +197,10 @@ def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
 def is_prepared(cfg: config.Config, whole: bool = True) -> bool:
     """Whether all text of all sources is recorded. whole=False: whether some of each is, so that no
     source is wrong from its first row on. Raises ConfigError and OSError."""
-    if cfg.data.sources and not cfg.data.tokenizer and not common_tokenizer(cfg).exists():
+    trained = common_tokenizer(cfg)
+    if trained and not trained.exists():
         return False
-    manifests = [read_manifest(folder) for folder, _ in source_folders(cfg)]
+    manifests = [read_manifest(folder) for folder, _ in prepared_folders(cfg)]
     if not all(manifests):
         return False
     if whole:

@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 import config
 from config import ConfigError
+from data import formats
 from data.begin import begin_all, check_files, file_now, take_lock, validation_source
 from data.cores import usable_cores
 from data.folder import manifest_of
@@ -317,11 +318,12 @@ def main(argv: list[str]) -> int:
     ranks will train on this machine."""
     words = [word for word in argv if not word.startswith("--beside=")]
     ranks = [int(word.partition("=")[2]) for word in argv if word.startswith("--beside=")]
-    _, cfg = config.from_command_line(words, __doc__, tool=True)
+    args, cfg = config.from_command_line(words, __doc__, tool=True)
     if ranks:
         die_with_parent()
         os.nice(19)
     try:
+        cfg, _ = formats.complete(args, cfg)
         if not ranks:
             check_complete(cfg)
         is_before_ranks = cfg.data.order == "global"

@@ -1,8 +1,7 @@
-"""The process that prepares text, started by the launcher: it goes on beside the run.
+"""The process that prepares text for a run: `python -m data.prepare`, started by the launcher.
 
-It is `python -m data.prepare CONFIG --beside=RANKS`, and prints to the launcher's stderr what it
-does and what is wrong. The ranks only read the record. If it is killed, or the network fails, it is
-started again; if the text is wrong, the run is stopped as by a signal: it saves, and ends.
+It goes on while the ranks train, which only read its record. If it is killed, or a disk or the
+network fails, it is started again. If the text is wrong, the launcher stops the run.
 """
 
 import subprocess
@@ -17,41 +16,42 @@ from files import print_error, python_command
 
 FIRST_PAUSE = 1.0  # seconds between two starts; doubles each time
 LONGEST_PAUSE = 60.0
-POLL_SECONDS = 0.1
-TEXT_IS_WRONG = 2
+POLL_SECONDS = 0.05
+TEXT_IS_WRONG = 2  # exit code
+MAIN = "import sys; from data.prepare import main; sys.exit(main(sys.argv[1:]))"
 
 
 class Preparer:
-    def __init__(self, argv: list[str], ranks: int):
-        """argv: the launcher's arguments. ranks: that train on this machine."""
-        statement = "from data.prepare import main; sys.exit(main(sys.argv[1:]))"
-        self.command = [*python_command(statement), *argv, f"--beside={ranks}"]
+    """The process. It ends with this one, even by kill -9, and the next resumes from its record."""
+
+    def __init__(self, ranks: int):
+        """ranks: that train on this machine."""
+        self.ranks = ranks
+        self.command: list[str] = []
         self.child: subprocess.Popen | None = None
         self.pause = FIRST_PAUSE
         self.next_start = 0.0  # the earliest time of the next start, by time.monotonic()
-        self.exit_code: int | None = 0  # of the last child; None while it runs
+        self.exit_code: int | None = 0  # of the process; None while it runs
 
-    def begin(self, cfg: config.Config) -> None:
-        """Begins or checks the folders, and waits until a run can begin to train. Raises
-        ConfigError and OSError."""
+    def begin(self, cfg: config.Config, words: list[str]) -> None:
+        """Begins or checks the folders. Waits until ranks can start: until all is prepared or, of
+        text that grows, until its first rows have proved to be right.
+
+        words: the command line of the configuration. Raises ConfigError and OSError."""
         begin_all(cfg)
-        whole = row_format(cfg.data).is_whole  # whose windows are planned over all of them
         if is_prepared(cfg):
             return
-        self.start()
-        while not is_prepared(cfg, whole):
+        grows = trains_meanwhile(cfg)
+        ranks = self.ranks if grows else 0
+        self.command = [*python_command(MAIN), *words, f"--beside={ranks}"]
+        self._start()
+        while not is_prepared(cfg, whole=not grows):
             if self.has_failed():
-                raise ConfigError("the text is wrong: see above")
+                raise ConfigError("the text cannot be prepared: see above")
             time.sleep(POLL_SECONDS)
 
-    def start(self) -> None:
-        # in a session of its own: Ctrl-C in the terminal reaches only the launcher
-        self.child = subprocess.Popen(self.command, start_new_session=True)
-        self.next_start = time.monotonic() + self.pause
-        self.pause = min(LONGEST_PAUSE, 2 * self.pause)
-
     def has_failed(self) -> bool:
-        """Whether the text is wrong. Starts a process again that was killed or failed otherwise."""
+        """Whether the text is wrong. Starts the process again if it ended otherwise."""
         if self.child is None:
             return False
         self.exit_code = self.child.poll()
@@ -60,12 +60,25 @@ class Preparer:
         if self.exit_code == TEXT_IS_WRONG:
             return True
         if time.monotonic() > self.next_start:
-            print_error(f"what prepares text ended with {self.exit_code}; starting it again")
-            self.start()
+            print_error(
+                f"the process that prepares text ended with {self.exit_code}; starting another"
+            )
+            self._start()
         return False
 
+    def _start(self) -> None:
+        # in a session of its own: Ctrl-C in the terminal reaches only the launcher
+        self.child = subprocess.Popen(self.command, start_new_session=True)
+        self.exit_code = None
+        self.next_start = time.monotonic() + self.pause
+        self.pause = min(LONGEST_PAUSE, 2 * self.pause)
+
     def close(self) -> None:
-        """Ends the process, even if it is stopped: the next resumes from its record."""
-        if self.child and self.child.poll() is None:
-            self.child.kill()
+        if self.child:
+            self.child.kill()  # also if it is suspended
             self.child.wait()
+
+
+def trains_meanwhile(cfg: config.Config) -> bool:
+    """Whether ranks train on text while the rest is prepared."""
+    return cfg.data.order == "growing" and not row_format(cfg.data).is_whole

@@ -4,6 +4,7 @@ SLURM job."""
 import importlib.util
 import os
 import pathlib
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -14,8 +15,9 @@ from typing import Any
 import config
 from checkpoint import catalog, compare
 from config import ConfigError
-from data.dataset import Dataset, open_dataset
-from data.preparer import Preparer
+from data.dataset import open_dataset
+from data.folder import is_prepared
+from data.preparer import Preparer, trains_meanwhile
 from files import print_line
 from launch.command import Ranks
 from lifecycle.folder import check_folder, read_status
@@ -36,6 +38,8 @@ def check_launch(cfg: config.Config, ranks: Ranks, args: Namespace, preparer: Pr
     ]
     if not args.eval_only:
         checks.append(lambda: check_folder(folder))
+    if ranks.job:
+        checks.append(lambda: check_prepared(cfg, args))
     checks.append(
         lambda: catalog.choose(
             cfg, catalog.steps(cfg), catalog.problems_without_hashing, args.eval_only
@@ -45,7 +49,7 @@ def check_launch(cfg: config.Config, ranks: Ranks, args: Namespace, preparer: Pr
     if args.eval_only:
         check_evaluation(cfg, start)
     else:
-        prepare_training(cfg, start, preparer)
+        prepare_training(cfg, args, start, preparer)
     return True
 
 
@@ -54,10 +58,9 @@ def check_evaluation(cfg: config.Config, start: int) -> None:
     compare.check_same_run(cfg, start, compare.SAME_OUTPUTS)
     dataset = open_dataset(cfg, train=False)
     compare.check_same_tokenizer(cfg, start, dataset.tokenizer_files)
-    check_validation(cfg, dataset)
 
 
-def prepare_training(cfg: config.Config, start: int, preparer: Preparer) -> None:
+def prepare_training(cfg: config.Config, args: Namespace, start: int, preparer: Preparer) -> None:
     """Prepares the data and makes the run's folder. Raises ConfigError if that fails, or if
     training cannot resume after step `start` on this data."""
     compare.check_same_run(cfg, start)
@@ -65,11 +68,10 @@ def prepare_training(cfg: config.Config, start: int, preparer: Preparer) -> None
         from extras.huggingface.weights import weights_to_read
 
         weights_to_read(cfg, start)
-    preparer.begin(cfg)
+    preparer.begin(cfg, [args.config, *args.overrides])
     dataset = open_dataset(cfg)
     compare.check_same_data(cfg, start, dataset.identities)
     dataset.require_same_text(compare.data_before(cfg, start))
-    check_validation(cfg, dataset)
     folder = config.run_folder(cfg)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,16 +103,15 @@ def is_finished(cfg: config.Config, folder: pathlib.Path) -> bool:
     return True
 
 
-def check_validation(cfg: config.Config, dataset: Dataset) -> None:
-    """Raises ConfigError if no source holds validation text, as of data from before a text always
-    held out some."""
-    if not cfg.eval:
+def check_prepared(cfg: config.Config, args: Namespace) -> None:
+    """Raises ConfigError if a job would have to prepare its data first: its GPUs would idle
+    meanwhile."""
+    if trains_meanwhile(cfg) or is_prepared(cfg):
         return
-    if any(stream.length >= 2 for stream in dataset.validation):  # an input and a target
-        return
-    folders = ", ".join(str(stream.path.parent) for stream in dataset.validation)
+    command = shlex.join(["./run_train.sh", "-m", "data.prepare", args.config, *args.overrides])
     raise ConfigError(
-        f"{folders}: holds no validation text; delete the folder to prepare it anew, or --eval=off"
+        f"{args.config}: its data is not prepared, and none is inside a job; run {command} on the "
+        "login node"
     )
 
 

@@ -37,6 +37,7 @@ from typing import Any
 
 import config
 from config import ConfigError
+from data import formats
 from data.preparer import TEXT_IS_WRONG, Preparer
 from files import die_with_parent, print_error
 from launch.checks import check_launch
@@ -90,11 +91,13 @@ def launch(argv: list[str], interruption: Interruption) -> int:
     if not args.eval_only:  # an evaluation does not take the folder
         cfg = replace(cfg, checkpoint=resume_once(cfg, launch_id))
     status_before = read_status(folder)
-    preparer = Preparer(argv, ranks.local)
+    preparer = Preparer(ranks.local)
 
     try:
         # what follows may read from the network, verify checkpoints, and prepare data for hours
         interruption.allow()
+        completed, format_options = formats.complete(args, cfg)
+        cfg = replace(completed, checkpoint=cfg.checkpoint)
         has_work = check_launch(cfg, ranks, args, preparer)
         interruption.raises = False
     except (Interrupted, Exception) as error:
@@ -115,7 +118,7 @@ def launch(argv: list[str], interruption: Interruption) -> int:
     if not has_work:
         return 0
 
-    command = [*start_ranks, *argv, f"--launch={launch_id}", *commits(cfg)]
+    command = [*start_ranks, *argv, f"--launch={launch_id}", *format_options, *commits(cfg)]
     for name in variables_of_a_launcher():  # torchrun and the ranks would take them as theirs
         del os.environ[name]
     os.environ.update(ranks.environment())

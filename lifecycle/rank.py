@@ -51,7 +51,7 @@ class RankProcess:
             if not self.args.launch:  # else the launcher did this, once for all ranks
                 from data import formats
 
-                self.cfg, _ = formats.complete(self.args, self.cfg, not self.args.dry_run)
+                self.cfg, _ = formats.complete(self.args, self.cfg)
             if self.args.dry_run:
                 from extras.planner.dry_run import dry_run
 
