@@ -43,9 +43,6 @@ class Source:
         windows = Windows(self.cfg.train.seq_len, stream.validation)
         self.order = SourceOrder(self.cfg.run.seed, self.number, windows, borders, is_complete)
 
-    def refresh(self) -> None:
-        """Finds out how much text can be read now. Raises ConfigError and OSError."""
-
     def compare(self, hashes: list[str]) -> None:
         """Raises ConfigError if text differs from the one that was read before. hashes: of a folder
         or a checkpoint."""
@@ -165,14 +162,16 @@ class Dataset:
         ConfigError if the text ended, and is too little, and OSError."""
         return self.missing(step) is None
 
-    def missing(self, step: int) -> Source | None:
+    def missing(self, step: int) -> PreparedSource | None:
         """The source whose text a step waits for, as of now. Raises as covers()."""
         samples = step * self.cfg.train.global_batch_size
         for source in self.sources:
             last = self.mixture.count(source.number, samples) - 1  # within the source; -1: none
-            if not source.order.covers(last):
-                source.refresh()
-                source.require_size(self.mixture)
+            if source.order.covers(last):
+                continue
+            assert isinstance(source, PreparedSource)  # token files are complete
+            source.refresh()
+            source.require_size(self.mixture)
             if not source.order.covers(last):
                 return source
         return None
@@ -180,7 +179,7 @@ class Dataset:
     def waits_for(self, step: int) -> str:
         """What a step waits for, for a log."""
         source = self.missing(step)
-        if not isinstance(source, PreparedSource):
+        if source is None:
             return "nothing"
         tokens = source.manifest["tokens"]["train"]
         end = border_of(len(source.manifest["segments"]))

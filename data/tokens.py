@@ -24,9 +24,13 @@ OPEN_FILES = 256  # a corpus may have more files than a process may open
 class TextStream(Protocol):
     """One split of one source."""
 
-    length: int  # tokens
-    # of a training stream, the tokens that are held out of it: first, one past the last
-    validation: tuple[int, int]
+    @property
+    def length(self) -> int: ...  # tokens
+
+    @property
+    def validation(self) -> tuple[int, int]:
+        """Of a training stream, the tokens that are held out of it: first, one past the last."""
+        ...
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """The ids of tokens start ... stop-1 as int64. A token without a loss is returned as its
