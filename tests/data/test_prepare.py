@@ -49,8 +49,8 @@ def small_borders(monkeypatch):
     """Some kilobytes of text have several segments and many records."""
     monkeypatch.setattr("data.order.FIRST_BORDER", 4096)
     monkeypatch.setattr("data.order.BORDER_STEP", 8192)
-    monkeypatch.setattr("data.writer.FIRST_BORDER", 4096)
-    monkeypatch.setattr("data.prepare.FIRST_BORDER", 4096)
+    for module in ("order", "writer", "prepare"):
+        monkeypatch.setattr(f"data.{module}.HELD_OUT_OF", 4096)
     monkeypatch.setattr("data.prepare.BATCH_CHARACTERS", 4000)
     monkeypatch.setattr("data.prepare.RECORD_SECONDS", 0.0)
     files.warn_once.cache_clear()
