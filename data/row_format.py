@@ -90,11 +90,22 @@ class Texts:
         return []
 
     def lines(self, span: "Span", tokenizer: "Tokenizer") -> Iterator[str]:
-        """Yields two lines for each document in a window: how much of it is there, and its text."""
+        """Yields two lines for each document in a window: what of it is there, and its text."""
         stream, start, stop = span
-        for begin, end in stream.documents(start, stop):
-            yield f"--- {end - begin} tokens of a document"
-            yield tokenizer.decode(stream.read(begin, end).tolist())
+        ids = stream.read(start, stop)
+        around = stream.documents(max(0, start - 1), min(stop + 1, stream.length))
+        for begin, end in around:
+            first = max(begin, start)
+            last = min(end, stop)
+            if first >= last:
+                continue
+            line = f"--- document, {last - first} tokens"
+            if begin < start:
+                line += " (begins before)"
+            if end > stop:
+                line += " (continues)"
+            yield line
+            yield tokenizer.decode(ids[first - start : last - start].tolist())
 
 
 def check_text(text: str) -> None:

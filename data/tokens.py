@@ -164,7 +164,8 @@ class TokenStream:
 def stream_of(folder: pathlib.Path, manifest: dict, split: str, vocab_size: int) -> TokenStream:
     """The stream "train" or "validation" of a prepared folder, as far as `manifest` records it.
     Raises ConfigError and OSError."""
-    held_out_of, first, end, _ = manifest["validation"]
+    # while it is not decided, documents have been held out, and so no training tokens will be
+    held_out_of, first, end, _ = manifest["validation"] or ("heldout", 0, 0, "")
     if split == "validation":
         file = file_of(folder, manifest, held_out_of, vocab_size)
         return TokenStream([file], vocab_size, first, end)

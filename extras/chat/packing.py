@@ -11,6 +11,7 @@ S: sequence length.
 """
 
 import hashlib
+import itertools
 import pathlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import numpy as np
 
 import config
 from config import ConfigError
+from data.folder import damaged
 from data.tokenizer import Tokenizer
 from data.tokens import TokenFile, file_of
 from extras.chat.conversations import spelled
@@ -112,14 +114,14 @@ def best_fit_decreasing(counts: list[int], room: int) -> np.ndarray:
 
 
 class Conversation(NamedTuple):
-    """A conversation in a window. Positions are those in the token stream."""
+    """A conversation in a window. Positions are those in the token file."""
 
     number: int
     begin: int  # first token
     end: int  # one past the last token in the window
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # by identity: a key of caches
 class Packed:
     """A TextStream (data/tokens.py) of the windows of a split, which do not overlap.
 
@@ -135,31 +137,18 @@ class Packed:
     left_out: int  # conversations without an assistant's turn, or with an empty one
     cut: int  # conversations longer than a window
     filled: int  # tokens that the windows hold
-    validation: tuple[int, int] = (0, 0)  # no window holds a conversation that is held out
+    validation: tuple[int, int] = (0, 0)  # what is held out is no part of this stream
 
-    @property
-    def windows(self) -> int:
-        return len(self.starts) - 1
-
-    @property
-    def length(self) -> int:
-        if not self.windows:
-            return 0
-        return self.windows * self.seq_len + 1  # one more, as a stream's last target
-
-    @property
-    def document_count(self) -> int:
-        return len(self.members)
-
-    def extent(self, number: int) -> tuple[int, int]:
-        """A conversation's first token in the file, and one past its last."""
-        assert self.file.ends is not None
-        begin = int(self.file.ends[number - 1]) if number else 0
-        return begin, int(self.file.ends[number])
+    def __post_init__(self) -> None:
+        self.windows = len(self.starts) - 1
+        # one more, as a stream's last target
+        self.length = self.windows * self.seq_len + 1 if self.windows else 0
 
     def conversation(self, number: int) -> Conversation:
-        begin, end = self.extent(number)
-        return Conversation(number, begin, min(end, begin + self.seq_len))
+        ends = self.file.ends
+        assert ends is not None
+        begin = int(ends[number - 1]) if number else 0
+        return Conversation(number, begin, min(int(ends[number]), begin + self.seq_len))
 
     def conversations(self, window: int) -> list[Conversation]:
         """The conversations in a window, in order."""
@@ -167,41 +156,35 @@ class Packed:
         return [self.conversation(number) for number in numbers.tolist()]
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """One window. Raises ConfigError if an id is outside the model's vocabulary."""
+        """The ids (stop - start) of one window; -1 from the end of its conversations on."""
         conversations = self.conversations(start // self.seq_len)
         tokens = np.concatenate([self.file.read(c.begin, c.end) for c in conversations])
         largest = int(np.maximum(tokens, ~tokens).max())
         if largest >= self.vocab_size:
-            raise ConfigError(
-                f"{self.file.path}: has id {largest}, but [model] vocab_size = {self.vocab_size}"
+            raise damaged(
+                self.file.path, f"has id {largest}, but [model] vocab_size = {self.vocab_size}"
             )
-        ids = np.full(stop - start, -1, np.int64)
+        ids = np.full(stop - start, -1)
         ids[: len(tokens)] = tokens
         return ids
 
     def documents(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The conversations in a window, and the padding."""
-        documents = []
-        position = start
-        for conversation in self.conversations(start // self.seq_len):
-            end = position + conversation.end - conversation.begin
-            documents.append((position, end))
-            position = end
-        documents.append((position, stop))  # padding
-        return documents
+        """Of one window: its conversations, and its padding."""
+        lengths = [c.end - c.begin for c in self.conversations(start // self.seq_len)]
+        ends = itertools.accumulate(lengths, initial=start)
+        return list(itertools.pairwise([*ends, stop]))
 
     def targets_without_loss(self, start: int, stop: int) -> int:
-        """How many of a window's seq_len targets have no loss: tokens that are not the assistant's,
-        padding, and each conversation's first token."""
-        ids = self.read(start, stop)
-        firsts = [begin - start for begin, _ in self.documents(start, stop)[:-1]]
-        has_loss = ids >= 0
-        targets = int(has_loss.sum()) - int(has_loss[firsts].sum())
-        return self.seq_len - targets
+        """Of one window: tokens that are not the assistant's, padding, and each conversation's
+        first token."""
+        has_loss = self.read(start, stop) >= 0
+        has_loss[[begin - start for begin, _ in self.documents(start, stop)]] = False
+        return self.seq_len - int(has_loss.sum())
 
     def summary(self) -> str:
         """The line that a launch logs."""
-        step = max(1, -(-self.document_count // SAMPLED))
+        count = len(self.members)
+        step = max(1, -(-count // SAMPLED))
         sampled = np.sort(self.members)[::step].tolist()
         learned = 0
         tokens = 0
@@ -216,7 +199,7 @@ class Packed:
         about = "about " if step > 1 else ""
         full = self.filled / (self.windows * self.seq_len)
         line = (
-            f"{self.file.path.parent}: {self.document_count:,} conversations in {self.windows:,} "
+            f"{self.file.path.parent}: {count:,} conversations in {self.windows:,} "
             f"windows of {self.seq_len:,} tokens, {full:.1%} full; "
             f"{self.cut:,} cut at a window's end; {self.left_out:,} left out, without an "
             f"assistant's turn to learn or with an empty one; {about}{learned / tokens:.0%} of the tokens "
@@ -228,7 +211,7 @@ class Packed:
 
 
 def open_packed(folder: pathlib.Path, manifest: dict, split: str, cfg: config.Config) -> Packed:
-    """Opens "train" or "validation" and plans its windows. Raises ConfigError."""
+    """Opens "train" or "validation" and plans its windows. Raises ConfigError and OSError."""
     held_out_of, first, end, _ = manifest["validation"]
     one_file = held_out_of == "train"  # of few conversations, those for validation are at its end
     name = "train" if one_file or split == "train" else "heldout"
@@ -238,9 +221,12 @@ def open_packed(folder: pathlib.Path, manifest: dict, split: str, cfg: config.Co
     if one_file:
         is_validation = (ends > first) & (ends <= end)
         numbers = numbers[is_validation == (split == "validation")]
-    left_out = manifest.get("left_out", 0)
+    left_out = manifest["left_out"]
     if split == "train" and not len(numbers):
-        reason = f"all {left_out:,} were left out, without an assistant's turn to learn or with an empty one"
+        reason = (
+            f"all {left_out:,} were left out, without an assistant's turn to learn or with an empty "
+            "one"
+        )
         count = sum(manifest["documents"].values())
         if count:
             reason = (
@@ -270,10 +256,9 @@ def show_conversations(
     """Yields the lines of each conversation in a window."""
     for number, begin, end in stream.conversations(first // stream.seq_len):
         ids = stream.file.read(begin, end)
-        length = stream.extent(number)[1] - begin
         learned = int((ids >= 0).sum())
         yield (
-            f"--- conversation {number}, {end - begin} of its {length} tokens, "
-            f"{learned} with a loss, between « and »"
+            f"--- conversation {number}, {end - begin} tokens, {learned} with a loss, between « "
+            "and »"
         )
         yield spelled(tokenizer, ids.tolist())

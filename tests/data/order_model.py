@@ -8,7 +8,7 @@ def first_epoch_borders(tokens: int, order: str) -> list[int]:
     """The token at which each segment of the first epoch ends."""
     borders = []
     if order == "growing":
-        border = 2**22
+        border = 2**20
         while border < tokens:
             borders.append(border)
             border = 2 * border if border < 2**29 else border + 2**28

@@ -65,10 +65,10 @@ def test_no_window_to_train_on_holds_a_validation_token(held_out):
 
 @pytest.mark.quick
 def test_borders_double_and_then_are_equally_far_apart():
-    millions = [border_of(i) >> 20 for i in (-1, 0, 1, 2, 6, 7, 8, 9, 10)]
-    assert millions == [0, 4, 8, 16, 256, 512, 768, 1024, 1280]
-    assert growing_borders(1 << 23) == [1 << 22, 1 << 23]
-    assert growing_borders((1 << 23) + 1) == [1 << 22, 1 << 23, (1 << 23) + 1]
+    millions = [border_of(i) >> 20 for i in (-1, 0, 1, 2, 8, 9, 10, 11, 12)]
+    assert millions == [0, 1, 2, 4, 256, 512, 768, 1024, 1280]
+    assert growing_borders(1 << 21) == [1 << 20, 1 << 21]
+    assert growing_borders((1 << 21) + 1) == [1 << 20, 1 << 21, (1 << 21) + 1]
     assert growing_borders(9) == [9] and growing_borders(0) == []
 
 
@@ -78,8 +78,8 @@ def test_text_that_is_complete_later_keeps_the_samples_of_its_first_segments():
     complete = source_order(tokens, seq_len, "growing", 5)
     windows = Windows(seq_len, last_hundredth(tokens))
     nothing = SourceOrder(5, 0, windows, [], is_complete=False)
-    assert not nothing.covers(-1)  # the validation text is not decided
-    for segments in range(1, 4):
+    assert nothing.covers(-1) and not nothing.covers(0)
+    for segments in range(1, 6):
         borders = [border_of(i) for i in range(segments)]
         growing = SourceOrder(5, 0, windows, borders, is_complete=False)
         covered = [index for index in range(complete.epoch_length) if growing.covers(index)]
