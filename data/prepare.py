@@ -322,6 +322,8 @@ def main(argv: list[str]) -> int:
     if ranks:
         die_with_parent()
         os.nice(19)
+        with contextlib.suppress(OSError):  # Linux's priority of a session next to others
+            pathlib.Path("/proc/self/autogroup").write_text("19")
     try:
         cfg, _ = formats.complete(args, cfg)
         if not ranks:
