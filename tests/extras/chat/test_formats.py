@@ -11,13 +11,13 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from data.identity import identity, open_source
+from data.record import read_manifest
 
 from config import ConfigError
 from data.dataset import open_dataset
 from data.formats import found_format, found_options
-from data.identity import identity, open_source
 from data.prepare import prepare
-from data.record import read_manifest
 from extras.chat.conversations import Chat
 from extras.chat.messages import from_document
 from tests.conftest import make_config, words

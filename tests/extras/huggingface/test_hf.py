@@ -44,11 +44,21 @@ from launch.command import Ranks
 from model.llama import Llama, named_parameters
 from optim import build_optimizer, learning_rate
 from tests import cases
-from tests.conftest import REPO, TINY, launch, loader_of, make_config, run_tool, seal, tables, words
+from tests.conftest import (
+    REPO,
+    TINY,
+    launch,
+    loader_of,
+    make_config,
+    run_tool,
+    seal,
+    sentencepiece_model,
+    tables,
+    words,
+)
 from tests.extras.huggingface import hf_cases
 from tests.extras.huggingface.hf_cases import config_from, configuration, make_folder
 from tests.model.test_llama import SCALING
-from tests.test_tokenizer import sentencepiece_model
 
 pytestmark = pytest.mark.early
 
