@@ -373,7 +373,7 @@ def test_killed_between_any_two_file_operations_it_resumes_to_equal_bytes(
         shutil.rmtree(path.parent)
         event += 1
     assert event > 50, event
-    print('EVENTS', event)
+    print("EVENTS", event)
 
 
 def test_killed_again_and_again_it_resumes_to_equal_bytes(configure, by_hand):
