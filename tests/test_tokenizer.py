@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import io
 import json
 import os
 import pathlib
@@ -12,16 +11,25 @@ import sys
 import threading
 
 import pytest
+from data.encode import _start_pool, is_validation
+from data.identity import open_source
 
 import config
 from config import ConfigError
 from data.dataset import open_dataset
-from data.encode import _start_pool, is_validation
-from data.identity import open_source
 from data.tokenizer import Tokenizer
 from data.tokenizer_training import train_tokenizer
 from data.tokens import open_stream
-from tests.conftest import REPO, config_for, make_config, needs_extra, prepare_one, tables, words
+from tests.conftest import (
+    REPO,
+    config_for,
+    make_config,
+    needs_extra,
+    prepare_one,
+    sentencepiece_model,
+    tables,
+    words,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -169,29 +177,6 @@ def test_indentation_is_one_token():
         train_tokenizer((f"def f{i}():\n        return {i}\n" for i in range(200)), 300)
     )
     assert made.encode("        x", out_type=str)[0] == "\u2581" * 8
-
-
-def sentencepiece_model(path: pathlib.Path, **options) -> Tokenizer:
-    """As others train them."""
-    import sentencepiece
-
-    made = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(words(i, 50) for i in range(50)),
-        model_writer=made,
-        hard_vocab_limit=False,
-        minloglevel=2,
-        **{
-            "normalization_rule_name": "identity",
-            "remove_extra_whitespaces": False,
-            "vocab_size": 300,
-            "model_type": "bpe",
-            "byte_fallback": True,
-            **options,
-        },
-    )
-    path.write_bytes(made.getvalue())
-    return Tokenizer(path)
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ import sys
 import types
 
 import pytest
+from data.sources import Source
 
 import config
 import files
 from config import ConfigError
 from data import cores, hub
-from data.sources import Source
 from extras.preflight import disks, libraries, limits, network
 from extras.preflight.finding import Finding
 from extras.preflight.sizes import GIB, gib, sizes
