@@ -19,7 +19,7 @@ import numpy as np
 import files
 from config import ConfigError
 from data.folder import MANIFEST, damaged, manifest_of, write_manifest
-from data.order import FIRST_BORDER, border_of
+from data.order import border_of, last_hundredth
 
 SPLITS = ("train", "heldout")
 WIDTH = {"uint16": 2, "int32": 4}  # bytes per token
@@ -129,8 +129,7 @@ class TokenWriter:
         end = self.manifest["tokens"]["heldout"]
         if end < 2:  # an input and its target
             split = "train"
-            end = min(FIRST_BORDER, self.manifest["tokens"]["train"])
-            first = max(0, end - max(2, end // 100))
+            first, end = last_hundredth(self.manifest["tokens"]["train"])
             if self.whole_documents:
                 first, end = self._document_borders(first, end)
         digest = hashlib.sha256()

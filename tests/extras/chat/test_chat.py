@@ -39,7 +39,7 @@ from model.llama import Llama
 from parallel.materialize import materialize
 from tests import cases
 from tests.conftest import data_rank, launch, loader_of, make_config, rows, run_tool, words
-from tests.test_tokenizer import sentencepiece_model
+from tests.data.test_tokenizer import sentencepiece_model
 
 pytestmark = pytest.mark.early
 

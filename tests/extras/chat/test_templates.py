@@ -467,7 +467,7 @@ def test_special_tokens_of_an_older_folder(template, tmp_path, has_decoder):
     assert chat.encode(checked(THREE_TURNS))[0] == wanted
     assert (wanted[0] == theirs.convert_tokens_to_ids("<s>")) != has_decoder
     assert chat.tokenizer.eos == [theirs.eos_token_id]
-    # data of versions that did not read this file stays valid
+    # data is that of tokenizer_config.json alone
     with_map = tokenizer_hash(chat.tokenizer.files)
     (tmp_path / "special_tokens_map.json").unlink()
     assert tokenizer_hash(tokenizer_files(tmp_path)) == with_map
@@ -500,7 +500,7 @@ def test_a_tokenizer_of_llama_2_s_kind(tmp_path, settings):
     """Where transformers puts spaces, and where its tokenizer.json would."""
     pytest.importorskip("google.protobuf")
     from extras.huggingface.tokenizer import fast_tokenizer_files, read_sentencepiece
-    from tests.test_tokenizer import sentencepiece_model
+    from tests.data.test_tokenizer import sentencepiece_model
 
     sentencepiece_model(tmp_path / "made.model", add_dummy_prefix=True)
     files = fast_tokenizer_files(read_sentencepiece(tmp_path / "made.model"))

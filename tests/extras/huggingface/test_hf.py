@@ -48,7 +48,7 @@ from tests.conftest import REPO, TINY, launch, loader_of, make_config, run_tool,
 from tests.extras.huggingface import hf_cases
 from tests.extras.huggingface.hf_cases import config_from, configuration, make_folder
 from tests.model.test_llama import SCALING
-from tests.test_tokenizer import sentencepiece_model
+from tests.data.test_tokenizer import sentencepiece_model
 
 pytestmark = pytest.mark.early
 
