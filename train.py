@@ -86,7 +86,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     flops = flops_per_token(model, cfg.train.seq_len)
     recorder = Recorder(cfg, world, run.folder, start, flops, run.seconds)
     epochs = dataset.epochs(cfg.train.steps)
-    recorder.log_start(parameter_count(model), unit_table(units), epochs, [])
+    recorder.log_start(parameter_count(model), unit_table(units), epochs, dataset.notes())
     # skips updates whose gradient is not finite; counts steps in which no token has a target
     guard = FiniteGuard(
         optimizer, device, cfg.train.skip_nonfinite, state.skipped_steps, state.skipped_in_a_row

@@ -56,7 +56,8 @@ def small_borders(monkeypatch):
     """Some kilobytes of text have several segments and many records."""
     monkeypatch.setattr("data.order.FIRST_BORDER", 4096)
     monkeypatch.setattr("data.order.BORDER_STEP", 8192)
-    monkeypatch.setattr("data.prepare.FIRST_BORDER", 4096)
+    for module in ("order", "writer", "prepare"):
+        monkeypatch.setattr(f"data.{module}.HELD_OUT_OF", BORDERS[2])
     monkeypatch.setattr("data.prepare.BATCH_CHARACTERS", 4000)
     monkeypatch.setattr("data.prepare.RECORD_SECONDS", 0.0)
     files.warn_once.cache_clear()
@@ -114,7 +115,7 @@ def by_hand(prepared) -> ByHand:
                 break
             digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
             is_held_out = int.from_bytes(digest, "big") % 25 == 0
-            split = "heldout" if is_held_out and len(tokens["train"]) < BORDERS[1] else "train"
+            split = "heldout" if is_held_out and len(tokens["train"]) < BORDERS[2] else "train"
             tokens[split].extend([model.bos_id(), *model.encode(text), model.eos_id()])
             ends[split].append(len(tokens[split]))
         by_name = {f"{split}.bin": tokens[split].tobytes() for split in tokens}
@@ -209,12 +210,12 @@ def test_validation_text_has_an_input_and_its_target(held_out, expected, configu
 @pytest.mark.parametrize(
     "whole_documents, sizes, first, end",
     [
-        (False, [60] * 100, 4056, 4096),  # the last hundredth of the first 4096 tokens
-        (True, [30] * 200, 4050, 4080),  # the only document that ends in these
-        (True, [10] * 600, 4050, 4090),  # also the one that 4056 cuts
-        (True, [4050, 46, 100], 4050, 4096),
-        (True, [4000, 200], 0, 4000),  # none ends in these: the last one before
-        (True, [5000], 0, 0),
+        (False, [60] * 200, 8111, 8192),  # the last hundredth of the first 8192 tokens
+        (True, [60] * 200, 8100, 8160),  # the document that ends in these
+        (True, [20] * 600, 8100, 8180),  # also the one that 8111 cuts
+        (True, [8100, 92, 100], 8100, 8192),
+        (True, [8000, 400], 0, 8000),  # none ends in these: the last one before
+        (True, [9000], 0, 0),
     ],
 )
 def test_without_a_document_by_hash_the_last_of_the_first_tokens_are_held_out(
@@ -906,7 +907,8 @@ def test_the_first_batch_is_recorded_and_then_one_every_five_seconds(
     monkeypatch.setattr("data.prepare.time", clock)
     monkeypatch.setattr("data.prepare.RECORD_SECONDS", 5.0)
     monkeypatch.setattr("data.prepare.BATCH_CHARACTERS", 1)
-    monkeypatch.setattr("data.order.FIRST_BORDER", 1 << 22)
+    monkeypatch.setattr("data.order.FIRST_BORDER", 1 << 20)
+    monkeypatch.setattr("data.order.BORDER_STEP", 1 << 20)
     monkeypatch.setattr(TokenWriter, "append", append)
     monkeypatch.setattr(TokenWriter, "record", record)
     prepare(configure(), 1)
