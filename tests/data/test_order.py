@@ -23,7 +23,7 @@ from tests.conftest import make_config, refuses
 from tests.data import order_model
 
 ORDERS = ("global", "growing")
-# tokens, tokens of a window; with "growing" the first epoch has 1, 1, 1, 2 and 5 segments
+# tokens, tokens of a window; with "growing" the first epoch has 1, 1, 3, 4 and 7 segments
 SIZES = [(700, 30), (65_537, 257), (1 << 22, 10_000), (5_000_000, 9999), (60_000_000, 123_456)]
 
 
