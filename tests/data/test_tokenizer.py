@@ -1,7 +1,6 @@
 """Tokenizers: lossless on any text, their BOS and EOS tokens, wrong files named."""
 
 import contextlib
-import io
 import json
 import os
 import pathlib
@@ -20,7 +19,7 @@ from data.begin import begin_all
 from data.folder import manifest_of
 from data.tokenizer import Tokenizer
 from data.tokenizer_training import train_tokenizer
-from tests.conftest import make_config, needs_extra, refuses, tables, words
+from tests.conftest import make_config, needs_extra, refuses, sentencepiece_model, tables, words
 
 TEXTS = [
     "",
@@ -75,29 +74,6 @@ def change(byte_level, tmp_path) -> Callable[[Callable[[dict], Any]], pathlib.Pa
         return tmp_path
 
     return changed
-
-
-def sentencepiece_model(path: pathlib.Path, **options: object) -> Tokenizer:
-    """A model as others train them."""
-    import sentencepiece
-
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(words(i, 50) for i in range(50)),
-        model_writer=model,
-        hard_vocab_limit=False,
-        minloglevel=2,
-        **{
-            "normalization_rule_name": "identity",
-            "remove_extra_whitespaces": False,
-            "vocab_size": 300,
-            "model_type": "bpe",
-            "byte_fallback": True,
-            **options,
-        },
-    )
-    path.write_bytes(model.getvalue())
-    return Tokenizer(path)
 
 
 def word_level(path: pathlib.Path, vocabulary: dict[str, int], **parts: object) -> pathlib.Path:
