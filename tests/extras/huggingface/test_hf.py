@@ -29,8 +29,8 @@ from checkpoint import catalog
 from checkpoint.__main__ import main as checkpoint_tool
 from checkpoint.load import restore
 from config import ConfigError
+from data.preparer import Preparer
 from data.tokenizer import Tokenizer
-from data.tokens import open_stream
 from extras.huggingface import config as hf_config
 from extras.huggingface import convert as hf
 from extras.huggingface import tokenizer as hf_tokenizer
@@ -317,9 +317,7 @@ def test_an_imported_checkpoint(folders, tmp_path, capsys, name):
         catalog.choose(run_cfg, catalog.steps(run_cfg), catalog.problems_of)
 
 
-def plain_loop(
-    theirs: PreTrainedModel, cfg: config.Config, folder: pathlib.Path, steps: int
-) -> list[dict]:
+def plain_loop(theirs: PreTrainedModel, cfg: config.Config, steps: int) -> list[dict]:
     """Training as a textbook has it: transformers' model, torch's AdamW, the whole batch at once."""
     optimizer = torch.optim.AdamW(
         [
@@ -333,7 +331,7 @@ def plain_loop(
         eps=cfg.optim.eps,
         foreach=False,
     )
-    loader = loader_of(cfg, open_stream(folder, "train", cfg.model.vocab_size))
+    loader = loader_of(cfg)
     found = []
     for step in range(1, steps + 1):
         inputs, targets = (torch.cat(part) for part in zip(*next(loader).micro_batches))
@@ -355,7 +353,8 @@ def test_training_from_it_is_transformers_training(on_ranks, folders, corpus, pr
     source = shutil.copytree(folders["sharded"], tmp_path / "hf")
     data = {"source": str(corpus), "path": str(prepared), "tokenizer": str(prepared)}
     cfg = config_from(str(source), optim={"schedule_steps": 6}, data=data)
-    expected = plain_loop(in_transformers(source), cfg, prepared, 6)
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, steps=6))
+    expected = plain_loop(in_transformers(source), cfg, 6)
     found = on_ranks(2, hf_cases.train_and_resume, str(source), str(tmp_path / "outputs"), data)[0]
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
     for ours, theirs, tolerance in zip(found, expected, [1e-5, *[1e-4] * 5]):
@@ -557,7 +556,7 @@ def test_a_launch_refuses_it_before_it_makes_anything(folders, write_config, tmp
     next(folder.glob("model-00002*")).unlink()
     args = config.parse_arguments([str(path)])
     with pytest.raises(ConfigError, match="model-00002-of-.*is not there"):
-        check_launch(config.load(str(path)), Ranks(1, 1, 0, None), args)
+        check_launch(config.load(str(path)), Ranks(1, 1, 0, None), args, Preparer(1))
     assert not (tmp_path / "outputs").exists()
 
 

@@ -202,14 +202,15 @@ def test_each_machine_fetches_once(server, on_ranks, tmp_path):
         for name, token in (("a", None), ("b", "secret"))
     ]
     homes = [
-        server.environment(tmp_path / str(node), token)
-        for node, token in enumerate(("secret", ""))
+        server.environment(tmp_path / str(node), token) for node, token in enumerate(("secret", ""))
     ]
     names = [f"me/{name}@{sha}" for name, sha in zip("ab", shas)]
     for rank, (folder, error) in enumerate(on_ranks(4, hf_cases.read_on_machines, names, homes)):
         assert folder == f"{tmp_path}/{rank // 2}/hub/models--me--a/snapshots/{shas[0]}"
         assert (
-            error.startswith(f'"{names[1]}": ') and "RepositoryNotFoundError" in error and error.count("\n") == 0
+            error.startswith(f'"{names[1]}": ')
+            and "RepositoryNotFoundError" in error
+            and error.count("\n") == 0
         )
     assert len(of_weights([request for request in server.requests if "/me/a/" in request])) == 2
 
