@@ -5,7 +5,6 @@ import contextlib
 import errno
 import gzip
 import hashlib
-import importlib
 import itertools
 import json
 import os
@@ -14,36 +13,31 @@ import random
 import re
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from data.background import PreparingFailed
+from data.growing import GrowingSource
+from data.record import is_complete, read_manifest, write_manifest
+from data.sources import Source
 
 import config
 import data.show
 import files
 from config import ConfigError
-from data import background, growing, local_files, record, sources
-from data import prepare as prepare_module
-from data.background import PreparingFailed
+from data import background, growing, local_files, record
 from data.dataset import open_data, open_dataset
-from data.encode import Chunk
 from data.folder import begin_all
-from data.growing import GrowingSource
-from data.identity import open_source
 from data.loader import Loader
 from data.mixture import Mixture
 from data.prepare import Preparation, main, prepare, prepare_text
-from data.record import is_complete, read_manifest, stamp_of, write_manifest
-from data.sources import Source
-from data.tokenizer import Tokenizer
 from data.tokenizer_training import train_tokenizer
 from data.tokens import Windows
-from data.writer import Overtaken, TokenFile, TokenWriter, segment_hashes
+from data.writer import TokenWriter
 from schema import read_toml
 from tests import order_model
 from tests.conftest import REPO, data_rank, launch, make_config, rows, run_tool, words
@@ -243,47 +237,6 @@ def test_the_real_borders(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("kind", ["jsonl", "json.gz", "parquet"])
-def test_the_text_is_that_of_the_model(kind, corpora, configured, tmp_path, prepared, monkeypatch):
-    """Its order, what is held out, where documents end, and the hash of each segment, in files of each kind, which are
-    larger than all buffers; a disk takes a part of what it is given."""
-    write = os.pwrite
-    monkeypatch.setattr("os.pwrite", lambda handle, raw, at: write(handle, raw[:777], at))
-    monkeypatch.setattr("data.writer.BUFFER", 1000)
-    monkeypatch.setattr("data.writer.READ_BYTES", 64)
-    cfg = configured(corpora[kind], tmp_path / "p")
-    folder = prepare(cfg, whole=True)[0]
-    names = [f"part{number}.{kind}" for number in range(6)]
-    tokenizer = Tokenizer(prepared / "tokenizer.model")
-    documents = []
-    for name in order_model.reading_order(names):
-        number = names.index(name)
-        texts = [text for text in TEXTS[CUTS[number] : CUTS[number + 1]] if text]
-        for text, ids in zip(texts, tokenizer.encode(texts)):
-            documents.append((text, [*tokenizer.bos, *ids, *tokenizer.eos]))
-    expected = order_model.split(documents, growing=True)
-    for split, ids in zip(("train", "heldout"), expected):
-        stored = b"".join(i.to_bytes(2, "little") for i in ids)
-        assert (folder / f"{split}.bin").read_bytes() == stored
-        [eos] = tokenizer.eos
-        document_ends = [i + 1 for i, token in enumerate(ids) if token == eos]
-        stored_ends = b"".join(end.to_bytes(8, "little") for end in document_ends)
-        assert (folder / f"{split}.ends.bin").read_bytes() == stored_ends
-    ends = [0]
-    while ends[-1] < len(expected[0]):
-        ends.append(min(len(expected[0]), order_model.border(len(ends) - 1)))
-    train = (folder / "train.bin").read_bytes()
-    hashes = [
-        hashlib.sha256(train[2 * begin : 2 * end]).hexdigest()
-        for begin, end in itertools.pairwise(ends)
-    ]
-    assert read_manifest(folder)["segments"] == hashes and len(hashes) > 6
-    held_out = (folder / "heldout.bin").read_bytes()
-    assert read_manifest(folder)["validation_hash"] == hashlib.sha256(held_out).hexdigest()
-    assert len(expected[0]) > VALUES["HOLD_OUT_BEFORE"] * 2  # later documents are not held out
-
-
 # The same samples, whatever happens meanwhile
 
 
@@ -383,37 +336,6 @@ def test_an_evaluation_that_is_due_waits_for_its_text(
     other.close()
 
 
-@pytest.mark.parametrize("locks", [True, False])
-def test_two_processes_that_prepare_at_once_write_the_same(
-    corpora, configured, whole, tmp_path, locks
-):
-    """With and without locks, as on some file systems; one begins when the other is under way."""
-    folder, _ = whole
-    cfg = configured(corpora["jsonl"], tmp_path / "new")
-    (tmp_path / "c.toml").write_text(config.to_toml(cfg))
-    patch = (
-        ""
-        if locks
-        else "import files, types; files.lock = lambda *a, **k: types.SimpleNamespace(release=int); "
-    )
-    code = (
-        BESIDE
-        + patch
-        + (
-            "import sys, data.encode, data.prepare; data.encode.CHUNK = 20_000; data.prepare.SYNC_SECONDS = 0.0; "
-            "sys.exit(data.prepare.main(sys.argv[1:]))"
-        )
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "c.toml")]
-    first = subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True)
-    time.sleep(random.Random(locks).uniform(0.8, 1.5))
-    second = subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True)
-    printed = [process.communicate()[1] for process in (first, second)]
-    assert [first.returncode, second.returncode] == [0, 0], printed
-    assert content(tmp_path / "new") == content(folder)
-    assert sum(text.count("has prepared more of it") for text in printed) <= 1  # then one waits
-
-
 @pytest.mark.parametrize("decision", ["a document", "tokens", "the end"])
 def test_no_sample_is_read_before_it_is_decided_what_is_held_out(
     decision, corpora, configured, tmp_path
@@ -456,33 +378,6 @@ def test_no_sample_is_read_before_it_is_decided_what_is_held_out(
     assert source.stream.documents(0, 202) == [(0, 0, 101), (1, 101, 202)]
 
 
-def test_killed_at_random_moments_it_goes_on(corpora, configured, whole, tmp_path):
-    """Under a run that waits: the process that prepares is killed, and another is started."""
-    folder, expected = whole
-    cfg = configured(corpora["jsonl"], tmp_path / "new")
-    prepare(cfg)
-    draw, found = random.Random(0), []
-    with pytest.MonkeyPatch.context() as patch:
-        slow = "from tests.small_borders import slow_down; slow_down(0.1); "
-        patch.setattr(background, "CHILD", slow + background.CHILD)
-        loader = Loader(cfg, open_dataset(cfg), data_rank(), 1)
-        kills, next_kill = 0, 0.0
-        while len(found) < len(expected):
-            if loader.is_ready(len(found)):
-                found.append(next(loader).digest)
-            child = loader.dataset.growing.preparer.child
-            if child and child.poll() is None and kills < 6 and time.monotonic() > next_kill:
-                if next_kill:
-                    child.kill()
-                    kills += 1
-                next_kill = time.monotonic() + draw.uniform(0.3, 1.2)
-            time.sleep(0.005)
-        loader.close()
-    assert found == expected and kills > 1
-    prepare(cfg, whole=True)  # a run may end before the last hashes are there
-    assert content(tmp_path / "new") == content(folder)
-
-
 def test_a_mixture_of_a_finished_and_a_growing_source(corpora, configured, tmp_path, prepared):
     """Its validation, too."""
 
@@ -511,69 +406,6 @@ def test_a_mixture_of_a_finished_and_a_growing_source(corpora, configured, tmp_p
     assert held[0] == held[1] and len(held[0]) == 2
 
 
-def test_max_tokens_end_the_text(corpora, configured, whole, tmp_path):
-    """At the document that reaches them; until then it is the same text."""
-    folder, expected = whole
-    cfg = configured(corpora["jsonl"], tmp_path / "new", data={"max_tokens": 20_000})
-    prepare(cfg)
-    found = digests(cfg, 90)
-    tokens = read_manifest(tmp_path / "new")["tokens"]["train"]
-    assert 20_000 <= tokens < 20_200
-    assert (tmp_path / "new/train.bin").read_bytes() == (folder / "train.bin").read_bytes()[
-        : 2 * tokens
-    ]
-    assert found[:60] == expected[:60] and found != expected[:90]
-
-
-@pytest.mark.quick
-def test_a_source_of_a_fork_s_own_grows_too(configured, tmp_path, monkeypatch):
-    """The example of docs/fork.md, stopped and resumed; its samples are read while it is prepared."""
-    page = (REPO / "docs/fork.md").read_text()
-    (code,) = re.findall(r"^```python fork-source\n(.*?)^```", page, re.M | re.S)
-    (tmp_path / "articles.py").write_text(
-        "import sqlite3\nfrom collections.abc import Iterator\nimport config\n"
-        f"from data.sources import Source\n\n\n{code}"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    articles = importlib.import_module("articles")
-    with sqlite3.connect("articles.db") as database:
-        # in another order than their numbers', which have gaps
-        database.execute("CREATE TABLE articles (id INTEGER, body TEXT)")
-        numbered = [(3 * i + 5, words(i, 20)) for i in range(3000)]
-        shuffled = random.Random(0).sample(numbered, len(numbered))
-        database.executemany("INSERT INTO articles VALUES (?, ?)", shuffled)
-    monkeypatch.setattr("data.identity.kind_of", lambda d: articles.Articles)
-    cfg = configured("articles", tmp_path / "p")
-    source = open_source(cfg.data)
-    assert source.fraction_read() == 0.0
-    assert list(itertools.islice(source, 600)) == [body for _, body in numbered[:600]]
-    assert source.fraction_read() == numbered[599][0] / numbered[-1][0]
-    folder = prepare(cfg)[0]
-    monkeypatch.setattr("data.prepare.SYNC_SECONDS", 0.0)
-    monkeypatch.setattr("data.encode.CHUNK", 20_000)
-    record, states = TokenWriter.record, []
-
-    def stopped(writer):
-        record(writer)
-        states.append(read_manifest(folder)["place"])
-        if len(states) == 4:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TokenWriter, "record", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(cfg, whole=True)
-    assert states == sorted(states) and 0 < states[-1] < numbered[-1][0]
-    with monkeypatch.context() as patch:  # the source exists in this process alone
-        patch.setattr(background, "CHILD", "import time; time.sleep(1000)")
-        early = digests(cfg, 9)  # of what is recorded
-    prepare(cfg, whole=True)
-    assert digests(cfg, 9) == early
-    manifest = read_manifest(folder)
-    assert sum(manifest["documents"].values()) == 3000 and manifest["identity"]["code"]
-
-
 class Numbered(Source):
     """Texts with a state that changes while the source reads ahead of what is recorded."""
 
@@ -593,32 +425,6 @@ class Numbered(Source):
         return None
 
 
-def test_a_source_s_state_is_that_of_what_was_written(configured, tmp_path, monkeypatch):
-    """Killed, each document is there once; a state that would not resume is refused before anything is recorded."""
-    monkeypatch.setattr("data.identity.kind_of", lambda d: Numbered)
-    monkeypatch.setattr("data.prepare.SYNC_SECONDS", 0.0)
-    monkeypatch.setattr("data.encode.CHUNK", 10_000)
-    record = TokenWriter.record
-
-    def stopped(writer):
-        record(writer)
-        raise KeyboardInterrupt
-
-    cfg = configured("numbered", tmp_path / "p")
-    with monkeypatch.context() as patch:
-        patch.setattr(TokenWriter, "record", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(cfg, whole=True)
-    monkeypatch.setattr("data.prepare.worker_count", lambda: 0)
-    prepare(cfg, whole=True)
-    assert sum(read_manifest(tmp_path / "p")["documents"].values()) == len(TEXTS)
-    for number, (state, told) in enumerate(((None, "None after a document"), ({1}, "set is not"))):
-        monkeypatch.setattr(Numbered, "resume_state", lambda source, state=state: state)
-        with pytest.raises(ConfigError, match=rf"^Numbered.resume_state\(\): .*{told}"):
-            prepare(configured("numbered", tmp_path / f"q{number}"), whole=True)
-        assert not any(read_manifest(tmp_path / f"q{number}")["documents"].values())
-
-
 # What is wrong
 
 
@@ -632,188 +438,6 @@ def spoil(path: pathlib.Path, texts: list[str], rows: list[int]) -> None:
         lines[i] = "{"
     content = "".join(f"{line}\n" for line in lines).encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "json.gz", "parquet"])
-def test_wrong_rows_end_it_with_their_lines_and_mended_it_goes_on(
-    kind, configured, tmp_path, corpora
-):
-    """While a run reads: those of the fifth file that is read, all of them."""
-    pattern = written(tmp_path / "texts", kind)
-    names = order_model.reading_order([f"part{number}.{kind}" for number in range(6)])
-    bad = tmp_path / "texts" / names[4]
-    number = int(names[4][4])
-    texts = TEXTS[CUTS[number] : CUTS[number + 1]]
-    wrong = [len(texts) // 2, len(texts) - 1] if len(texts) > 1 else [0]
-    spoil(bad, texts, wrong)
-    cfg = configured(pattern, tmp_path / "p")
-    good = configured(corpora[kind], tmp_path / "good")
-    prepare(good, whole=True)
-    steps = GrowingSource(tmp_path / "good", good, 0, Mixture([1.0])).order.windows // 8
-    expected = digests(good, steps)
-    prepare(cfg)
-    loader, found = Loader(cfg, open_dataset(cfg), data_rank(), 1), []
-    with pytest.raises(ConfigError) as refused:
-        while True:
-            found.append(next_digest(loader, len(found) + 1))
-    loader.close()
-    unit = "row" if kind == "parquet" else "line"
-    problems = [f"{bad}: {unit} {i + 1}: " for i in wrong]
-    assert len(refused.value.problems) == len(problems)
-    for problem, begin in zip(refused.value.problems, problems):
-        assert problem.startswith(begin), refused.value.problems
-    assert 5 < len(found) < steps and found == expected[: len(found)]
-    write_rows(bad, texts)
-    assert digests(cfg, steps, len(found) + 1) == expected[len(found) :]
-    ours, theirs = content(tmp_path / "p"), content(tmp_path / "good")
-    assert [ours[name] for name in sorted(ours) if name.endswith(".bin")] == [
-        theirs[name] for name in sorted(theirs) if name.endswith(".bin")
-    ]
-
-
-def test_all_wrong_rows_of_a_file_are_listed_with_a_limit(tmp_path, configured, monkeypatch):
-    path = tmp_path / "a.jsonl"
-    lines = ['{"text": "good"}', "{", "", '{"body": 1}', '{"text": 5}', '{"text": "\\ud800"}']
-    path.write_text("\n".join(lines * 3))
-    cfg = configured(path, tmp_path / "p", data={"order": "global"})
-    with pytest.raises(ConfigError) as refused:
-        prepare(cfg)
-    numbers = [int(p.split(": line ")[1].split(":")[0]) for p in refused.value.problems]
-    assert numbers == [2, 4, 5, 6, 8, 10, 11, 12, 14, 16, 17, 18]
-    monkeypatch.setattr(sources, "MOST_PROBLEMS", 5)
-    with pytest.raises(ConfigError) as refused:
-        prepare(cfg)
-    assert len(refused.value.problems) == 6
-    assert refused.value.problems[-1] == f"{path}: line 8: the file was not read beyond this row"
-    path.write_text('{"body": 1}\n' * 1000)
-    with pytest.raises(ConfigError) as refused:  # a misspelt column
-        prepare(configured(path, tmp_path / "q", data={"order": "global"}))
-    assert len(refused.value.problems) == sources.FIRST_PROBLEMS + 1
-    assert not (tmp_path / "q").exists()
-    with pytest.raises(ConfigError):
-        prepare(configured(path, tmp_path / "r"), whole=True)
-    assert (tmp_path / "r").exists()  # a run may be waiting for it
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "json.gz", "parquet"])
-def test_a_row_that_is_too_long_is_refused_by_its_line(kind, tmp_path, configured, monkeypatch):
-    """Without holding it in memory; the rows behind it are looked at."""
-    monkeypatch.setattr("data.rows.LARGEST_ROW", 10_000)
-    monkeypatch.setattr("data.sources.LARGEST_ROW", 10_000)
-    path = tmp_path / f"a.{kind}"
-    # of JSON the line counts, with its end
-    longest = 10_000 if kind == "parquet" else 10_000 - len('{"text": ""}\n')
-    texts = ["short", "x" * longest, "y" * (longest + 1), "also short", "z" * 50_000]
-    write_rows(path, texts)
-    with pytest.raises(ConfigError) as refused:
-        list(open_source(configured(path, tmp_path / "p").data))
-    unit = "row" if kind == "parquet" else "line"
-    assert [p.split(": is longer")[0] for p in refused.value.problems] == [
-        f"{path}: {unit} 3",
-        f"{path}: {unit} 5",
-    ]
-
-
-@pytest.mark.parametrize("moment", ["under way", "complete"])
-def test_text_that_was_read_and_has_changed_is_refused_by_file(
-    moment, configured, tmp_path, monkeypatch
-):
-    """A file that only has another time is compared, and read on."""
-    pattern = written(tmp_path / "texts", "jsonl")
-    cfg = configured(pattern, tmp_path / "p")
-    prepare(cfg)
-    if moment == "complete":
-        prepare(cfg, whole=True)
-    else:
-        record = TokenWriter.record
-        monkeypatch.setattr("data.encode.CHUNK", 20_000)
-        monkeypatch.setattr("data.prepare.SYNC_SECONDS", 0.0)
-        calls = []
-
-        def stopped(writer):
-            record(writer)
-            calls.append(writer.manifest["place"])
-            if len(calls) > 3 and calls[-1][0] >= 2:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(TokenWriter, "record", stopped)
-            with pytest.raises(KeyboardInterrupt):
-                prepare(cfg, whole=True)
-    for path, *_ in read_manifest(tmp_path / "p")["files"][:2]:  # all of these was read
-        first = pathlib.Path(path)
-        text = first.read_text()
-        lines = text.splitlines(keepends=True)
-        wrong = [lines[1:] + lines[:1]] if len(lines) > 1 else []  # the same rows in another order
-        for number in {len(lines) // 2, len(lines) - 1}:
-            changed = lines[number].replace('"text": "', '"text": "not ')
-            wrong.append(lines[:number] + [changed] + lines[number + 1 :])
-        before = text_of(tmp_path / "p")
-        for these in wrong:
-            first.write_text("".join(these))
-            with pytest.raises(ConfigError, match=rf"{first.name}: its text was changed after"):
-                prepare(cfg, whole=True)
-            assert text_of(tmp_path / "p") == before
-        first.write_text(text + "\n")  # a blank line: other bytes, the same documents
-    prepare(cfg, whole=True)
-    assert is_complete(read_manifest(tmp_path / "p"))
-    new = [tmp_path / f"texts/new{i}.jsonl" for i in range(5)]
-    for path in new:
-        path.write_text(text)
-    listed = f"{new[0]}, {new[1]}, {new[2]} and 2 more came after {tmp_path / 'p'} was begun"
-    with pytest.raises(ConfigError, match=re.escape(listed)):
-        prepare(cfg, whole=True)
-
-
-def test_comparing_files_that_were_touched_goes_on_where_it_was_killed(
-    configured, tmp_path, monkeypatch
-):
-    """It records all the time, so that whoever waits for the text sees that it goes on."""
-    cfg = configured(written(tmp_path / "texts", "jsonl"), tmp_path / "p")
-    folder = tmp_path / "p"
-    monkeypatch.setattr("data.encode.CHUNK", 20_000)
-    monkeypatch.setattr("data.prepare.SYNC_SECONDS", 0.0)
-    monkeypatch.setattr("data.prepare.worker_count", lambda: 0)
-    record = TokenWriter.record
-    stamps = set()
-
-    def prepare_until(is_reached: Callable[[dict], bool]) -> None:
-        def stopping(writer):
-            record(writer)
-            stamps.add(stamp_of(folder))
-            if is_reached(writer.manifest):
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(TokenWriter, "record", stopping)
-            with pytest.raises(KeyboardInterrupt):
-                prepare(cfg, whole=True)
-
-    prepare_until(lambda manifest: manifest["place"][0] >= 3)
-    manifest = read_manifest(folder)
-    tokens = manifest["tokens"]
-    assert manifest["place"][0] == 3 and tokens["train"]
-    paths = [pathlib.Path(path) for path, *_ in manifest["files"]]
-    touched = paths[:4]
-    for path in touched:
-        path.write_text(path.read_text() + "\n")  # the same documents
-    stamps.clear()
-    sizes = [path.stat().st_size for path in touched]
-    prepare_until(lambda manifest: manifest["files"][2][1] == sizes[2])
-    documents = sum(path.read_text().count('"text"') for path in touched[:3])
-    assert len(stamps) > documents
-    assert read_manifest(folder)["tokens"] == tokens
-    read_again = []
-    read_json = sources.read_json
-
-    def reading(path, *place):
-        read_again.append(path)
-        return read_json(path, *place)
-
-    monkeypatch.setattr(sources, "read_json", reading)
-    prepare(cfg, whole=True)
-    assert read_again == [paths[3], *paths[3:]]  # compared, then read on
-    assert is_complete(read_manifest(folder))
 
 
 def test_a_wait_without_progress_ends_and_is_not_the_text_s_fault(
@@ -1001,48 +625,6 @@ def test_only_an_evaluation_waits_for_validation_text(corpora, configured, whole
     loader.close()
 
 
-def test_a_folder_that_is_deleted_or_begun_anew_is_noticed(
-    corpora, configured, tmp_path, monkeypatch
-):
-    """By the process that writes it, and by the run that reads it, which can still save what it was trained on."""
-    cfg = configured(corpora["jsonl"], tmp_path / "p")
-    prepare(cfg)
-    writer = TokenWriter(tmp_path / "p", growing=True)
-    writer.append("train", bytes(20))
-    source = GrowingSource(tmp_path / "p", cfg, 0, Mixture([1.0]))
-    preparation = Preparation(tmp_path / "p", cfg)
-    dataset = open_dataset(cfg)
-    fingerprint = dataset.fingerprint(step=0)
-    assert fingerprint[0]["identity"]["source"] == str(corpora["jsonl"])
-    shutil.rmtree(tmp_path / "p")
-    assert dataset.fingerprint(step=0) == fingerprint
-    with pytest.raises(Overtaken, match=r"was deleted or replaced while it was written"):
-        writer.record()
-    with pytest.raises(ConfigError, match="was deleted while a run reads it"):
-        source.refresh()
-    other = configured(corpora["parquet"], tmp_path / "p")
-    prepare(other, whole=True)
-    assert dataset.fingerprint(step=0) == fingerprint
-    before = content(tmp_path / "p")
-    with pytest.raises(Overtaken):
-        writer.record()
-    # stopped after its last check, when the folder was still there
-    monkeypatch.setattr(writer, "check_record", lambda: None)
-    with pytest.raises(Overtaken, match="was deleted or replaced while it was written"):
-        writer.record()
-    writer.close()
-    problem = ConfigError("the tokenizer that lies there is another folder's")
-    chunk = Chunk([], preparation.encode, preparation, preparation.source, problem=problem)
-    with pytest.raises(Overtaken):
-        preparation.write(chunk, [])
-    preparation.writer.close()
-    with pytest.raises(ConfigError, match="was begun anew, with another identity"):
-        source.refresh()
-    assert content(tmp_path / "p") == before
-    with pytest.raises(ConfigError, match="was prepared with source = "):
-        digests(cfg, 1)
-
-
 def test_a_record_is_trusted_once_its_bytes_are_there(corpora, configured, whole, tmp_path):
     """A network's file system may show the manifest before the files' new ends."""
     folder, expected = whole
@@ -1166,22 +748,6 @@ def test_a_folder_in_any_state_is_read_or_named(corpora, configured, tmp_path, c
         open_dataset(half)
 
 
-def test_one_that_stands_still_with_the_lock_is_not_waited_for(
-    corpora, configured, tmp_path, monkeypatch, capsys
-):
-    cfg = configured(corpora["jsonl"], tmp_path / "p")
-    prepare(cfg)
-    held = files.lock(tmp_path / ".p.lock")
-    monkeypatch.setattr("data.prepare.HOLDER_SECONDS", 0.5)
-    prepare(cfg, whole=True)
-    held.release()
-    told = capsys.readouterr().err
-    assert f"waiting for another process that prepares {tmp_path / 'p'}" in told
-    assert "has not recorded anything for 0 s" in told
-    assert f"preparing {tmp_path / 'p'} too" in told
-    assert is_complete(read_manifest(tmp_path / "p"))
-
-
 def test_a_resume_on_other_text_is_refused(corpora, configured, whole, tmp_path):
     """Also where the part that was trained on is prepared only later."""
     folder, _ = whole
@@ -1223,146 +789,6 @@ def continued(preparation: Preparation) -> None:
     for chunk in preparation.left:
         preparation.write(chunk, chunk.encode(chunk.documents))
     preparation.writer.record()
-
-
-def test_a_writer_that_was_overtaken_gives_up_before_it_writes(configured, tmp_path, monkeypatch):
-    """It was stopped, its text was changed behind what it had recorded, and another process went on."""
-    monkeypatch.setattr("data.encode.CHUNK", 5_000)
-    monkeypatch.setattr("data.prepare.SYNC_SECONDS", 0.0)
-    pattern = written(tmp_path / "texts", "jsonl")
-    cfg = configured(pattern, tmp_path / "p")
-    prepare(cfg)
-    first = stopped_in_the_middle(cfg, tmp_path / "p")
-    place = read_manifest(tmp_path / "p")["place"]
-    path = pathlib.Path(read_manifest(tmp_path / "p")["files"][place[0]][0])
-    lines = path.read_text().splitlines()
-    lines[place[2] + 1] = json.dumps({"text": "something else"})  # behind the record
-    path.write_text("\n".join(lines))
-    prepare(cfg, whole=True)
-    before = content(tmp_path / "p")
-    for attempt in (first.writer.end, lambda: continued(first)):
-        with pytest.raises(Overtaken, match="has prepared more of it"):
-            attempt()
-    assert content(tmp_path / "p") == before
-    assert (
-        read_manifest(tmp_path / "p")["segments"]
-        == segment_hashes(tmp_path / "p", read_manifest(tmp_path / "p"))[0]
-    )
-
-
-def test_a_writer_whose_disk_is_slow_does_not_lower_the_record(
-    configured, corpora, tmp_path, monkeypatch
-):
-    """Another process completes the folder while this one syncs what it has written."""
-    monkeypatch.setattr("data.encode.CHUNK", 5_000)
-    monkeypatch.setattr("data.prepare.SYNC_SECONDS", 0.0)
-    cfg = configured(corpora["jsonl"], tmp_path / "p")
-    prepare(cfg)
-    slow = stopped_in_the_middle(cfg, tmp_path / "p")
-    sync = TokenFile.sync
-
-    def completed_meanwhile(file):
-        sync(file)
-        with monkeypatch.context() as patch:
-            patch.setattr(TokenFile, "sync", sync)
-            prepare(cfg, whole=True)
-
-    monkeypatch.setattr(TokenFile, "sync", completed_meanwhile)
-    with pytest.raises(Overtaken, match="has prepared more of it"):
-        slow.writer.record()
-    assert is_complete(read_manifest(tmp_path / "p"))
-
-
-def test_of_a_mixture_only_the_folder_that_was_overtaken_is_left_to_the_other(
-    corpora, configured, tmp_path, monkeypatch
-):
-    """The other sources go on at once."""
-    sources = []
-    for number, kind in enumerate(("jsonl", "parquet")):
-        cfg = configured(corpora[kind], tmp_path / str(number))
-        prepare(cfg)
-        sources.append((tmp_path / str(number), cfg))
-    tries = []
-    complete = prepare_module._prepare_together
-
-    def overtaken_once(ours, workers):
-        tries.append([folder.name for folder, _ in ours])
-        if len(tries) == 1:
-            raise Overtaken(ours[0][0], "another process has prepared more of it")
-        complete(ours, workers)
-
-    monkeypatch.setattr(prepare_module, "_prepare_together", overtaken_once)
-    monkeypatch.setattr(prepare_module, "HOLDER_SECONDS", 0.1)
-    prepare_text(sources, 0)
-    assert tries == [["0", "1"], ["1"], ["0"]]
-
-
-def test_what_was_written_is_compared_before_it_is_complete(configured, corpora, tmp_path):
-    """Whoever changed it: the hashes of all segments were taken as it was tokenized."""
-    cfg = configured(corpora["jsonl"], tmp_path / "p")
-    prepare(cfg)
-    with pytest.MonkeyPatch.context() as patch:
-        end = TokenWriter.end
-
-        def spoiled(writer):
-            end(writer)
-            with (tmp_path / "p/train.bin").open("r+b") as file:
-                file.seek(10_000)
-                file.write(b"\0\0\0")
-
-        patch.setattr(TokenWriter, "end", spoiled)
-        with pytest.raises(ConfigError, match=r"train\.bin: was changed while it was prepared"):
-            prepare(cfg, whole=True)
-    assert not is_complete(read_manifest(tmp_path / "p"))
-
-
-def test_a_preparation_does_not_fill_the_folder_of_another_configuration(
-    configured, corpora, tmp_path
-):
-    """It was begun anew while this one waited for its lock."""
-    cfg = configured(corpora["jsonl"], tmp_path / "p")
-    prepare(cfg)
-    other = configured(corpora["parquet"], tmp_path / "p")
-    with pytest.raises(ConfigError, match="was prepared with source = "):
-        prepare_text([(tmp_path / "p", other)], 0)
-    assert read_manifest(tmp_path / "p")["tokens"]["train"] == 0
-
-
-@pytest.mark.parametrize("workers", [0, 1, 4])
-def test_a_wrong_row_behind_max_tokens_is_not_asked_for(configured, tmp_path, monkeypatch, workers):
-    """However far is read ahead, and whether or not it stands in the chunk in which they are reached."""
-    monkeypatch.setattr("data.encode.CHUNK", 5_000)
-    path = tmp_path / "a.jsonl"
-    spoil(path, TEXTS[:600], [590])
-    cfg = configured(path, tmp_path / "p", data={"order": "global", "max_tokens": 20_000})
-    prepare_text(begin_all(cfg), workers)
-    assert is_complete(read_manifest(tmp_path / "p"))
-    spoil(path, TEXTS[:600], [10])
-    early = configured(path, tmp_path / "q", data={"order": "global", "max_tokens": 20_000})
-    with pytest.raises(ConfigError, match="line 11: is not valid JSON"):
-        prepare_text(begin_all(early), workers)
-
-
-def test_a_mixture_with_a_tokenizer_of_its_own_resumes_once_a_row_is_mended(tmp_path, configured):
-    """Its tokenizer was trained on the start of the text; the folders' records tell what has changed since."""
-    texts = [words(i, 40) for i in range(1500)]
-    write_rows(tmp_path / "a.jsonl", texts)
-    spoil(tmp_path / "b.jsonl", texts[::-1], [1400])
-    weighted = [{"source": str(tmp_path / f"{name}.jsonl")} for name in "ab"]
-    data = {"sources": weighted, "source": None, "tokenizer": None}
-    cfg = configured("x", tmp_path / "p", data=data)
-    with pytest.MonkeyPatch.context() as patch:  # the sample ends before the wrong row
-        patch.setattr(
-            "data.tokenizer_training.train_tokenizer",
-            lambda texts, size: train_on(texts, size, 900),
-        )
-        prepare(cfg)
-    with pytest.raises(ConfigError, match=r"b\.jsonl: line 1401: "):
-        prepare(cfg, whole=True)
-    write_rows(tmp_path / "b.jsonl", texts[::-1])
-    os.utime(tmp_path / "a.jsonl")
-    folders = prepare(cfg, whole=True)
-    assert all(is_complete(read_manifest(folder)) for folder in folders)
 
 
 def train_on(texts: Iterator[str], size: int, most: int) -> bytes:
