@@ -193,194 +193,7 @@ def fake_folder(folder: pathlib.Path, tokens: int, validation: list | None = Non
     return folder
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("tokens", [260, 4096, 4097, 20_000, 50_001])
-@pytest.mark.parametrize("held_out", [False, True])
-@pytest.mark.parametrize("seq_len", [32, 100])
-def test_the_order_is_that_of_the_documentation_s_model(tokens, held_out, seq_len, tmp_path):
-    """Sample by sample over three epochs. Each exactly once an epoch, and none with a token of the validation text."""
-    excluded = order_model.held_out_range(tokens) if held_out else None
-    folder = fake_folder(tmp_path / "f", tokens, ["train", *excluded] if excluded else None)
-    cfg = make_config(
-        run={"seed": 3},
-        train={"seq_len": seq_len, "global_batch_size": 1, "micro_batch_size": None},
-    )
-    mixture = SimpleNamespace(weights=(1, 1, 1), period=3)
-    source = GrowingSource(folder, cfg, 2, mixture)
-    windows_an_epoch = source.order.windows
-    count = 3 * windows_an_epoch
-    found = [source.order.locate(index) for index in range(count)]
-    assert found == order_model.growing_samples(tokens, seq_len, 3, 2, excluded, count)
-    windows = order_model.training_windows(tokens, seq_len, excluded)
-    for epoch in range(3):
-        of_epoch = found[epoch * windows_an_epoch : (epoch + 1) * windows_an_epoch]
-        assert sorted(of_epoch) == [(epoch, window) for window in windows]
-    if excluded:
-        first, end = excluded
-        assert all(k * seq_len + seq_len < first or k * seq_len >= end for k in windows)
-    numbering = Windows(seq_len, excluded)
-    assert numbering.count(tokens) == len(windows)
-    assert [numbering(k) for k in range(len(windows))] == windows
-
-
-@pytest.mark.quick
-def test_the_real_borders(tmp_path, monkeypatch):
-    monkeypatch.undo()
-    assert [record.border_of(i) for i in (0, 1, 9, 10, 11)] == [
-        2**20,
-        2**21,
-        2**29,
-        2**29 + 2**28,
-        2**30,
-    ]
-    assert [record.border_of(i) for i in range(30)] == [order_model.border(i) for i in range(30)]
-    tokens = 2**21 + 2**20 + 12_345
-    cfg = make_config(train={"seq_len": 2048, "global_batch_size": 1, "micro_batch_size": None})
-    source = GrowingSource(fake_folder(tmp_path / "f", tokens), cfg, 0, Mixture([1.0]))
-    count = source.order.windows + 50
-    assert [source.order.locate(i) for i in range(count)] == order_model.growing_samples(
-        tokens, 2048, 0, 0, None, count
-    )
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("kind", ["jsonl", "json.gz", "parquet"])
-def test_the_text_is_that_of_the_model(kind, corpora, configured, tmp_path, prepared, monkeypatch):
-    """Its order, what is held out, where documents end, and the hash of each segment, in files of each kind, which are
-    larger than all buffers; a disk takes a part of what it is given."""
-    write = os.pwrite
-    monkeypatch.setattr("os.pwrite", lambda handle, raw, at: write(handle, raw[:777], at))
-    monkeypatch.setattr("data.writer.BUFFER", 1000)
-    monkeypatch.setattr("data.writer.READ_BYTES", 64)
-    cfg = configured(corpora[kind], tmp_path / "p")
-    folder = prepare(cfg, whole=True)[0]
-    names = [f"part{number}.{kind}" for number in range(6)]
-    tokenizer = Tokenizer(prepared / "tokenizer.model")
-    documents = []
-    for name in order_model.reading_order(names):
-        number = names.index(name)
-        texts = [text for text in TEXTS[CUTS[number] : CUTS[number + 1]] if text]
-        for text, ids in zip(texts, tokenizer.encode(texts)):
-            documents.append((text, [*tokenizer.bos, *ids, *tokenizer.eos]))
-    expected = order_model.split(documents, growing=True)
-    for split, ids in zip(("train", "heldout"), expected):
-        stored = b"".join(i.to_bytes(2, "little") for i in ids)
-        assert (folder / f"{split}.bin").read_bytes() == stored
-        [eos] = tokenizer.eos
-        document_ends = [i + 1 for i, token in enumerate(ids) if token == eos]
-        stored_ends = b"".join(end.to_bytes(8, "little") for end in document_ends)
-        assert (folder / f"{split}.ends.bin").read_bytes() == stored_ends
-    ends = [0]
-    while ends[-1] < len(expected[0]):
-        ends.append(min(len(expected[0]), order_model.border(len(ends) - 1)))
-    train = (folder / "train.bin").read_bytes()
-    hashes = [
-        hashlib.sha256(train[2 * begin : 2 * end]).hexdigest()
-        for begin, end in itertools.pairwise(ends)
-    ]
-    assert read_manifest(folder)["segments"] == hashes and len(hashes) > 6
-    held_out = (folder / "heldout.bin").read_bytes()
-    assert read_manifest(folder)["validation_hash"] == hashlib.sha256(held_out).hexdigest()
-    assert len(expected[0]) > VALUES["HOLD_OUT_BEFORE"] * 2  # later documents are not held out
-
-
 # The same samples, whatever happens meanwhile
-
-
-@pytest.mark.quick
-def test_samples_are_the_same_while_preparing_as_after_it(corpora, configured, whole, tmp_path):
-    folder, expected = whole
-    cfg = configured(corpora["jsonl"], tmp_path / "new")
-    prepare(cfg)
-    assert read_manifest(tmp_path / "new")["tokens"]["train"] == 0
-    assert digests(cfg, len(expected)) == expected
-    prepare(cfg, whole=True)  # a run may end before the last hashes are there
-    assert content(tmp_path / "new") == content(folder)
-    middle = expected[len(expected) // 3 :]
-    assert digests(cfg, len(expected), len(expected) // 3 + 1) == middle
-
-
-def test_a_source_that_waits_reads_what_is_recorded_alone(corpora, configured, whole, tmp_path):
-    """Each state of the record in which a process that prepares could be killed. The validation text is read once it
-    is complete: where no more documents are held out, long before the text's end."""
-    folder, expected = whole
-    cfg = configured(corpora["jsonl"], tmp_path / "new")
-    prepare(cfg)
-    train_tokens = read_manifest(folder)["tokens"]["train"]
-    of_segments = map(len, order_model.segments(train_tokens, cfg.train.seq_len, None))
-    segment_ends = [*itertools.accumulate(of_segments)]
-    seen = []
-    validation = []
-    with contextlib.ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr("data.encode.CHUNK", 20_000)
-        record = TokenWriter.record
-
-        def recorded(writer):
-            record(writer)
-            source = GrowingSource(tmp_path / "new", cfg, 0, Mixture([1.0]))
-            ends = source.order.segment_ends
-            assert ends == segment_ends[: len(ends)]
-            if not source.is_recorded:
-                told = r"new: segment (\d+), ([\d,]+) of ([\d,]+) tokens prepared$"
-                found = re.search(told, source.waits_for()).groups()
-                segment, tokens, end = [int(number.replace(",", "")) for number in found]
-                assert tokens == read_manifest(tmp_path / "new")["tokens"]["train"]
-                assert end == order_model.border(segment) > tokens
-                assert segment == 0 or order_model.border(segment - 1) <= tokens
-            readable = ends[-1] // 8 if ends else 0
-            seen.append(readable)
-            text = growing.GrowingText(cfg, [tmp_path / "new"])
-            assert text.covers(readable) or not readable
-            assert not text.covers(readable + 1) or source.is_recorded
-            is_decided = source.manifest["tokens"]["train"] >= VALUES["HOLD_OUT_BEFORE"]
-            assert text.has_validation() == is_decided
-            if is_decided:
-                (stream,) = open_data(cfg, "validation")
-                validation.append(stream.read(0, stream.length)[0])
-
-        patch.setattr(TokenWriter, "record", recorded)
-        prepare(cfg, whole=True)
-    assert len({*seen}) > 5 and seen == sorted(seen)
-    assert 5 < len(validation) < len(seen) - 2
-    assert {*validation} == {(folder / "heldout.bin").read_bytes()}
-    assert digests(cfg, 20) == expected[:20]
-
-
-def test_an_evaluation_that_is_due_waits_for_its_text(
-    corpora, configured, whole, tmp_path, monkeypatch
-):
-    """Where the next steps' text is there already. Ranks of which one sees more of the record agree on the rest."""
-    cfg = configured(corpora["jsonl"], tmp_path / "p", eval={"every_steps": 2})
-    prepare(cfg)
-    record = TokenWriter.record
-
-    def stopped(writer: TokenWriter) -> None:
-        record(writer)
-        if writer.tokens["train"] >= VALUES["FIRST_BORDER"]:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("data.encode.CHUNK", 20_000)
-        patch.setattr(TokenWriter, "record", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(cfg, whole=True)
-    monkeypatch.setattr(background.Preparer, "poll", lambda *_: None)
-    loader = Loader(cfg, open_dataset(cfg), data_rank(), 1)
-    hashes = []
-    for step in range(2):
-        assert loader.is_ready(step)
-        hashes.append(loader.text_hash(step))
-        next(loader)
-    assert not loader.is_ready(2)
-    for name, bytes_ in content(whole[0]).items():
-        files.write_atomic(tmp_path / "p" / name, bytes_)  # the loader's thread reads
-    assert loader.is_ready(2)
-    other = Loader(cfg, open_dataset(cfg), data_rank(), 1)
-    assert [other.text_hash(step) for step in range(2)] == hashes
-    assert other.text_hash(2) == loader.text_hash(2)
-    loader.close()
-    other.close()
 
 
 @pytest.mark.parametrize("locks", [True, False])
@@ -414,48 +227,6 @@ def test_two_processes_that_prepare_at_once_write_the_same(
     assert sum(text.count("has prepared more of it") for text in printed) <= 1  # then one waits
 
 
-@pytest.mark.parametrize("decision", ["a document", "tokens", "the end"])
-def test_no_sample_is_read_before_it_is_decided_what_is_held_out(
-    decision, corpora, configured, tmp_path
-):
-    """By a document that is, or by so many tokens without one, or at the text's end. What is written but not recorded
-    is not read."""
-    cfg = configured(corpora["jsonl"], tmp_path / "p")
-    [(folder, _)] = begin_all(cfg)
-    writer = TokenWriter(folder, growing=True)
-
-    def append_up_to(tokens: int) -> None:
-        while writer.tokens["train"] < tokens:
-            writer.append("train", bytes(2 * 101))
-
-    append_up_to(order_model.border(0) + 1)
-    writer.record()
-    source = GrowingSource(folder, cfg, 0, Mixture([1.0]))
-    assert not source.order.covers(0) and source.stream is None
-    assert source.waits_for() == (
-        f"{folder}: segment 0, {writer.tokens['train']:,} tokens prepared, none of them validation "
-        f"text; {VALUES['HOLD_OUT_BEFORE']:,} at most are waited for"
-    )
-    if decision == "a document":
-        writer.append("heldout", bytes(2 * 5))
-        writer.record()
-    elif decision == "tokens":
-        append_up_to(VALUES["HOLD_OUT_BEFORE"])
-        writer.record()
-    else:
-        writer.end()
-    recorded = writer.tokens["train"]
-    documents = writer.documents["train"]
-    append_up_to(recorded + 1000)
-    for file in writer.files:
-        file.sync()
-    writer.close()
-    source.refresh()
-    assert source.order.covers(0)
-    assert (source.stream.length, source.stream.document_count) == (recorded, documents)
-    assert source.stream.documents(0, 202) == [(0, 0, 101), (1, 101, 202)]
-
-
 def test_killed_at_random_moments_it_goes_on(corpora, configured, whole, tmp_path):
     """Under a run that waits: the process that prepares is killed, and another is started."""
     folder, expected = whole
@@ -481,34 +252,6 @@ def test_killed_at_random_moments_it_goes_on(corpora, configured, whole, tmp_pat
     assert found == expected and kills > 1
     prepare(cfg, whole=True)  # a run may end before the last hashes are there
     assert content(tmp_path / "new") == content(folder)
-
-
-def test_a_mixture_of_a_finished_and_a_growing_source(corpora, configured, tmp_path, prepared):
-    """Its validation, too."""
-
-    def of(folder: str) -> config.Config:
-        weighted = [
-            {"source": str(corpora["jsonl"]), "weight": 0.3},
-            {"source": str(corpora["parquet"]), "weight": 0.7},
-        ]
-        data = {"sources": weighted, "source": None}
-        return configured("x", tmp_path / folder, data=data, eval={})
-
-    before = of("before")
-    prepare(before, whole=True)
-    mixed = of("mixed")
-    prepare(mixed)
-    folders = [path for path in (tmp_path / "mixed").iterdir() if path.is_dir()]
-    other, done = sorted(folders, key=lambda folder: "jsonl" in folder.name)
-    shutil.rmtree(done)
-    shutil.copytree(tmp_path / "before" / done.name, done)
-    assert not is_complete(read_manifest(other))
-    assert digests(mixed, 120) == digests(before, 120)
-    held = [
-        [stream.read(0, stream.length)[0] for stream in open_data(cfg, "validation")]
-        for cfg in (before, mixed)
-    ]
-    assert held[0] == held[1] and len(held[0]) == 2
 
 
 def test_max_tokens_end_the_text(corpora, configured, whole, tmp_path):
@@ -870,42 +613,6 @@ def test_a_wait_in_which_something_is_recorded_may_last_longer_than_the_limit(
     assert text.waited == 0.0
 
 
-def test_a_mixture_waits_for_the_source_of_which_a_step_needs_one_sample_more(
-    corpora, configured, tmp_path
-):
-    """Counted sample by sample, of three sources; a step that has all of its samples waits for none."""
-    names = {"jsonl": 0.45, "json.gz": 0.45, "parquet": 0.1}
-    weighted = [{"source": str(corpora[k]), "weight": weight} for k, weight in names.items()]
-    cfg = configured("x", tmp_path / "p", data={"sources": weighted, "source": None})
-    prepare(cfg)
-    text = open_dataset(cfg).growing
-    taken = [0, 0, 0]
-    for step in range(1, 13):
-        for number in range(8 * step - 8, 8 * step):
-            source, index = text.mixture(number)
-            assert index == taken[source]
-            taken[source] += 1
-        for source, samples in zip(text.sources, taken):
-            source.order.segment_ends = [samples // 2, samples]
-        assert text.covers(step)
-        for source, samples in zip(text.sources, taken):
-            if samples:
-                source.order.segment_ends = [samples // 2, samples - 1]
-                assert not text.covers(step)
-                assert text.waits_for(step) == source.waits_for()
-                source.order.segment_ends = [samples // 2, samples]
-    assert min(taken) > 0
-    # of ranks one sees more: of sources that give no sample yet, and whose first segment holds no window
-    agreed = []
-    for seen in range(1, 4):
-        for source in text.sources:
-            source.manifest["segments"] = ["a", "b", "c"][:seen]
-            source.order.segment_ends = [0, 10, 20][:seen]
-        assert text.covers(0)
-        agreed.append(text.segments(0))
-    assert agreed == [[["a"], ["a"], ["a"]]] * 3
-
-
 def test_trouble_of_the_process_that_prepares(corpora, configured, tmp_path, monkeypatch, capfd):
     """Killed, it is started again; failing, it is no fault of the text, whatever it prints; a full disk neither."""
     cfg = configured(corpora["jsonl"], tmp_path / "p")
@@ -975,32 +682,6 @@ def test_a_failure_over_what_no_step_waits_for_is_told_once(
     assert capfd.readouterr().err == "the process that prepares text ended with code 7\n"
 
 
-def test_token_files_that_are_cut_in_use_fail_on_all_ranks_together(
-    corpora, configured, whole, tmp_path
-):
-    """Not in the rank that reads them alone: all save first."""
-    folder = shutil.copytree(whole[0], tmp_path / "p")
-    cfg = configured(corpora["jsonl"], folder)
-    dataset = open_dataset(cfg)
-    os.truncate(folder / "train.bin", 100)
-    loader = Loader(cfg, dataset, data_rank(), 1)
-    with pytest.raises(ConfigError, match="it was cut while it was in use"):
-        loader.pending[1].result()
-    with pytest.raises(ConfigError, match="it was cut while it was in use"):
-        loader.is_ready(0)
-    loader.close()
-
-
-def test_only_an_evaluation_waits_for_validation_text(corpora, configured, whole):
-    cfg = configured(corpora["jsonl"], whole[0], eval={"every_steps": 2})
-    loader = Loader(cfg, open_dataset(cfg), data_rank(), 1)
-    loader.dataset.has_validation = lambda: False
-    for step, expected in ((0, True), (1, True), (2, False)):
-        assert loader.is_ready(step) == expected
-        next(loader)
-    loader.close()
-
-
 def test_a_folder_that_is_deleted_or_begun_anew_is_noticed(
     corpora, configured, tmp_path, monkeypatch
 ):
@@ -1043,33 +724,6 @@ def test_a_folder_that_is_deleted_or_begun_anew_is_noticed(
         digests(cfg, 1)
 
 
-def test_a_record_is_trusted_once_its_bytes_are_there(corpora, configured, whole, tmp_path):
-    """A network's file system may show the manifest before the files' new ends."""
-    folder, expected = whole
-    cfg = configured(corpora["jsonl"], tmp_path / "p")
-    prepare(cfg)
-    source = GrowingSource(tmp_path / "p", cfg, 0, Mixture([1.0]))
-    files_of = content(folder)
-    whole_record = read_manifest(folder)
-    for late in [name for name in files_of if name.endswith(".bin")]:
-        for name, whole_file in files_of.items():
-            (tmp_path / "p" / name).write_bytes(whole_file[:-1] if name == late else whole_file)
-        source.refresh()
-        assert not source.is_recorded and not source.order.segment_ends, late
-        if late.startswith("train"):
-            ended = {key: value for key, value in whole_record.items() if key != "sha256"}
-            write_manifest(tmp_path / "p", {**ended, "ended": True})
-            begun = GrowingSource(tmp_path / "p", cfg, 0, Mixture([1.0]))
-            assert not begun.is_recorded and not begun.order.segment_ends, late
-            write_manifest(tmp_path / "p", whole_record)
-        (tmp_path / "p" / late).unlink()
-        source.refresh()
-        assert not source.is_recorded, late
-        (tmp_path / "p" / late).write_bytes(files_of[late])
-    source.refresh()
-    assert source.is_recorded and digests(cfg, 9) == expected[:9]
-
-
 def test_a_file_server_s_clock_does_not_matter(corpora, configured, whole, tmp_path):
     """Each record's time is decades from this machine's, and goes back and forth."""
     _, expected = whole
@@ -1100,41 +754,6 @@ def test_a_file_server_s_clock_does_not_matter(corpora, configured, whole, tmp_p
         prepare(cfg, whole=True)
     assert len(seen) > 5 and all(seen)
     assert digests(cfg, 9) == expected[:9]
-
-
-def test_configurations_of_billions_of_tokens_train_while_they_are_prepared():
-    """Otherwise the GPUs of a first command would wait for hours."""
-    for path in sorted((REPO / "configs").glob("*.toml")):
-        d = read_toml(str(path))["data"]
-        assert d.get("order") == "growing" or d.get("max_tokens", 0) < 1e9, path
-
-
-@pytest.mark.parametrize("batch, told", [(4, None), (100_000, "takes 1e\\+05 of them")])
-def test_too_little_text_is_refused_before_a_run(batch, told, tmp_path, configured, monkeypatch):
-    """Little text is prepared before the ranks start; of much text it is known at its end."""
-    write_rows(tmp_path / "few.jsonl", TEXTS[:300])
-    train = {"global_batch_size": batch, "micro_batch_size": None}
-    cfg = configured(tmp_path / "few.jsonl", tmp_path / "p", train=train)
-    monkeypatch.setattr("data.prepare.SMALL", 1 << 22)
-    prepare(cfg)
-    assert is_complete(read_manifest(tmp_path / "p"))
-    with pytest.raises(ConfigError, match=told) if told else contextlib.nullcontext():
-        open_dataset(cfg)
-
-
-def test_documents_of_one_token_are_refused_under_a_mask(tmp_path, configured, monkeypatch):
-    import tokenizers
-    from tokenizers import models, pre_tokenizers
-
-    made = tokenizers.Tokenizer(models.WordLevel({"cat": 0, "?": 1}, unk_token="?"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
-    write_rows(tmp_path / "a.jsonl", ["cat"] * 3000)
-    data = {"tokenizer": str(tmp_path / "tokenizer.json"), "document_mask": True}
-    cfg = configured(tmp_path / "a.jsonl", tmp_path / "p", data=data)
-    prepare(cfg, whole=True)
-    with pytest.raises(ConfigError, match="has documents of one token each"):
-        open_dataset(cfg)
 
 
 def test_a_folder_in_any_state_is_read_or_named(corpora, configured, tmp_path, capsys):
@@ -1180,27 +799,6 @@ def test_one_that_stands_still_with_the_lock_is_not_waited_for(
     assert "has not recorded anything for 0 s" in told
     assert f"preparing {tmp_path / 'p'} too" in told
     assert is_complete(read_manifest(tmp_path / "p"))
-
-
-def test_a_resume_on_other_text_is_refused(corpora, configured, whole, tmp_path):
-    """Also where the part that was trained on is prepared only later."""
-    folder, _ = whole
-    cfg = configured(corpora["jsonl"], folder)
-    dataset = open_dataset(cfg)
-    used = dataset.fingerprint(step=40)
-    assert 2 < len(used[0]["segments"]) < len(read_manifest(folder)["segments"])
-    dataset.require_same_text(used)
-    changed = json.loads(json.dumps(used))
-    changed[0]["segments"][1] = "another"
-    with pytest.raises(ConfigError, match="segment 1 has other text than when it was trained on"):
-        dataset.require_same_text(changed)
-    new = configured(corpora["jsonl"], tmp_path / "new")
-    prepare(new)
-    loader = Loader(new, open_dataset(new), data_rank(), 41)
-    loader.dataset.require_same_text(changed)
-    with pytest.raises(ConfigError, match="segment 1 has other text than when it was trained on"):
-        next_digest(loader, 41)
-    loader.close()
 
 
 # Writers that outlive their folder or their text
@@ -1367,30 +965,6 @@ def test_a_mixture_with_a_tokenizer_of_its_own_resumes_once_a_row_is_mended(tmp_
 
 def train_on(texts: Iterator[str], size: int, most: int) -> bytes:
     return train_tokenizer(itertools.islice(texts, most), size)
-
-
-def test_other_validation_text_than_a_run_began_with_is_refused(configured, corpora, tmp_path):
-    own = tmp_path / "own.jsonl"
-    write_rows(own, [words(i, 20) for i in range(40)])
-    data = {"validation": str(own)}
-    cfg = configured(corpora["jsonl"], tmp_path / "p", data=data, eval={"every_steps": 2})
-    prepare(cfg, whole=True)
-    dataset = open_dataset(cfg)
-    before = dataset.fingerprint(step=4)
-    hashed = hashlib.sha256((tmp_path / "p/heldout.bin").read_bytes()).hexdigest()
-    assert before[0]["validation_hash"] == hashed
-    loaders = [Loader(cfg, dataset, data_rank(), 1)]
-    write_rows(own, [words(100 + i, 20) for i in range(40)])
-    shutil.rmtree(tmp_path / "p")
-    prepare(cfg, whole=True)
-    changed = open_dataset(cfg)
-    with pytest.raises(ConfigError, match="its validation text has changed since the run began"):
-        changed.require_same_text(before)
-    loaders.append(Loader(cfg, changed, data_rank(), 1))
-    first, second = ([loader.text_hash(step) for step in (1, 2)] for loader in loaders)
-    assert first[0] == second[0] and first[1] != second[1]  # an evaluation is due after step 2
-    for loader in loaders:
-        loader.close()
 
 
 def test_a_process_that_stands_still_is_replaced(corpora, configured, whole, tmp_path, monkeypatch):
