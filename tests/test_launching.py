@@ -19,12 +19,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from data.encode import encode_in_order
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 import config
 from config import ConfigError
 from data.cores import usable_cores
-from data.encode import encode_in_order
 from launch import checks
 from launch import launch as launcher
 from launch.command import Ranks, commits, needed_packages, variables_of_a_launcher

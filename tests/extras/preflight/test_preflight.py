@@ -13,7 +13,6 @@ import sys
 import types
 
 import pytest
-from data.sources import Source
 
 import config
 import files
