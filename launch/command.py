@@ -200,7 +200,7 @@ def needed_packages(argv: list[str]) -> list[str]:
         if not is_prepared(cfg):
             needed += preparing
     except (ConfigError, SystemExit) as error:  # the run itself will report what is wrong
-        if "needs huggingface_hub" in str(error):
+        if "huggingface_hub" in str(error):  # it is missing
             needed.append("huggingface_hub")
     return needed
 
