@@ -47,12 +47,14 @@ MOST_WORKERS = 64  # one process that reads cannot feed more
 
 @dataclass
 class Batch:
-    """Documents of a source that are tokenized together. The last one of a source has none."""
+    """Documents of a source that are tokenized together. The last batch of a source has none, but
+    the problem for which it cannot be read on, if there is one."""
 
     preparation: "Preparation"
     documents: list[str] = field(default_factory=list)
     position: Position = Position()  # of the source, after the last document
     share_read: float = 1.0  # of the source, from 0 to 1
+    problem: ConfigError | OSError | None = None
 
 
 def prepare(
@@ -134,26 +136,19 @@ def interleaved(preparations: "list[Preparation]") -> Iterator[Batch]:
 
 
 def encoded_in_order(pool: Executor, batches: Iterator[Batch]) -> Iterator[tuple[Batch, Encoded]]:
-    """Yields each batch with its ids. What was read before a wrong row comes before its error.
-    Raises ConfigError and OSError."""
-    ahead: collections.deque = collections.deque()
-    problem: Exception | None = None
+    """Yields each batch with its ids. Raises ConfigError and OSError."""
     workers: int = pool._max_workers  # pyrefly: ignore[missing-attribute]  # of both kinds
+    ahead: collections.deque = collections.deque()
     while True:
-        try:
-            for batch in itertools.islice(batches, AHEAD * workers - len(ahead)):
-                ahead.append((batch, pool.submit(batch.preparation.encode, batch.documents)))
-        except (ConfigError, OSError) as error:
-            problem = error
+        for batch in itertools.islice(batches, AHEAD * workers - len(ahead)):
+            ahead.append((batch, pool.submit(batch.preparation.encode, batch.documents)))
         if not ahead:
-            break
-        batch, future = ahead.popleft()
+            return
+        batch, encoded = ahead.popleft()
         try:
-            yield batch, future.result()
+            yield batch, encoded.result()
         except BrokenProcessPool:
             raise OSError("a process that tokenizes was killed (out of memory?)") from None
-    if problem:
-        raise problem
 
 
 class Preparation:
@@ -208,8 +203,8 @@ class Preparation:
 
     def _batches(self, source: Source) -> Iterator[Batch]:
         batch = Batch(self)
+        last = Batch(self, position=Position(len(source.files)))
         size = 0
-        problem = None
         try:
             for document in source:
                 batch.documents.append(document)
@@ -223,12 +218,10 @@ class Preparation:
                     batch = Batch(self)
                     size = 0
         except (ConfigError, OSError) as error:
-            problem = error
+            last.problem = error
         if batch.documents:
             yield batch
-        if problem:
-            raise problem
-        yield Batch(self, position=Position(len(source.files)))
+        yield last
 
     def is_full(self) -> bool:
         """Whether data.max_tokens is reached."""
@@ -239,6 +232,8 @@ class Preparation:
         OSError."""
         if self.manifest["complete"]:  # data.max_tokens was reached before this batch
             return
+        if batch.problem:
+            raise batch.problem
         is_last = not batch.documents
         if self.validation and not self.manifest["validation"]:
             self._append(encoded, is_validation=True)
@@ -314,20 +309,21 @@ class Preparation:
 
 
 def main(argv: list[str]) -> int:
-    """argv: with --beside=RANKS if the launcher starts it (data/preparer.py), next to which so many
-    ranks will train on this machine."""
+    """argv: with --beside=RANKS if the launcher starts it (data/preparer.py): so many ranks will
+    train on this machine meanwhile."""
     words = [word for word in argv if not word.startswith("--beside=")]
     ranks = [int(word.partition("=")[2]) for word in argv if word.startswith("--beside=")]
     args, cfg = config.from_command_line(words, __doc__, tool=True)
     if ranks:
         die_with_parent()
         os.nice(19)
+        with contextlib.suppress(OSError):  # Linux's priority of a session next to others
+            pathlib.Path("/proc/self/autogroup").write_text("19")
     try:
         cfg, _ = formats.complete(args, cfg)
         if not ranks:
             check_complete(cfg)
-        is_before_ranks = cfg.data.order == "global"
-        prepare(cfg, worker_count(*ranks), has_bar=is_before_ranks or not ranks)
+        prepare(cfg, worker_count(*ranks), has_bar=not any(ranks))
     except ConfigError as error:
         print_error(str(error))
         return 2

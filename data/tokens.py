@@ -18,7 +18,7 @@ import numpy as np
 from config import ConfigError
 from data.folder import damaged
 
-OPEN_FILES = 256  # a corpus may have more files than a process may open
+OPEN_FILES = 128  # a corpus may have more files than a process may open
 
 
 class TextStream(Protocol):

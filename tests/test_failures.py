@@ -13,11 +13,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from data.background import PreparingFailed
+from lifecycle.text import NextText
 
 import config
 from checkpoint.save import SaveFailed
 from config import ConfigError
-from data.background import PreparingFailed
 from launch.launch import exit_code, mark_stopped, print_root_cause
 from lifecycle import folder
 from lifecycle.failure import failure_of, final_exit_code
@@ -25,7 +26,6 @@ from lifecycle.process_group import problems_of_devices
 from lifecycle.rank import RankProcess
 from lifecycle.run import Run, phase_timeouts
 from lifecycle.stop import StopRequest
-from lifecycle.text import NextText
 from lifecycle.watchdog import NOW
 from optim import NoTargets
 from tests.conftest import REPO, make_config

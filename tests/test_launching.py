@@ -19,12 +19,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from data.encode import encode_in_order
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 import config
 from config import ConfigError
 from data.cores import usable_cores
-from data.encode import encode_in_order
 from launch import checks
 from launch import launch as launcher
 from launch.command import Ranks, commits, needed_packages, variables_of_a_launcher
@@ -334,7 +334,7 @@ def test_a_run_needs_the_packages_of_what_it_does(monkeypatch, is_prepared, init
     model = dataclasses.replace(cfg.model, init_from=init_from)
     cfg = dataclasses.replace(cfg, model=model)
     monkeypatch.setattr("launch.command.config.load", lambda *_: cfg)
-    monkeypatch.setattr("data.folder_names.is_prepared", lambda _: is_prepared)
+    monkeypatch.setattr("data.folder.is_prepared", lambda _: is_prepared)
     assert needed_packages(["x.toml"]) == expected
     assert needed_packages(["x.toml", "--dry-run"]) == []
 

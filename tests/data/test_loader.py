@@ -25,12 +25,12 @@ from data.order import border_of
 from data.prepare import prepare
 from tests.conftest import REPO, data_rank, loader_of, make_config, refuses
 
-BORDER = 2**22
+BORDER = 2**20  # the first
 
 
 @pytest.fixture(scope="module")
 def long_text(tmp_path_factory) -> np.ndarray:
-    """Four segments of random ids."""
+    """Six segments of random ids."""
     return np.random.default_rng(0).integers(0, 320, 20_000_000).astype(np.uint16)
 
 
@@ -61,7 +61,8 @@ def configure(long_text, tmp_path) -> Callable[..., config.Config]:
 
 
 def record(cfg: config.Config, count: int, complete: bool = False, **changes: object) -> None:
-    """Replaces the record of a folder: `count` of its segments are recorded."""
+    """Replaces the record of a folder: `count` of its segments are recorded. What is held out is
+    decided with the third, at 2^22 tokens."""
     folder = pathlib.Path(cfg.data.path or "")
     tokens = (folder / "train.bin").stat().st_size // 2
     manifest = {
@@ -73,7 +74,7 @@ def record(cfg: config.Config, count: int, complete: bool = False, **changes: ob
         "complete": complete,
         "tokens": {"train": tokens, "heldout": 1000},
         "documents": {"train": 3, "heldout": 2},
-        "validation": ["heldout", 0, 1000, "of validation"] if count else None,
+        "validation": ["heldout", 0, 1000, "of validation"] if count >= 3 else None,
         "segments": [f"of {number}" for number in range(count)],
     }
     write_manifest(folder, manifest | changes)
@@ -95,9 +96,9 @@ def digests(cfg: config.Config, steps: range, ranks: int = 1) -> list[int]:
 
 @pytest.mark.parametrize("order", ["global", "growing"])
 def test_resume_on_any_ranks_and_micro_batches_reads_the_same_samples(configure, order):
-    """An epoch has 2000 windows, and 31.25 steps. Its first segment ends in step 7."""
+    """An epoch has 2000 windows, and 31.25 steps. Its third segment ends in step 7."""
     cfg = configure(data={"order": order}, train={"steps": 40})
-    record(cfg, 4, complete=True)
+    record(cfg, 6, complete=True)
     whole = digests(cfg, range(1, 41))
     assert len({*whole}) == 40
     for ranks, micro_batch_size, first in [(1, 64, 4), (2, 8, 20), (4, 2, 30), (4, 16, 32)]:
@@ -111,7 +112,7 @@ def test_resume_on_any_ranks_and_micro_batches_reads_the_same_samples(configure,
 @pytest.mark.quick
 def test_batches_hold_the_tokens_of_the_order(configure, long_text):
     cfg = configure(train={"micro_batch_size": 4})
-    record(cfg, 4, complete=True)
+    record(cfg, 6, complete=True)
     dataset = open_dataset(cfg)
     loaders = [Loader(cfg, dataset, data_rank(rank, 2), 3) for rank in range(2)]
     batches = [next(loader) for loader in loaders]
@@ -139,7 +140,7 @@ def test_a_digest_depends_on_the_sample_s_number_and_on_its_tokens():
 @pytest.mark.quick
 def test_a_wrong_id_reaches_the_training_thread(configure):
     cfg = configure(model={"vocab_size": 320})
-    record(cfg, 4, complete=True)
+    record(cfg, 6, complete=True)
     loader = loader_of(cfg)
     stream = loader.dataset.sources[0].stream
     stream.vocab_size = 300
@@ -224,7 +225,7 @@ def test_an_evaluation_makes_no_step_without_a_target(configure, tokens, steps):
     """Of 8 samples of 32 targets each: 257 tokens have 256 targets."""
     train = {"seq_len": 32, "global_batch_size": 8, "micro_batch_size": 2}
     cfg = configure(train=train, eval={})
-    record(cfg, 4, complete=True, validation=["heldout", 7, 7 + tokens, "a hash"])
+    record(cfg, 6, complete=True, validation=["heldout", 7, 7 + tokens, "a hash"])
     (stream,) = open_dataset(cfg).validation
     batches = [*validation_batches(stream, cfg, data_rank())]
     assert len(batches) == 4 * steps
@@ -235,7 +236,7 @@ def test_an_evaluation_makes_no_step_without_a_target(configure, tokens, steps):
 def test_an_evaluation_keeps_to_documents(configure):
     train = {"seq_len": 32, "global_batch_size": 8, "micro_batch_size": 2}
     cfg = configure(data={"document_mask": True}, train=train, eval={})
-    record(cfg, 4, complete=True)
+    record(cfg, 6, complete=True)
     (stream,) = open_dataset(cfg).validation
     ids = stream.read(0, 1000)
     targets = torch.cat([tensors[1] for tensors in validation_batches(stream, cfg, data_rank())])
@@ -250,9 +251,9 @@ def test_an_evaluation_keeps_to_documents(configure):
 def test_samples_are_the_same_while_text_is_prepared_as_afterwards(configure):
     cfg = configure(data={"document_mask": True})
     dataset = open_dataset(cfg)
-    assert dataset.validation == [] and not dataset.covers(1)
+    assert not dataset.covers(1)
     spans = []
-    for segments in range(1, 4):
+    for segments in range(1, 6):
         record(cfg, segments)
         assert dataset.covers(1)
         windows = (border_of(segments - 1) - 1) // 9999
@@ -263,7 +264,7 @@ def test_samples_are_the_same_while_text_is_prepared_as_afterwards(configure):
         assert dataset.epochs(1) is None
         spans.append([dataset.span(number)[1:] for number in range(windows)])
     assert [stream.length for stream in dataset.validation] == [1000]
-    record(cfg, 4, complete=True)
+    record(cfg, 6, complete=True)
     assert dataset.covers(1000) and dataset.epochs(1) == 64 / 2000
     complete = open_dataset(cfg)
     for some in spans:
@@ -274,7 +275,8 @@ def test_at_every_record_of_the_writer_samples_are_those_of_the_complete_text(
     corpus, prepared, tmp_path, monkeypatch
 ):
     for module in ("order", "writer", "prepare"):
-        monkeypatch.setattr(f"data.{module}.FIRST_BORDER", 4096)
+        monkeypatch.setattr(f"data.{module}.HELD_OUT_OF", 8192)
+    monkeypatch.setattr("data.order.FIRST_BORDER", 2048)
     monkeypatch.setattr("data.order.BORDER_STEP", 4096)
     monkeypatch.setattr("data.prepare.BATCH_CHARACTERS", 2000)
     monkeypatch.setattr("data.prepare.RECORD_SECONDS", 0.0)
@@ -295,7 +297,7 @@ def test_at_every_record_of_the_writer_samples_are_those_of_the_complete_text(
 
     monkeypatch.setattr("data.writer.write_manifest", write_and_read)
     prepare(cfg)
-    assert len({*records}) == 7 < len(records)  # 24,676 tokens are seven segments
+    assert len({*records}) == 8 < len(records)
     complete = open_dataset(cfg)
     assert complete.epochs(len(samples)) == 1
     for number, tokens in samples.items():
@@ -305,16 +307,16 @@ def test_at_every_record_of_the_writer_samples_are_those_of_the_complete_text(
 
 @pytest.mark.quick
 def test_a_loader_reads_ahead_what_is_prepared_alone(configure):
-    """The first segment has 419 windows, and 6.5 steps."""
+    """Three segments have 419 windows, and 6.5 steps."""
     cfg = configure(train={"steps": 8})
     loader = loader_of(cfg)
     assert not loader.is_ready(1)
-    record(cfg, 1)
+    record(cfg, 3)
     for step in range(1, 7):
         assert loader.is_ready(step)
         next(loader)
     assert not loader.is_ready(7) and not loader.pending
-    record(cfg, 2)
+    record(cfg, 4)
     assert loader.is_ready(7) and loader.is_ready(8)
     next(loader)
     next(loader)
@@ -323,29 +325,32 @@ def test_a_loader_reads_ahead_what_is_prepared_alone(configure):
 
 
 @pytest.mark.quick
-def test_after_the_last_step_an_evaluation_waits_for_validation_text(configure):
-    cfg = configure(train={"steps": 4})
-    loader = loader_of(cfg, first_step=5)
-    assert not loader.is_ready(5)
+@pytest.mark.parametrize("first_step", [4, 5])
+def test_an_evaluation_waits_until_it_is_decided_what_is_held_out(configure, first_step):
+    """After every third step, and after the last one: also in a launch that has none to train."""
+    cfg = configure(train={"steps": 4, "global_batch_size": 4}, eval={"every_steps": 3})
+    loader = loader_of(cfg, first_step=first_step)
     record(cfg, 1)
-    assert loader.is_ready(5) and loader.dataset.validation
+    assert loader.dataset.covers(4) and not loader.is_ready(first_step)
+    record(cfg, 3)
+    assert loader.is_ready(first_step)
+    assert [stream.length for stream in loader.dataset.validation] == [1000]
     loader.close()
 
 
 @pytest.mark.quick
 def test_a_mixture_waits_for_the_source_that_a_step_needs(configure, tmp_path):
-    """One of nine samples comes from text that grows; also a step without a sample of it needs its
-    validation text."""
+    """One of nine samples comes from text that grows."""
     train = {"global_batch_size": 4}
     growing = configure(path="growing", train=train)
     finished = configure(path="finished", train=train)
-    record(finished, 4, complete=True)
+    record(finished, 6, complete=True)
     sources = []
     for number, cfg in enumerate([finished, growing]):
         sources.append(PreparedSource(pathlib.Path(cfg.data.path or ""), cfg, number))
     dataset = Dataset(cfg, sources, Mixture([8.0, 1.0]), ["finished", "growing"], [])
-    assert not dataset.covers(1)  # the samples 0 ... 3 are of the finished source
-    assert f"{growing.data.path}: 20,000,000 of 4,194,304 tokens" in dataset.waits_for(1)
+    assert dataset.covers(2) and not dataset.covers(3)
+    assert f"{growing.data.path}: 20,000,000 of 1,048,576 tokens" in dataset.waits_for(3)
     record(growing, 1)
     needed = [dataset.mixture.count(1, 4 * step) for step in range(2000)]
     last = max(step for step, count in enumerate(needed) if count <= (BORDER - 1) // 9999)
@@ -364,9 +369,9 @@ def test_a_record_counts_once_its_bytes_are_visible(configure):
     tokens = path.read_bytes()
     os.truncate(path, 2 * BORDER)
     record(cfg, 2, tokens={"train": len(tokens) // 2, "heldout": 1000})
-    assert not dataset.covers(7) and dataset.covers(6)
+    assert dataset.covers(1) and not dataset.covers(2)
     path.write_bytes(tokens)
-    assert dataset.covers(7)
+    assert dataset.covers(2)
 
 
 @pytest.mark.quick
@@ -375,7 +380,7 @@ def test_the_record_of_a_slower_writer_is_ignored(configure):
     record(cfg, 2)
     dataset = open_dataset(cfg)
     record(cfg, 1, tokens={"train": BORDER, "heldout": 1000})
-    assert not dataset.covers(1000) and dataset.covers(12)
+    assert not dataset.covers(1000) and dataset.covers(3)
 
 
 # The text of an earlier launch
@@ -394,9 +399,9 @@ def test_a_resume_refuses_other_text_as_soon_as_it_is_prepared(configure):
     record(cfg, 2)
     assert resumed.covers(1)
     record(cfg, 3, segments=["of 0", "of 1", "other"])
-    with refuses("text.jsonl: segment 3"):
+    with refuses("text.jsonl: segment 2"):
         resumed.covers(1000)
-    with refuses("text.jsonl: segment 3"):
+    with refuses("text.jsonl: segment 2"):
         open_dataset(cfg).require_same_text(before)
     record(cfg, 3, validation=["heldout", 0, 1000, "other"])
     with refuses("text.jsonl: the validation text"):
@@ -411,22 +416,22 @@ def test_a_resume_refuses_other_text_as_soon_as_it_is_prepared(configure):
     "segments, changes, options, words",
     [
         (3, {}, {"data": {"order": "global"}}, ("not complete", "data.prepare")),
-        (4, {"vocab_size": 321}, {}, ("vocab_size = 320", "smaller than", "321 entries")),
-        (4, {}, {"train": {"seq_len": 500_000}}, ("source", "39 samples", "batch_size = 64")),
+        (6, {"vocab_size": 321}, {}, ("vocab_size = 320", "smaller than", "321 entries")),
+        (6, {}, {"train": {"seq_len": 500_000}}, ("source", "39 samples", "batch_size = 64")),
         (
-            4,
+            6,
             {"tokens": {"train": 20_000_001, "heldout": 1000}},
             {},
             (r"train\.bin", "sizes", "delete"),
         ),
-        (4, {"documents": {"train": 2, "heldout": 2}}, {}, (r"train\.bin", "sizes", "delete")),
+        (6, {"documents": {"train": 2, "heldout": 2}}, {}, (r"train\.bin", "sizes", "delete")),
     ],
 )
 def test_a_folder_that_cannot_be_trained_on_is_refused(
     configure, segments, changes, options, words
 ):
     cfg = configure(**options)
-    record(cfg, segments, complete=segments == 4, **changes)
+    record(cfg, segments, complete=segments == 6, **changes)
     with refuses(*words):
         open_dataset(cfg)
 
@@ -435,7 +440,7 @@ def test_a_folder_that_cannot_be_trained_on_is_refused(
 @pytest.mark.parametrize("name", ["train.bin", "train.ends.bin", "heldout.bin", "manifest.json"])
 def test_a_missing_file_is_named(configure, name):
     cfg = configure()
-    record(cfg, 4, complete=True)
+    record(cfg, 6, complete=True)
     os.remove(pathlib.Path(cfg.data.path or "") / name)
     with refuses(str(cfg.data.path), "cannot be read|no prepared data"):
         open_dataset(cfg)
@@ -446,7 +451,7 @@ def test_an_evaluation_alone_needs_validation_text(configure):
     cfg = configure()
     with refuses("no validation text yet", "data.prepare"):
         open_dataset(cfg, train=False)
-    record(cfg, 1)
+    record(cfg, 3)
     assert open_dataset(cfg, train=False).validation
 
 
