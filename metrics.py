@@ -19,6 +19,8 @@ import torch
 import config
 import files
 import schema
+from data.dataset import Dataset
+from model.llama import Llama, flops_per_token, parameter_count
 from parallel.mesh import World
 from parallel.ranks import all_gather_objects, on_rank_zero
 
@@ -83,9 +85,9 @@ class Accent(logging.Formatter):
         return re.sub(r"^(step .*?loss +)([^\s,]+)", rf"\g<1>{ACCENT}\2{NO_ACCENT}", line)
 
 
-def start_logging(folder: pathlib.Path, rank: int, color: bool) -> pathlib.Path:
+def start_logging(folder: pathlib.Path, rank: int) -> None:
     """Every rank logs to logs/rank-N.log; rank 0 also to the console, the others redirect stdout
-    and stderr to it. Returns the log's path."""
+    and stderr to it."""
     (folder / "logs").mkdir(exist_ok=True)
     path = folder / "logs" / f"rank-{rank}.log"
     in_file = logging.FileHandler(path)
@@ -96,15 +98,15 @@ def start_logging(folder: pathlib.Path, rank: int, color: bool) -> pathlib.Path:
     logging.raiseExceptions = False
     if rank == 0:
         console = logging.StreamHandler(sys.stdout)
-        console.setFormatter(Accent() if color else None)
+        if os.isatty(1) and not os.environ.get("NO_COLOR"):  # no-color.org
+            console.setFormatter(Accent())
         log.handlers = [in_file, console]
-        return path
+        return
     log.handlers = [in_file]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         # pyrefly: ignore[missing-attribute]  # it is open
         os.dup2(in_file.stream.fileno(), stream.fileno())
-    return path
 
 
 def environment(hosts: list[str], device: torch.device) -> dict:
@@ -152,7 +154,7 @@ class Recorder:
         world: World,
         folder: pathlib.Path,
         start: int,
-        flops_per_token: int,
+        model: Llama,
         seconds: dict[str, float],
     ):
         """start: the step that training resumes after; seconds: Run.seconds, of which "data", the
@@ -161,7 +163,7 @@ class Recorder:
         self.world = world
         self.folder = folder
         self.start = start
-        self.flops_per_token = flops_per_token
+        self.flops_per_token = flops_per_token(model, cfg.train.seq_len)
         self.seconds = seconds
         self.rows: Rows | None = None  # on rank 0
         self.plan: Any = None  # on rank 0 of a run on GPUs: extras.planner.check.PlanCheck
@@ -294,12 +296,18 @@ class Recorder:
             line += f", {result['bits_per_byte']:.4f} bits per byte"
         log.info(line)
 
-    def log_start(self, parameters: int, units: str, epochs: Any, notes: list[str]) -> None:
-        """Logs the model's size, its parallelism and where it starts from; a warm-up that the run
-        does not complete; notes on the data; the table of units. epochs: that all steps read, as
-        Dataset.epochs()."""
+    def log_start(self, model: Llama, units: str, dataset: Dataset, warnings: list[str]) -> None:
+        """Logs the warnings, also of a warm-up that the run does not complete; the model's size, its
+        parallelism and where it starts from; the table of units."""
+        hosts = all_gather_objects(platform.node())
         if self.rows is None:
             return
+        launched = json.dumps(environment(hosts, self.world.device), indent=2)
+        files.write_atomic(self.folder / "environment.json", launched)
+        for text in warnings:
+            log.warning(text)
+        parameters = parameter_count(model)
+        epochs = dataset.epochs(self.cfg.train.steps)
         world = self.world
         parallel = self.cfg.parallel
         mesh = f"{world.dp_replicate} replicas x {world.dp_shard} shards"
@@ -331,8 +339,7 @@ class Recorder:
                 f"the warm-up of {warmup:,} steps is longer than the run: the learning rate reaches "
                 f"{100 * steps / warmup:.3g} % of its peak"
             )
-        for text in (*notes, units):
-            log.info(text)
+        log.info(units)
 
     def _options(self) -> list[str]:
         """What a run does for memory and speed."""
@@ -356,11 +363,6 @@ class Recorder:
         if parallel.gather_once:
             options.append("all-gathered once a step")
         return options
-
-    def sync(self) -> None:
-        """Syncs the rows written so far to disk. Rank 0 only. Raises OSError."""
-        assert self.rows is not None
-        self.rows.sync()
 
     def close(self) -> None:
         if self.rows:
@@ -398,10 +400,6 @@ class Rows:
             log.warning("metrics.jsonl: %s; its rows wait in memory", error)
         if self.board:
             self.board.write(row)
-
-    def sync(self) -> None:
-        self.file.flush()
-        files.sync_handle(self.file.fileno())
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -30,7 +30,6 @@ from checkpoint.checkpointer import resolve_param_dtype
 from config import ConfigError
 from data.dataset import open_dataset
 from data.loader import Batch, Loader, inputs_and_targets
-from lifecycle.process_group import distributed
 from metrics import peak_flops, peak_memory_gib
 from model.build import meta_model
 from model.llama import Llama, flops_per_token, parameter_count
@@ -40,6 +39,7 @@ from parallel.fsdp import unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
+from run.rank import distributed
 from train import training_step
 
 EXPERIMENTS = {

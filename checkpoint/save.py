@@ -64,11 +64,10 @@ class Saver:
         step: int,
         tensors: dict[str, Tensor],
         state: dict,
-        before_publishing: Callable[[], None] = lambda: None,
     ) -> None:
-        """Writes the checkpoint of a step. `state` must be JSON-serializable. before_publishing is
-        called on rank 0; an OSError of it fails the save. Raises FloatingPointError if an update
-        from finite gradients made weights or moments non-finite: these are never saved."""
+        """Writes the checkpoint of a step. `state` must be JSON-serializable. Raises
+        FloatingPointError if an update from finite gradients made weights or moments non-finite:
+        these are never saved."""
         final = catalog.path_of(self.cfg, step)
         temporary = catalog.temporary_of(self.cfg, step)
         writer = Writer(temporary)
@@ -81,7 +80,9 @@ class Saver:
             for entries_of_rank in entries_by_rank:
                 entries |= entries_of_rank
             write_manifest(temporary, self.extra_files, state, entries)
-            before_publishing()
+            rows = config.run_folder(self.cfg) / "metrics.jsonl"
+            if rows.exists():  # the rows up to this step are on disk before its checkpoint is
+                files.sync(rows)
             files.publish(temporary, final)
 
         try:

@@ -32,6 +32,7 @@ from extras.chat.template import (
 )
 from extras.chat.turns import Rendering, Spans, Turns, no_end
 
+
 class Tokens(NamedTuple):
     """Token ids of a text, and the characters of each."""
 

@@ -7,14 +7,14 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 
-import config
-from data import hub
 from data.folder_names import is_prepared
 from data.hub_sources import not_local
 from data.identity import reads_hub
+
+import config
+from data import hub
 from extras.preflight.finding import Finding, error, warning
-from launch.command import Ranks
-from launch.slurm import first_host, rendezvous_port
+from run.command import Ranks, first_host, rendezvous_port
 
 
 def hub_answers(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:

@@ -28,7 +28,6 @@ import config
 import schema
 from config import ConfigError, run_tool
 from files import print_line, write_atomic
-from lifecycle.folder import earlier_options
 
 log = logging.getLogger("train")
 
@@ -153,7 +152,6 @@ class Run:
         with contextlib.suppress(ConfigError):
             options = schema.flatten(schema.read_toml(str(folder / "config.toml")))
             self.config = {name: schema.toml(value) for name, value in options.items()}
-        self.earlier = [line.strip("# \n") for _, line in earlier_options(folder / "config.toml")]
 
         # Steps of checkpoints. The log also names those that were deleted since.
         self.saved: set[int] = set()
@@ -565,7 +563,6 @@ def summary(run: Run) -> dict[str, str]:
             "peak memory, GiB": round(float(peaks.max()), 2) if len(peaks) else None,
             "launches": run.launches or None,
             "resumed after steps": sorted(run.resumed)[-5:] or None,
-            "options before": "; ".join(run.earlier),
             "saves": len(run.saved),
         }
     )
@@ -725,9 +722,9 @@ def report_end(cfg: config.Config, finished: bool) -> None:
     except Exception as error:
         log.warning("report.html: not written: %s", " ".join(str(error).split()))
     if finished:
-        log.info(what_next(cfg, path))
+        print_line(what_next(cfg, path))
     elif path:
-        log.info("report: %s", path)
+        print_line(f"report: {path}")
 
 
 def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
@@ -750,7 +747,7 @@ def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
         # without schedule_steps the learning rate's schedule is as long as the run
         is_stretched = cfg.optim.schedule_steps is None and cfg.optim.schedule != "constant"
         purpose = "more steps, a longer schedule" if is_stretched else "more steps"
-        words = config.words_without("--launch=", "--train.steps=", "--checkpoint.resume=")
+        words = config.words_without("--train.steps=", "--checkpoint.resume=")
         if cfg.checkpoint.resume != "auto":  # the file's, perhaps
             words.append("--checkpoint.resume=auto")
         commands.append(command_line(purpose, *words, f"--train.steps={2 * cfg.train.steps}"))
