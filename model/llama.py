@@ -217,9 +217,8 @@ class Block(nn.Module):
     exist, and ranks that differ in this would reduce different amounts. An expert without tokens
     still needs a gradient, of zeros.
 
-    __init__ assigns Linear layers in the order in which forward calls them. Selective activation
-    checkpointing saves every n-th output, and numbers the layers in the order of named_modules()
-    (check_matmul_order refuses any other).
+    __init__ assigns Linear layers in the order in which forward calls them: selective activation
+    checkpointing saves every n-th output, and numbers the layers in the order of named_modules().
 
     A forward that only calls the two halves below is compiled in two graphs, any other one whole
     (compile_block in parallel/parallelize.py).
