@@ -849,9 +849,10 @@ def generated(
     with process_group() as world, torch.compiler.set_stance("force_eager"):
 
         def by(which: torch.nn.Module, temperature: float) -> list:
-            return list(
-                generate(which, prompts, count, 24, world.device, temperature, 0.95, seed=3)
-            )
+            return [
+                list(generate(which, prompt, count, 24, world.device, temperature, seed=3))
+                for prompt in prompts
+            ]
 
         for sections in cases:
             cfg = make_config(**sections)
