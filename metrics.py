@@ -1,6 +1,7 @@
 """What a run reports: console, metrics.jsonl, a log per rank, environment.json."""
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
@@ -88,9 +89,13 @@ class Accent(logging.Formatter):
 def start_logging(folder: pathlib.Path, rank: int) -> None:
     """Every rank logs to logs/rank-N.log; rank 0 also to the console, the others redirect stdout
     and stderr to it."""
-    (folder / "logs").mkdir(exist_ok=True)
     path = folder / "logs" / f"rank-{rank}.log"
-    in_file = logging.FileHandler(path)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        in_file = logging.FileHandler(path)
+    except OSError as error:  # a full disk
+        files.print_error(f"{path}: {error.strerror}; this launch has none")
+        in_file = logging.FileHandler(os.devnull)
     in_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -110,13 +115,14 @@ def start_logging(folder: pathlib.Path, rank: int) -> None:
 
 
 def environment(hosts: list[str], device: torch.device) -> dict:
-    """The machines and versions of a launch. hosts: the host of each rank."""
+    """The machines, versions and code of a launch. hosts: the host of each rank."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
         "commit": git("rev-parse", "HEAD"),
         "uncommitted": git("diff", "HEAD"),
+        "code": code(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -127,6 +133,26 @@ def environment(hosts: list[str], device: torch.device) -> dict:
         "threads": torch.get_num_threads(),
         "ranks": len(hosts),
     }
+
+
+def code() -> dict[str, str]:
+    """A hash of each of this repository's files that this process has imported, by path."""
+    repo = pathlib.Path(__file__).parent
+    hashes = {}
+    for module in list(sys.modules.values()):
+        path = pathlib.Path(getattr(module, "__file__", None) or "/")
+        if path.is_relative_to(repo) and "site-packages" not in path.parts:
+            digest = hashlib.blake2b(path.read_bytes(), digest_size=8)
+            hashes[str(path.relative_to(repo))] = digest.hexdigest()
+    return dict(sorted(hashes.items()))
+
+
+def changed_code(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """A warning, if there is one, that a launch has other code than the launch before."""
+    changed = [path for path, digest in before.items() if now.get(path, digest) != digest]
+    if not changed:
+        return []
+    return [f"other code than the launch before: {', '.join(changed)} (environment.json)"]
 
 
 def git(*words: str) -> str | None:
@@ -302,9 +328,12 @@ class Recorder:
         hosts = all_gather_objects(platform.node())
         if self.rows is None:
             return
-        launched = json.dumps(environment(hosts, self.world.device), indent=2)
-        files.write_atomic(self.folder / "environment.json", launched)
-        for text in warnings:
+        path = self.folder / "environment.json"
+        before = files.read_json(path)
+        launched = environment(hosts, self.world.device)
+        launched["earlier"] = [*before.pop("earlier", []), before] if before else []
+        files.write_if_possible(path, json.dumps(launched, indent=2))
+        for text in (*warnings, *changed_code(before.get("code", {}), launched["code"])):
             log.warning(text)
         parameters = parameter_count(model)
         epochs = dataset.epochs(self.cfg.train.steps)
@@ -364,6 +393,11 @@ class Recorder:
             options.append("all-gathered once a step")
         return options
 
+    def sync(self) -> None:
+        """Syncs the rows written so far to disk. Rank 0 only. Raises OSError."""
+        assert self.rows is not None
+        self.rows.sync()
+
     def close(self) -> None:
         if self.rows:
             self.rows.close()
@@ -400,6 +434,10 @@ class Rows:
             log.warning("metrics.jsonl: %s; its rows wait in memory", error)
         if self.board:
             self.board.write(row)
+
+    def sync(self) -> None:
+        self.file.flush()
+        files.sync_handle(self.file.fileno())
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -97,7 +97,8 @@ def train(cfg: Config, world: World, run: Run) -> None:
         if checkpointer.is_due(step, run.stops):
             with run.phase("save"):
                 guard.check()  # raises if too many gradients in a row were not finite
-                checkpointer.save(progress, model, optimizer, run.stops)
+                # recorder.sync: its rows are on disk before the checkpoint is published
+                checkpointer.save(progress, model, optimizer, run.stops, recorder.sync)
 
     guard.check()
     loader.close()

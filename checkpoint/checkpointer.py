@@ -40,15 +40,12 @@ class Checkpointer:
         self.cfg, self.world, self.dataset = cfg, world, dataset
         data, tokenizer_files = dataset.identities, dataset.tokenizer_files
         check_same_on_all_ranks("prepared data", compare.by_source(data))
-        self.found = on_rank_zero(lambda: catalog.steps(cfg))
-        self.start, self.corrupt = catalog.choose(
-            cfg, self.found, self._problems_on_all_ranks, evaluating
+        self.found, self.start, self.corrupt = compare.starting_point(
+            cfg, evaluating, self._problems_on_all_ranks, on_rank_zero
         )
         if evaluating:
-            on_rank_zero(lambda: compare.check_same_run(cfg, self.start, compare.SAME_OUTPUTS))
             on_rank_zero(lambda: compare.check_same_tokenizer(cfg, self.start, tokenizer_files))
         else:
-            on_rank_zero(lambda: compare.check_same_run(cfg, self.start))
             on_rank_zero(lambda: compare.check_same_data(cfg, self.start, data))
             # of growing text only
             on_each_rank(lambda: dataset.require_same_text(compare.data_before(cfg, self.start)))
@@ -125,12 +122,14 @@ class Checkpointer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         stopping: bool,
+        before_publishing: Callable[[], None] = lambda: None,
     ) -> None:
         """With async_save, training waits only for the copy of the shards to host memory. A save
         that fails is reported, and the next one tries again; but raises SaveFailed if it is the last
         of a launch, and FloatingPointError if weights are not finite.
 
-        stopping: whether the run stops after this step."""
+        stopping: whether the run stops after this step. before_publishing: called on rank 0 before
+        the checkpoint is published; an OSError of it fails the save."""
         saver, settings = self.saver, self.cfg.checkpoint
         assert saver and settings, "save() is for steps in which is_due()"
         # the previous save may still be purging, which may read a lot of data
@@ -156,7 +155,7 @@ class Checkpointer:
             torch.get_device_module(self.world.device).set_device(self.world.device)
             problem = None
             try:
-                saver.write(step, tensors, content)
+                saver.write(step, tensors, content, before_publishing)
             except SaveFailed as error:
                 problem = str(error)
             if self.world.rank == 0:

@@ -65,10 +65,11 @@ class Saver:
         step: int,
         tensors: dict[str, Tensor],
         state: dict,
+        before_publishing: Callable[[], None] = lambda: None,
     ) -> None:
-        """Writes the checkpoint of a step. `state` must be JSON-serializable. Raises
-        FloatingPointError if an update from finite gradients made weights or moments non-finite:
-        these are never saved."""
+        """Writes the checkpoint of a step. `state` must be JSON-serializable. before_publishing is
+        called on rank 0; an OSError of it fails the save. Raises FloatingPointError if an update
+        from finite gradients made weights or moments non-finite: these are never saved."""
         final = catalog.path_of(self.cfg, step)
         temporary = catalog.temporary_of(self.cfg, step)
         writer = Writer(temporary)
@@ -84,9 +85,7 @@ class Saver:
             for entries_of_rank in entries_by_rank:
                 entries |= entries_of_rank
             write_manifest(temporary, self.extra_files, state, entries)
-            rows = config.run_folder(self.cfg) / "metrics.jsonl"
-            if rows.exists():  # the rows up to this step are on disk before its checkpoint is
-                files.sync(rows)
+            before_publishing()
             files.publish(temporary, final)
 
         try:

@@ -1,5 +1,4 @@
-"""A run's folder: who works in it (.lock), and the small files beside checkpoints and rows, such as
-what became of it (status.json). A small file that cannot be written costs a line, never the run."""
+"""A run's folder: who works in it (.lock), and what became of it (status.json)."""
 
 import json
 import pathlib
@@ -36,14 +35,7 @@ class FolderClaim:
         self.step = step
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         status = {"state": state, "step": step, "launch": self.launch, "time": now, **details}
-        self.write("status.json", json.dumps(status) + "\n")
-
-    def write(self, name: str, content: bytes | str) -> None:
-        """Replaces a small file."""
-        try:
-            files.write_atomic(self.folder / name, content)
-        except OSError as error:
-            files.print_error(f"{self.folder / name}: not written: {error.strerror}")
+        files.write_if_possible(self.folder / "status.json", json.dumps(status) + "\n")
 
     def release(self) -> None:
         if self.lock:

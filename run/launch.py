@@ -33,7 +33,7 @@ import time
 import uuid
 
 import config
-from checkpoint import catalog, compare
+from checkpoint import compare
 from config import Config, ConfigError
 from data.preparer import TEXT_IS_WRONG, Preparer
 from files import die_with_parent, print_error, print_line
@@ -78,22 +78,13 @@ def launch(argv: list[str]) -> int:
 def check(cfg: Config, ranks: Ranks, evaluates: bool = False) -> int:
     """What one process can check before the ranks start. Returns the step that they resume after.
     Writes nothing. Raises one ConfigError with all problems."""
-    start, *_ = together(
-        lambda: check_checkpoints(cfg, evaluates),
+    (_, start, _), *_ = together(
+        lambda: compare.starting_point(cfg, evaluates),
         lambda: config.mesh_shape(cfg, ranks.total),
         lambda: check_machine(cfg, ranks, evaluates),
         lambda: evaluates or check_folder(config.run_folder(cfg)),
     )
     return start
-
-
-def check_checkpoints(cfg: Config, evaluates: bool) -> int:
-    """The step that the ranks resume after. Raises ConfigError if `resume` contradicts the
-    checkpoints, all are bad, or the newest is another model's."""
-    steps = catalog.steps(cfg)
-    step, _ = catalog.choose(cfg, steps, catalog.problems_without_hashing, evaluates)
-    compare.check_same_run(cfg, step, compare.SAME_OUTPUTS if evaluates else compare.GUARDED)
-    return step
 
 
 def check_machine(cfg: Config, ranks: Ranks, evaluates: bool = False) -> None:

@@ -20,6 +20,7 @@ from checkpoint.checkpointer import Checkpointer
 from checkpoint.save import SaveFailed
 from config import Config, ConfigError
 from data.loader import Loader
+from files import write_if_possible
 from metrics import log
 from parallel.mesh import World
 from parallel.ranks import on_rank_zero
@@ -93,9 +94,9 @@ class Run:
         claim.take(ENDING_SECONDS)
         checkpointer.tidy()
         claim.write_status("running", self.step)
-        claim.write("config.toml", config.to_toml(self.cfg))
+        write_if_possible(self.folder / "config.toml", config.to_toml(self.cfg))
         for path in checkpointer.dataset.tokenizer_files:
-            claim.write(path.name, path.read_bytes())
+            write_if_possible(self.folder / path.name, path.read_bytes())
         self.claim = claim
 
     @contextlib.contextmanager

@@ -348,13 +348,14 @@ def train_run(cfg: config.Config, world: World) -> list[dict]:
     """One run as train.py has it, on ranks that exist; its training rows."""
     import train
     from checkpoint.checkpointer import resolve_param_dtype
-    from lifecycle.run import Run
-    from lifecycle.stop import StopRequest
+    from run.run import Run
+    from run.watchdog import Watchdog
 
     cfg = resolve_param_dtype(cfg, world)
     world = mesh_for(cfg, world)
-    with Run(cfg, world, None, StopRequest()) as run:
-        train.train(cfg, world, run)
+    run = Run(cfg, world, Watchdog(world.rank, None), None)
+    train.train(cfg, world, run)
+    run.end()
     return rows(config.run_folder(cfg))
 
 

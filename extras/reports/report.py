@@ -605,22 +605,21 @@ def environment(run: Run) -> dict[str, str]:
     typed it."""
     diff = str(run.environment.get("uncommitted") or "").splitlines()
     uncommitted = f"a diff of {len(diff)} lines, in environment.json" if diff else ""
-    return as_column(
-        run.environment | {"uncommitted": uncommitted, "command": typed_command(run.environment)}
-    )
+    shown = run.environment | {
+        "uncommitted": uncommitted,
+        "command": typed_command(run.environment),
+    }
+    for name in ("code", "earlier"):  # hashes of files; the launches before
+        shown.pop(name, None)
+    return as_column(shown)
 
 
 def typed_command(launch: dict) -> str:
-    """The command of a launch's environment.json. That of a rank is the launcher's, which adds
-    --launch."""
+    """The command of a launch's environment.json, which has that of a rank."""
     words = launch.get("command")
     if not isinstance(words, list):
         return ""
-    words = [str(word) for word in words]
-    if not any(word.startswith("--launch=") for word in words):
-        return shlex.join(words)
-    arguments = [word for word in words[1:] if not word.startswith("--launch=")]
-    command = shlex.join(["./run_train.sh", *arguments])
+    command = shlex.join(["./run_train.sh", *map(str, words[1:])])
     ranks = launch.get("ranks")
     hosts = launch.get("hosts")
     if type(ranks) is int and isinstance(hosts, list) and hosts and ranks > len(hosts):
