@@ -104,7 +104,12 @@ class Checkpointer:
         on_rank_zero(lambda: compare.check_base(folder, self.cfg.model.init_from, self.base))
         restore(folder, model, optimizer)
         saved = on_rank_zero(lambda: catalog.read_state(folder))
-        counts = {field.name: saved[field.name] for field in fields(Progress)}
+        try:
+            counts = {field.name: saved[field.name] for field in fields(Progress)}
+        except KeyError as missing:
+            raise ConfigError(
+                f"{folder}: another version saved it: its state has no {missing}"
+            ) from None
         return Progress(**counts)
 
     def is_due(self, step: int, stopping: bool) -> bool:

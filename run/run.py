@@ -227,9 +227,8 @@ class Run:
             self.claim.write_status("finished", self.step)
 
     def fail(self, code: int) -> None:
-        """Records a failure. Then waits for a save in the background: it is valid, whatever
-        failed."""
-        if self.claim:
-            self.claim.write_status("failed", self.claim.step, exit_code=code)
+        """Records a failure, after a save in the background: it is valid, whatever failed."""
         if self.checkpointer:
             self.checkpointer.wait()
+        if self.claim:
+            self.claim.write_status("failed", self.claim.step, exit_code=code)
