@@ -33,8 +33,9 @@ SELECTIVE = ("elementwise", "selective")
 # The matrices of a block, in order.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-# What a row of data is: a text, or a conversation in one of three forms.
-RowFormat = Literal["text", "messages", "alpaca", "prompt_completion"]
+# What a row of data is: a text, or a conversation in one of three forms. "tokens": files of token
+# ids instead of rows.
+RowFormat = Literal["text", "messages", "alpaca", "prompt_completion", "tokens"]
 
 # What the values of options must satisfy. A string is a keyword such as "auto".
 POSITIVE = Constraint(lambda v: isinstance(v, str) or v > 0, "must be greater than 0")
@@ -163,8 +164,14 @@ class Data:
     max_tokens: int | None = option(None, "tokens to prepare; absent: all", POSITIVE)
     document_mask: bool = option(False, "attend only within a document; positions restart in each")
     format: RowFormat | None = option(
-        None, "what a row is: a text, or a conversation; absent: found from the first row"
+        None,
+        "what a row is: a text, or a conversation; absent: found from the first row; tokens: files of "
+        "token ids (.bin, .npy)",
     )
+    token_dtype: Literal["uint16", "int32", "uint32"] | None = option(
+        None, "dtype in files of token ids alone; others say it themselves"
+    )
+    eos_id: int | None = option(None, "token with which documents end in token files", NOT_NEGATIVE)
     messages_field: str | None = option(
         None,
         "column with a conversation's messages; absent: messages, else conversations",
@@ -177,7 +184,7 @@ class Data:
         is_path=True,
     )
     order: Literal["global", "growing"] = option(
-        "global", "growing: train while the text is being prepared"
+        "global", "growing: train while the text is prepared; its first epoch reads it in segments"
     )
     validation: str | None = option(
         None,
@@ -195,7 +202,7 @@ class Data:
     def has_conversations(self) -> bool:
         """Whether rows are conversations: those of all sources are, or of none."""
         formats = {self.row_format, *(source.format for source in self.sources)}
-        return bool(formats - {None, "text"})
+        return bool(formats - {None, "text", "tokens"})
 
 
 @dataclass(frozen=True)
@@ -576,6 +583,15 @@ def _data_rules(cfg: Config) -> Iterator[Rule]:
     if d.has_conversations:
         yield from _conversation_rules(d)
     formats = {source.format or d.row_format for source in d.sources} or {d.row_format}
+    if "tokens" in formats:
+        yield from _token_rules(cfg, formats)
+    else:
+        for name in ("token_dtype", "eos_id"):
+            yield Rule(
+                f"data.{name} data.format",
+                getattr(d, name) is None,
+                'is an option of format = "tokens"',
+            )
     if d.messages_field:
         yield Rule(
             "data.messages_field data.format",
@@ -596,6 +612,22 @@ def _data_rules(cfg: Config) -> Iterator[Rule]:
         )
 
 
+def _token_rules(cfg: Config, formats: set[RowFormat]) -> Iterator[Rule]:
+    d = cfg.data
+    if d.eos_id is not None:
+        yield Rule(
+            "data.eos_id model.vocab_size",
+            d.eos_id < cfg.model.vocab_size,
+            f"must be below vocab_size = {cfg.model.vocab_size}",
+        )
+    if "text" in formats:
+        yield Rule(
+            "data.tokenizer data.sources",
+            d.tokenizer,
+            "is needed to mix texts with token files: that of the token files",
+        )
+
+
 def _conversation_rules(d: Data) -> Iterator[Rule]:
     option = "data.messages_field"
     if d.format or not d.messages_field:
@@ -608,7 +640,7 @@ def _conversation_rules(d: Data) -> Iterator[Rule]:
         said = ", ".join(name for name in formats if name)
         yield Rule(
             option,
-            "text" not in formats,
+            not {"text", "tokens"} & set(formats),
             f"mixes text and conversations (format = {said}): train on one of them",
         )
     yield Rule(f"{option} data.format", has_extra("chat"), lack_of("chat"))

@@ -135,6 +135,9 @@ def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset)
             "no sample: each of its tokens would all-gather %d parameters", parameter_count(model)
         )
         return
+    if not dataset.tokenizer_files:
+        log.info("no sample: data.tokenizer names no tokenizer of the token files")
+        return
     prompt = "The "
     if "python-stdlib" in (dataset.names or [cfg.data.source]):
         prompt = "def "
@@ -153,9 +156,7 @@ def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset)
 
 
 def tokenizer_for(prompt: str, dataset: Dataset) -> Tokenizer | None:
-    """The data's tokenizer; None if there is none, or it cannot be loaded or encode the prompt."""
-    if not dataset.tokenizer_files:
-        return None
+    """The data's tokenizer; None if it cannot be loaded or encode the prompt."""
     try:
         tokenizer = Tokenizer(dataset.tokenizer_files[0].parent)
         tokenizer.encode([prompt])

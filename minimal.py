@@ -1,11 +1,11 @@
-"""A Llama trainer with FSDP2 in one file, of torch and the standard library. train.py computes the same losses.
+"""A Llama trainer with FSDP2 in one file, of torch alone. train.py computes the same losses.
 
     python minimal.py configs/tiny.toml                                   one process
     torchrun --nproc-per-node 8 minimal.py configs/smollm2-135m.toml      one process per GPU
 
-Reads the TOML, and the text that `python -m data.prepare CONFIG` prepared; resumes from its own newest checkpoint.
-Shapes: B sequences of a micro-batch, T tokens of a sequence, D model width, H query heads, K key/value heads,
-E head width, F feed-forward width, V vocabulary. m, p, o, t: the sections [model], [parallel], [optim], [train].
+Reads the TOML, the text that `python -m data.prepare CONFIG` prepared, and its newest checkpoint.
+Shapes: B sequences of T tokens each, D model width, H query and K key/value heads of width E, F
+feed-forward width, V vocabulary. m, p, o, t: the sections [model], [parallel], [optim], [train].
 """
 
 import hashlib
@@ -39,8 +39,8 @@ class RMSNorm(nn.RMSNorm):
 
 
 def rope(x: Tensor, theta: float) -> Tensor:
-    """Rotates x[i] and x[i + E/2] of each head by position / theta^(2i / E), in float32. x: (B, heads, T, E)"""
-    length, width = x.shape[-2:]
+    """Rotates x[i] and x[i + E/2] of each head by position / theta^(2i / E), in float32."""
+    length, width = x.shape[-2:]  # x: (B, heads, T, E)
     frequency = 1.0 / theta ** (torch.arange(0, width, 2, device=x.device) / width)  # (E/2)
     angle = torch.outer(torch.arange(length, device=x.device), frequency)  # (T, E/2)
     cos, sin = angle.cos(), angle.sin()
@@ -121,7 +121,7 @@ class Llama(nn.Module):
 
 
 def shard(model: Llama, p: SimpleNamespace, mesh: dist.DeviceMesh) -> None:
-    """Shards each parameter by rows over all ranks. FSDP2 all-gathers and reshards a unit as a whole."""
+    """Shards each parameter by rows over all ranks. FSDP2 gathers and reshards a unit at once."""
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, p.param_dtype),
         reduce_dtype=getattr(torch, p.reduce_dtype),
@@ -132,10 +132,10 @@ def shard(model: Llama, p: SimpleNamespace, mesh: dist.DeviceMesh) -> None:
         if p.recompute != "none":  # inside the unit, so that backward does not repeat FSDP2's hooks
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         fsdp(block, reshard_after_forward=p.reshard_after_forward)
-    # The root unit, with which backward begins: embedding and head. train.py makes two units of them unless tied.
+    # The root unit, with which backward begins: embedding and head, two units in train.py.
     fsdp(model, reshard_after_forward=False)
-    # Explicit prefetch: after a unit's all-gather, issue those of the next n units in the pass. They
-    # overlap with its compute. With n = 0 FSDP2 does so by itself, in backward alone, for one unit.
+    # Explicit prefetch: after a unit's all-gather, issue those of the next n units, which overlap
+    # with its compute. With n = 0 FSDP2 does so by itself, in backward alone, for one unit.
     forward_order = [model, *model.blocks]
     backward_order = [model, *reversed(model.blocks)]
     for i, unit in enumerate(forward_order):
@@ -152,7 +152,7 @@ def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device
         model.head.weight = model.embedding.weight
     for name, parameter in model.named_parameters():
         module = name.split(".")[-2]
-        # Each rank draws all rows and keeps its shard. Each block of rows has a generator, so a rank could draw less.
+        # Each rank draws all rows and keeps its shard. A generator per block: it could draw less.
         full = torch.empty(parameter.shape, device=device)
         for number, block in enumerate(full.split(max(1, 65536 // full[0].numel()))):
             key = hashlib.blake2b(f"{seed}/{name}/{number}".encode(), digest_size=8).digest()
@@ -172,15 +172,15 @@ def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device
             parameter.to_local().copy_(shards[dist.get_rank()])
 
 
-# Growing text is read segment by segment. They end at token 2^20, doubling to 2^29, then every 2^28.
-FIRST_BORDER = 1 << 20
+# An epoch is a list of segments, each permuted by itself: one, everything, but for the first epoch
+# of growing text, whose segments end at token 2^22, doubling to 2^29, then every 2^28.
+FIRST_BORDER = 1 << 22
 BORDER_STEP = 1 << 28
 
 
 def read_sample(cfg: SimpleNamespace, tokens: Tensor, validation: range, number: int) -> Tensor:
-    """The T+1 tokens of a sample: a function of its number, so that a resume needs the step alone."""
-    # Window w of the text is tokens w T ... w T + T. Each epoch permutes those without validation
-    # tokens. The first epoch of growing text permutes each segment by itself.
+    """The T+1 tokens of a sample, a function of its number: a resume needs the step alone."""
+    # Window w of the text is tokens w T ... w T + T. Those with a validation token are left out.
     length = cfg.train.seq_len
     skip_from = max(0, (validation.start - 1) // length)
     skip_to = math.ceil(validation.stop / length)
@@ -189,17 +189,15 @@ def read_sample(cfg: SimpleNamespace, tokens: Tensor, validation: range, number:
         windows = max(0, (min(border, len(tokens)) - 1) // length)
         return min(windows, skip_from) + max(0, windows - skip_to)
 
-    begin, end = 0, count(len(tokens))
-    epoch, index = divmod(number, end)
-    key = f"{cfg.run.seed}/{epoch}/0"  # 0: the first source; train.py can mix several
-    if cfg.data.order == "growing" and epoch == 0:
-        segment, border = 0, FIRST_BORDER
-        while index >= count(border):
-            begin = count(border)
-            border += min(border, BORDER_STEP)
-            segment += 1
-        end = count(border)
-        key += f"/{segment}"
+    epoch, index = divmod(number, count(len(tokens)))
+    is_growing = cfg.data.order == "growing" and epoch == 0
+    border = FIRST_BORDER if is_growing else len(tokens)
+    segment, begin, end = 0, 0, count(border)
+    while index >= end:
+        segment += 1
+        border += min(border, BORDER_STEP)
+        begin, end = end, count(border)
+    key = f"{cfg.run.seed}/{epoch}/0/{segment}"  # 0: the first source; train.py can mix several
     window = begin + permute(index - begin, end - begin, key)
     if window >= skip_from:
         window += skip_to - skip_from
@@ -208,8 +206,9 @@ def read_sample(cfg: SimpleNamespace, tokens: Tensor, validation: range, number:
 
 def permute(index: int, count: int, key: str) -> int:
     """Element `index` of a permutation of 0 ... count-1 that is computed on the fly."""
-    # A Feistel network (https://doi.org/10.1137/0217022) permutes the numbers of 2 * half bits: each round XORs one
-    # half with a keyed hash of the other, which can be undone. Numbers that are not below count are permuted again.
+    # A Feistel network (https://doi.org/10.1137/0217022) permutes the numbers of 2 * half bits:
+    # each round XORs one half with a keyed hash of the other, which can be undone. Numbers that
+    # are not below count are permuted again.
     round_keys = hashlib.blake2b(key.encode(), digest_size=64).digest()
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     while True:
@@ -276,7 +275,7 @@ def train(cfg: SimpleNamespace, tokens: Tensor, validation: range, device: torch
             samples = [read_sample(cfg, tokens, validation, first + i) for i in range(micro_batch)]
             batch = torch.stack(samples).to(device)  # (B, T+1)
             loss = model(batch[:, :-1], batch[:, 1:])  # the target of a token is the next one
-            # FSDP2 averages gradients over ranks. Scaled so, that is the gradient of the global batch's mean loss.
+            # FSDP2 averages gradients over ranks: so scaled, to those of the global batch's mean.
             (loss * ranks / tokens_per_step).backward()
             loss_sum += loss.detach()
         dist.all_reduce(loss_sum)
@@ -296,7 +295,7 @@ def train(cfg: SimpleNamespace, tokens: Tensor, validation: range, device: torch
                 (folder / "saving").rename(folder / f"step-{step:08d}")
 
 
-# The implemented options with their defaults, if any. Others are refused, unless IGNORED: those change no loss.
+# The implemented options and their defaults. Others are refused but IGNORED, which change no loss.
 OPTIONS = (
     ("run", {"name": None, "output_dir": "outputs", "seed": 0, "device": "auto"}),
     ("model", {"dim": None, "n_layers": None, "ffn_dim": None, "vocab_size": None}),
@@ -339,7 +338,7 @@ def read_options(path: str) -> SimpleNamespace:
 
 
 def open_data(cfg: SimpleNamespace) -> tuple[Tensor, range]:
-    """The tokens of the one complete folder that was prepared for these options, and which are for validation."""
+    """The tokens of the one complete folder of these options, and which are for validation."""
     tokenizer = "trained here"
     if cfg.data.tokenizer:
         file = Path(cfg.data.tokenizer)
@@ -348,17 +347,17 @@ def open_data(cfg: SimpleNamespace) -> tuple[Tensor, range]:
         files = [file, settings] if file.suffix == ".json" and settings.exists() else [file]
         tokenizer = hashlib.sha256(b"".join(each.read_bytes() for each in files)).hexdigest()
     identity = vars(cfg.data) | {
-        "path": None,
         "tokenizer": tokenizer,
         "vocab_size": None if cfg.data.tokenizer else cfg.model.vocab_size,
-        "format": 4 if cfg.data.order == "growing" else 3,
-        "python": platform.python_version() if cfg.data.source == "python-stdlib" else None,
+        "format": 5,
     }
-    absent = dict.fromkeys(identity) | {"order": "global"}  # what a key says that a manifest lacks
+    del identity["path"], identity["order"]
+    if cfg.data.source == "python-stdlib":
+        identity["python"] = platform.python_version()
     matching = {}
     for file in sorted(Path(cfg.data.path or "prepared").rglob("manifest.json")):
         manifest = json.loads(file.read_text())
-        if "sha256" in manifest and absent | manifest["identity"] == identity:  # it is complete
+        if manifest.get("identity") == identity and manifest["complete"]:
             matching[str(file.parent)] = manifest
     if len(matching) != 1:
         names = ", ".join(matching) or "none; `python -m data.prepare CONFIG` prepares one"
@@ -366,8 +365,8 @@ def open_data(cfg: SimpleNamespace) -> tuple[Tensor, range]:
     [(folder, manifest)] = matching.items()
     dtype = getattr(torch, manifest["dtype"])
     tokens = torch.from_file(f"{folder}/train.bin", size=manifest["tokens"]["train"], dtype=dtype)
-    split, first, end = manifest.get("validation", ("heldout", 0, 0))
-    return tokens, range(first, end) if split == "train" else range(0)
+    file_name, first, end, _ = manifest["validation"]
+    return tokens, range(first, end) if file_name == "train" else range(0)
 
 
 def main() -> None:

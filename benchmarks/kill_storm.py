@@ -30,12 +30,12 @@ import time
 
 import torch
 import torch.distributed.checkpoint as dcp
-from data.record import read_manifest
 
 import config
 from benchmarks import count
 from checkpoint import catalog
 from checkpoint.load import Reader
+from data.folder import read_manifest
 
 REPO = pathlib.Path(__file__).parent.parent
 SAVE_EVERY = 2  # steps

@@ -148,7 +148,7 @@ class Checkpointer:
         content = {
             **asdict(progress),
             "config": config.to_dict(self.cfg),
-            "data": self.dataset.fingerprint(step),
+            "data": self.dataset.fingerprint(),
             "base": self.base,
             "ranks": self.world.size,
             "torch": torch.__version__,

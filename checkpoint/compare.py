@@ -202,9 +202,8 @@ def check_same_data(cfg: config.Config, step: int, fingerprint: list[dict]) -> N
     trained_on = data_before(cfg, step)
     if not trained_on:
         return
-    for entry in trained_on:  # of growing text, these are compared as it is read
-        entry.pop("segments", None)
-        entry.pop("validation_hash", None)
+    for entry in trained_on:
+        entry.pop("hashes", None)  # those of text that grows are compared as it is read
     if trained_on == fingerprint:
         return
     old = by_source(trained_on)
@@ -235,7 +234,7 @@ def other_tokenizer(cfg: config.Config, step: int, files: list[pathlib.Path]) ->
     checkpoint's, else None."""
     folder = path_of(cfg, step)
     saved = [path.read_bytes() for path in folder.glob("tokenizer.*") if path.is_file()]
-    if not saved or any(path.read_bytes() in saved for path in files):
+    if not saved or not files or any(path.read_bytes() in saved for path in files):
         return None
     return (
         f"{', '.join(map(str, files))}: is not the tokenizer that {folder} was trained with, to "

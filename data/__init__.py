@@ -4,7 +4,8 @@ Text in, by data.prepare, which may go on beside the run:
 
     source, rows     the files that a source names, local or on the hub; their rows -> documents
     tokenizer        documents -> token ids; tokenizer_json, tokenizer_training
-    folder           the folder of a source: its name, its beginning, its record (manifest.json)
+    folder           the folder of a source: its name, its identity, its record (manifest.json)
+    begin            begins a folder; compares a source's files with those it was begun for
     writer           appends token ids, and records how far they are synced
     prepare          all of these together
     preparer         the process that goes on preparing beside a run, for the launcher

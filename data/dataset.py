@@ -1,98 +1,140 @@
-"""A configuration's prepared data, opened: what a run trains on and is evaluated on.
+"""A run's data, opened: what it trains on and is evaluated on.
 
-open_dataset() checks that each source's folder was prepared for the configuration and opens its
-streams; Dataset.span() says which tokens of which stream a sample is. Text may still be prepared
+open_dataset() opens each source: a prepared folder, which must be the configuration's, or token
+files. Dataset.span() says which tokens of which stream a sample is. Text may still be prepared
 meanwhile: Dataset.covers() says whether a step's is there.
 """
 
-import functools
+import contextlib
 import pathlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import config
 from config import ConfigError
+from data import hub
 from data.folder import check_identity, manifest_of, source_folders, source_names
 from data.mixture import Mixture
-from data.order import SamplePosition, SourceOrder, border_of, make_mixture
+from data.order import SamplePosition, SourceOrder, Windows, border_of, growing_borders
 from data.row_format import row_format
+from data.token_files import open_token_files
+from data.tokenizer import tokenizer_files
 from data.tokens import Span, TextStream
 
 
-class PreparedSource:
-    """One source's folder, as far as it is prepared."""
+class Source:
+    """One source, as far as its text can be read."""
 
-    def __init__(self, folder: pathlib.Path, cfg: config.Config, number: int):
-        """number: of the source in the mixture. Raises ConfigError."""
-        self.folder = folder
+    def __init__(self, cfg: config.Config, number: int):
+        """cfg: of this source alone. number: of the source in the mixture."""
         self.cfg = cfg
-        self.order = SourceOrder(cfg.run.seed, number)
-        self.manifest: dict = {}
-        self.segments: list[str] = []  # hashes of those that were read, also by an earlier launch
-        self.changed = time.monotonic()  # when the record was last seen to change
-        self.refresh()
-        check_identity(folder, self.manifest, cfg)
+        self.number = number
+        self.identity: dict = {}  # what tells it from another before any of it is read
+        # of the validation text and of each segment that was read, also by an earlier launch
+        self.hashes: list[str] = []
+        self.stream: TextStream | None = None  # None: no segment can be read yet
+        self.validation: TextStream | None = None  # None: not decided yet
+        self.order = SourceOrder(cfg.run.seed, number, Windows(cfg.train.seq_len), [], False)
+
+    def use(self, stream: TextStream, tokens: int, is_complete: bool) -> None:
+        """Makes the first tokens of a stream those that can be read."""
+        self.stream = stream
+        borders = growing_borders(tokens) if self.cfg.data.order == "growing" else [tokens]
+        windows = Windows(self.cfg.train.seq_len, stream.validation)
+        self.order = SourceOrder(self.cfg.run.seed, self.number, windows, borders, is_complete)
 
     def refresh(self) -> None:
-        """Reads how far the text is recorded now. Raises ConfigError and OSError."""
-        if self.manifest.get("complete"):
-            return
-        manifest = manifest_of(self.folder)
-        known_tokens = self.manifest["tokens"]["train"] if self.manifest else -1
-        if manifest["tokens"]["train"] < known_tokens or manifest == self.manifest:
-            return  # where locks don't exist, a second process may be behind
-        if not manifest["segments"]:
-            raise ConfigError(f"{self.folder}: `python -m data.prepare CONFIG` has just begun it")
-        self.compare(manifest["segments"])
-        try:
-            # opened again: a network's file system shows new bytes to a new open() only
-            stream = self._open("train", manifest)
-        except ConfigError:
-            if not self.manifest:
-                raise
-            return  # and may show the record before the bytes
-        self.changed = time.monotonic()
-        self.manifest = manifest
-        self.stream = stream
-        windows = stream.training_windows(self.cfg.train.seq_len)
-        is_complete = bool(manifest.get("complete"))
-        self.order.extend(windows, len(manifest["segments"]), stream.length, is_complete)
+        """Finds out how much text can be read now. Raises ConfigError and OSError."""
 
-    def compare(self, segments: list[str]) -> None:
-        """Raises ConfigError if segments have other text than those that were read before.
-        segments: hashes, of the record or of a checkpoint."""
-        for number, (one, other) in enumerate(zip(segments, self.segments)):
+    def compare(self, hashes: list[str]) -> None:
+        """Raises ConfigError if text differs from the one that was read before. hashes: of a folder
+        or a checkpoint."""
+        for number, (one, other) in enumerate(zip(hashes, self.hashes)):
             if one != other:
+                text = f"segment {number}" if number else "the validation text"
                 raise ConfigError(
-                    f"{self.folder}: segment {number} has other text than when it was trained on; "
+                    f"{self.cfg.data.source}: {text} is not the one that the run has read before; "
                     "restore the source and prepare it anew, or choose another run.name"
                 )
-        self.segments = max(self.segments, segments, key=len)
+        self.hashes = max(self.hashes, hashes, key=len)
+
+    def require_size(self, mixture: Mixture) -> None:
+        """Raises ConfigError if all text is there, and too little for the source's share of a
+        batch."""
+        train = self.cfg.train
+        samples = self.order.epoch_length
+        share = mixture.weights[self.number] / mixture.period * train.global_batch_size
+        if samples is not None and samples < share:
+            raise ConfigError(
+                f"[data] source = {self.cfg.data.source}: has {samples} samples of train.seq_len = "
+                f"{train.seq_len}, but one batch of train.global_batch_size = "
+                f"{train.global_batch_size} takes {share:.3g} of them"
+            )
+
+
+class TokenFileSource(Source):
+    """One source of token files that another program wrote."""
+
+    def __init__(self, cfg: config.Config, number: int):
+        """Raises ConfigError."""
+        super().__init__(cfg, number)
+        self.identity, stream, self.validation = open_token_files(cfg)
+        self.use(stream, stream.length, is_complete=True)
+
+
+class PreparedSource(Source):
+    """One source in a folder that data.prepare writes, or has written."""
+
+    def __init__(self, folder: pathlib.Path, cfg: config.Config, number: int):
+        """Raises ConfigError and OSError."""
+        super().__init__(cfg, number)
+        self.folder = folder
+        self.manifest = manifest_of(folder)
+        check_identity(folder, self.manifest, cfg)
+        if cfg.data.order == "global" and not self.manifest["complete"]:
+            raise ConfigError(
+                f"{folder}: is not complete; `python -m data.prepare CONFIG` prepares the rest"
+            )
+        self.identity = {key: self.manifest[key] for key in ("identity", "tokenizer", "revision")}
+        self.hashes = hashes_of(self.manifest)
+        self.changed = time.monotonic()  # when the record was last seen to change
+        self._use(self.manifest)
+
+    def refresh(self) -> None:
+        """Reads the record again, and opens what it says is there. Raises ConfigError and
+        OSError."""
+        if self.manifest["complete"]:
+            return
+        manifest = manifest_of(self.folder)
+        is_behind = manifest["tokens"]["train"] < self.manifest["tokens"]["train"]
+        if manifest == self.manifest or is_behind:  # of two writers where locks don't exist
+            return
+        self.compare(hashes_of(manifest))
+        with contextlib.suppress(ConfigError):  # a file system may show the record before the bytes
+            self._use(manifest)
+            self.manifest = manifest
+            self.changed = time.monotonic()
+
+    def _use(self, manifest: dict) -> None:
+        """Opens the text that a record says is there. Raises ConfigError and OSError."""
+        if manifest["validation"] and self.validation is None:
+            self.validation = self._open("validation", manifest)
+        segments = len(manifest["segments"])
+        if segments:
+            # opened again: a network's file system shows new bytes to a new open() only
+            stream = self._open("train", manifest)
+            tokens = stream.length if manifest["complete"] else border_of(segments - 1)
+            self.use(stream, tokens, manifest["complete"])
 
     def _open(self, split: str, manifest: dict) -> TextStream:
         return row_format(self.cfg.data).open(self.folder, manifest, split, self.cfg)
 
-    def validation(self) -> TextStream:
-        return self._open("validation", self.manifest)
 
-    def require_size(self, mixture: Mixture) -> None:
-        """Raises ConfigError if there is too little to train on: known once all is prepared."""
-        cfg = self.cfg
-        if self.order.windows is None:
-            return
-        batch_size = cfg.train.global_batch_size
-        share = mixture.weights[self.order.source] / mixture.period * batch_size
-        if self.order.windows < share:
-            raise ConfigError(
-                f"{self.stream.path}: {self.stream.length} tokens give {self.order.windows} "
-                f"samples of train.seq_len = {cfg.train.seq_len}, but one batch of "
-                f"train.global_batch_size = {batch_size} takes {share:.3g} of them"
-            )
-        if cfg.data.document_mask and self.stream.document_count == self.stream.length:
-            raise ConfigError(
-                f"{self.stream.path}: has documents of one token each, of which data.document_mask "
-                "leaves none to learn"
-            )
+def hashes_of(manifest: dict) -> list[str]:
+    """Of the validation text and of each segment, as far as a record has them."""
+    if not manifest["validation"]:
+        return []
+    return [manifest["validation"][-1], *manifest["segments"]]
 
 
 @dataclass
@@ -100,36 +142,34 @@ class Dataset:
     """The opened data of a run. Each list is by source; without a mixture there is one."""
 
     cfg: config.Config
-    sources: list[PreparedSource]
+    sources: list[Source]
     mixture: Mixture
-    names: list[str] = field(default_factory=list)  # of a mixture's sources; else empty
-    tokenizer_files: list[pathlib.Path] = field(default_factory=list)
+    names: list[str]  # of a mixture's sources; else empty
+    tokenizer_files: list[pathlib.Path]  # none: token files without data.tokenizer
 
     def position(self, number: int) -> SamplePosition:
         """Which window a sample of the run is."""
         source, index = self.mixture(number)
-        return SamplePosition(source, *self.sources[source].order.locate(index))
+        return self.sources[source].order.locate(index)
 
     def span(self, number: int) -> Span:
         """The tokens of a sample of the run: seq_len inputs and their targets, shifted by one."""
         position = self.position(number)
-        start = position.window * self.cfg.train.seq_len
         stream = self.sources[position.source].stream
+        assert stream  # covers() is true
+        start = position.window * self.cfg.train.seq_len
         return Span(stream, start, start + self.cfg.train.seq_len + 1)
 
-    def last_samples(self, step: int) -> list[int]:
-        """The number, within each source, of its last sample up to a step; -1: it has none."""
-        samples = step * self.cfg.train.global_batch_size
-        return [self.mixture.count(source, samples) - 1 for source in range(len(self.sources))]
-
     def covers(self, step: int) -> bool:
-        """Whether a step's batch can be read, on all ranks. Raises ConfigError if the text ended,
-        and is too little."""
+        """Whether a step's batch can be read, on all ranks, and all validation text. Raises
+        ConfigError if the text ended, and is too little, and OSError."""
         return self.missing(step) is None
 
-    def missing(self, step: int) -> PreparedSource | None:
-        """The source whose text a step waits for, as of now."""
-        for source, last in zip(self.sources, self.last_samples(step)):
+    def missing(self, step: int) -> Source | None:
+        """The source whose text a step waits for, as of now. Raises as covers()."""
+        samples = step * self.cfg.train.global_batch_size
+        for source in self.sources:
+            last = self.mixture.count(source.number, samples) - 1  # within the source; -1: none
             if not source.order.covers(last):
                 source.refresh()
                 source.require_size(self.mixture)
@@ -140,7 +180,7 @@ class Dataset:
     def waits_for(self, step: int) -> str:
         """What a step waits for, for a log."""
         source = self.missing(step)
-        if source is None:
+        if not isinstance(source, PreparedSource):
             return "nothing"
         tokens = source.manifest["tokens"]["train"]
         end = border_of(len(source.manifest["segments"]))
@@ -152,46 +192,64 @@ class Dataset:
         periods = step * self.cfg.train.global_batch_size / self.mixture.period
         epochs = []
         for source, weight in zip(self.sources, self.mixture.weights):
-            windows = source.order.windows
-            epochs.append(periods * weight / windows if windows else None)
+            samples = source.order.epoch_length
+            epochs.append(periods * weight / samples if samples else None)
         return dict(zip(self.names, epochs)) if self.names else epochs[0]
 
-    @functools.cached_property
+    @property
     def validation(self) -> list[TextStream]:
-        return [source.validation() for source in self.sources]
+        """The validation text of each source. Where a step's batch can be read, it is decided."""
+        return [source.validation for source in self.sources if source.validation]
 
     @property
     def identities(self) -> list[dict]:
         """What tells the data from another run's before any of it is read, by source."""
-        keys = ("identity", "tokenizer", "revision", "validation")
-        return [{key: source.manifest[key] for key in keys} for source in self.sources]
+        return [source.identity for source in self.sources]
 
-    def fingerprint(self, step: int) -> list[dict]:
-        """Identifies the data that the steps up to `step` have read, by source: a checkpoint holds
-        it, and a run that resumes compares."""
-        segments = []
-        for source, last in zip(self.sources, self.last_samples(step)):
-            count = source.order.segments_up_to(last)
-            segments.append(source.manifest["segments"][:count])
-        return [entry | {"segments": each} for entry, each in zip(self.identities, segments)]
+    def fingerprint(self) -> list[dict]:
+        """Identifies the data that can be read now, by source: a checkpoint holds it, and a run
+        that resumes compares."""
+        return [source.identity | {"hashes": source.hashes} for source in self.sources]
 
     def require_same_text(self, fingerprint: list[dict] | None) -> None:
         """Refuses text other than that of a checkpoint's fingerprint(); what isn't prepared yet is
         compared when it is. Raises ConfigError."""
         for source, entry in zip(self.sources, fingerprint or ()):
-            source.compare(entry["segments"])
+            source.compare(entry["hashes"])
 
 
 def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
     """Raises ConfigError if the data is not prepared, was prepared for another configuration, or is
     known to be too small for one batch. train=False: to evaluate."""
-    mixture = make_mixture(cfg)
-    sources = []
+    mixture = Mixture([source.weight for source in cfg.data.sources] or [1.0])
+    sources: list[Source] = []
+    tokenizer_paths = []
     for number, (folder, source_cfg) in enumerate(source_folders(cfg)):
-        source = PreparedSource(folder, source_cfg, number)
+        if source_cfg.data.format == "tokens":
+            source = TokenFileSource(source_cfg, number)
+        else:
+            source = PreparedSource(folder, source_cfg, number)
+            paths = [*folder.glob("tokenizer*"), *folder.glob("chat_template.jinja")]
+            tokenizer_paths = sorted(paths)
         if train:
             source.require_size(mixture)
+        elif source.validation is None:
+            raise ConfigError(
+                f"{folder}: has no validation text yet; `python -m data.prepare CONFIG` prepares it"
+            )
         sources.append(source)
-    folder = sources[0].folder
-    tokenizer_files = sorted([*folder.glob("tokenizer*"), *folder.glob("chat_template.jinja")])
-    return Dataset(cfg, sources, mixture, source_names(cfg), tokenizer_files)
+    if cfg.data.tokenizer and not tokenizer_paths:
+        tokenizer_paths = paths_of_tokenizer(cfg.data.tokenizer)
+    return Dataset(cfg, sources, mixture, source_names(cfg), tokenizer_paths)
+
+
+def paths_of_tokenizer(name: str) -> list[pathlib.Path]:
+    """The files of data.tokenizer, where no prepared folder holds them. Raises ConfigError if a
+    copy of them would not be known for a tokenizer's."""
+    path = hub.local(name)
+    folder = path if path.is_dir() else path.parent
+    paths = [folder / file_name for file_name in tokenizer_files(name)]
+    for each in paths:
+        if not each.exists():
+            raise ConfigError(f"[data] tokenizer = {name}: must be named {each.name}")
+    return paths

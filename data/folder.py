@@ -1,30 +1,27 @@
-"""The folder of a source's token files: which one it is, its beginning, and its record.
+"""The folder of a source's token files: which one it is, and its record.
 
-prepared/{source}-{hash}/ is there from the beginning, with the tokenizer and a record of no text;
+data/begin.py makes prepared/{source}-{hash}/, with the tokenizer and a record of no text;
 data/prepare.py fills it. The record is manifest.json:
 
     identity          the options that determine the files
-    files, revision   of the source: [path, size, mtime] of each; commit of a Hugging Face dataset
+    files, revision   of the source: [path, bytes, mtime] of each; commit of a Hugging Face dataset
     validation_files  the same of data.validation
     tokenizer         its hash: data/tokenizer.py
     vocab_size, dtype of the ids: "uint16" or "int32"
     tokens, documents by token file, "train" and "heldout": so many are synced
-    place, file_start where reading goes on: [file, row]; tokens and documents before that file
-    segments          SHA-256 of each segment of train.bin up to the last border
-    validation        [file, first token, one past the last, SHA-256], once it is decided
     left_out          rows of which the tokenizer made nothing
-    complete          true once all text is recorded
+    position          [file, row]: the last row that was read
+    file_start        these four before the file of that row was read
+    segments          SHA-256 of each segment of train.bin up to the last border
+    validation        [token file, first token, one past the last, SHA-256]; null: not decided yet
+    complete          whether all text is recorded
 """
 
-import contextlib
 import hashlib
 import json
-import os
 import pathlib
 import platform
 import re
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -32,19 +29,13 @@ import config
 import files
 from config import ConfigError
 from data.row_format import row_format
-from data.source import STDLIB, SourceFile, list_files, local_paths
-from data.tokenizer import Tokenizer, tokenizer_files, tokenizer_hash
+from data.tokenizer import tokenizer_files, tokenizer_hash
 
 MANIFEST = "manifest.json"
 FORMAT = 5  # version of the files; part of the identity
+STDLIB = "python-stdlib"
 # a source of a mixture has these options of its own, or else those of [data]
 SOURCE_OPTIONS = ("subset", "split", "text_field", "max_tokens", "validation", "format")
-
-
-def report(text: str, end: str = "\n") -> None:
-    """Prints to stderr, and ignores that it is closed or full."""
-    with contextlib.suppress(OSError, ValueError):
-        print(text, end=end, file=sys.stderr, flush=True)
 
 
 # Names
@@ -52,16 +43,21 @@ def report(text: str, end: str = "\n") -> None:
 
 def source_folders(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
     """The folder of each source, and the configuration of this source alone, which the folder is
-    prepared for. Raises ConfigError if a mixture's tokenizer has not been trained yet."""
+    prepared for; that of token files is never made. Raises ConfigError if a mixture's tokenizer has
+    not been trained yet."""
     root = pathlib.Path(cfg.data.path or "prepared")
     if not cfg.data.sources:
         return [(root if cfg.data.path else root / folder_name(cfg), cfg)]
-    tokenizer = cfg.data.tokenizer or str(common_tokenizer(cfg))
-    if not os.path.exists(tokenizer) and not cfg.data.tokenizer:
-        raise ConfigError(
-            f"{tokenizer}: no prepared data; `python -m data.prepare CONFIG` makes it"
-        )
+    trained = common_tokenizer(cfg)
+    if trained and not trained.exists():
+        raise ConfigError(f"{trained}: no prepared data; `python -m data.prepare CONFIG` makes it")
+    tokenizer = str(trained) if trained else cfg.data.tokenizer
     return [(root / folder_name(each), each) for each in sources_of(cfg, tokenizer)]
+
+
+def prepared_folders(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
+    """source_folders() of the sources that are prepared: all but token files."""
+    return [each for each in source_folders(cfg) if each[1].data.format != "tokens"]
 
 
 def folder_name(cfg: config.Config) -> str:
@@ -82,9 +78,13 @@ def sources_of(cfg: config.Config, tokenizer: str | None) -> list[config.Config]
     return source_cfgs
 
 
-def common_tokenizer(cfg: config.Config) -> pathlib.Path:
-    """The file of the tokenizer that is trained on all sources, if the mixture names none."""
-    identities = [identity(source_cfg) for source_cfg in sources_of(cfg, None)]
+def common_tokenizer(cfg: config.Config) -> pathlib.Path | None:
+    """The file of the tokenizer that is trained on all sources of a mixture. None where it names
+    one, or has token files alone."""
+    source_cfgs = sources_of(cfg, None)
+    if cfg.data.tokenizer or all(each.data.format == "tokens" for each in source_cfgs):
+        return None
+    identities = [identity(source_cfg) for source_cfg in source_cfgs]
     weights = [source.weight for source in cfg.data.sources]
     name = f"tokenizer-{short_hash([identities, weights])}.model"
     return pathlib.Path(cfg.data.path or "prepared") / name
@@ -152,22 +152,27 @@ def check_identity(folder: pathlib.Path, manifest: dict, cfg: config.Config) -> 
 
 
 def read_manifest(folder: pathlib.Path) -> dict | None:
-    """A folder's record, None if it has none. Raises ConfigError if it cannot be read; OSError if a
-    retry may help."""
+    """A folder's record, None if it has none. Raises ConfigError if it is of another version or
+    cannot be read; OSError if a retry may help."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
-        if manifest["identity"] and manifest["tokens"]:
-            return manifest
+        version = manifest["identity"]["format"]
     except FileNotFoundError:
         return None
     except OSError as error:
         if error.errno in files.TRANSIENT_ERRORS:
+            error.filename = str(path)  # a read knows only its handle
             raise
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError):
-        pass
-    raise ConfigError(f"{path}: is no record of prepared data; move {folder} away")
+        raise ConfigError(f"{path}: is no record of prepared data; move {folder} away") from None
+    if version != FORMAT:
+        raise ConfigError(
+            f"{folder}: was prepared by another version, in format {version}, and this one reads "
+            f"{FORMAT}; delete the folder or name another data.path"
+        )
+    return manifest
 
 
 def manifest_of(folder: pathlib.Path) -> dict:
@@ -181,159 +186,28 @@ def manifest_of(folder: pathlib.Path) -> dict:
 
 
 def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
+    """Replaces a folder's record, a key a line. Raises OSError."""
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items()]
+    content = "{\n" + ",\n".join(lines) + "\n}\n"
+    # where locks don't exist, another process may write it at the same time
     temporary = folder / f".{MANIFEST}.{files.process_name()}.tmp"
-    files.write_atomic(folder / MANIFEST, json.dumps(manifest), temporary)
+    files.write_atomic(folder / MANIFEST, content, temporary)
 
 
 def is_prepared(cfg: config.Config, whole: bool = True) -> bool:
-    """Whether all folders are complete, or have text to begin with. Raises ConfigError."""
-    if cfg.data.sources and not cfg.data.tokenizer and not common_tokenizer(cfg).exists():
+    """Whether all text of all sources is recorded. whole=False: whether some of each is, so that no
+    source is wrong from its first row on. Raises ConfigError and OSError."""
+    trained = common_tokenizer(cfg)
+    if trained and not trained.exists():
         return False
-    manifests = [read_manifest(folder) or {} for folder, _ in source_folders(cfg)]
+    manifests = [read_manifest(folder) for folder, _ in prepared_folders(cfg)]
+    if not all(manifests):
+        return False
     if whole:
-        return all(manifest.get("complete") for manifest in manifests)
-    return all(manifest.get("segments") for manifest in manifests)
+        return all(manifest["complete"] for manifest in manifests if manifest)
+    return all(any(manifest["documents"].values()) for manifest in manifests if manifest)
 
 
 def damaged(path: pathlib.Path, problem: str) -> ConfigError:
     """The error of a file of prepared data that is not as it was written."""
     return ConfigError(f"{path}: {problem}; delete {path.parent} to prepare it again")
-
-
-# Beginning
-
-
-def begin_all(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
-    """Begins the folder of each source, or checks the one that exists. Returns source_folders().
-    Raises ConfigError."""
-    from data.tokenizer_training import train_on_sources
-
-    if cfg.data.sources and not cfg.data.tokenizer:
-        path = common_tokenizer(cfg)
-        with alone(path):
-            if not path.exists():
-                weights = [source.weight for source in cfg.data.sources]
-                files.write_atomic(path, train_on_sources(sources_of(cfg, None), weights))
-    sources = source_folders(cfg)
-    for folder, source_cfg in sources:
-        with alone(folder):
-            manifest = read_manifest(folder)
-            if manifest:
-                check_identity(folder, manifest, source_cfg)
-                check_source(folder, manifest, source_cfg.data)
-            elif folder.exists() and any(folder.iterdir()):
-                raise ConfigError(f"{folder}: is there but holds no prepared data; move it away")
-            else:
-                _begin(folder, source_cfg)
-    return sources
-
-
-@contextlib.contextmanager
-def alone(path: pathlib.Path) -> Iterator[None]:
-    """Holds the lock of what is prepared at `path`, for which it waits. Raises ConfigError and
-    OSError."""
-    if not path.name:
-        raise ConfigError(f"[data] path = {path}: is the current folder or /; name one in it")
-    lock_file = path.with_name(f".{path.name}.lock")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    holder = lock_file.read_text() if lock_file.exists() else ""
-    try:
-        lock = files.lock(lock_file)
-    except TimeoutError:
-        report(f"waiting for {holder or 'another process'}, which prepares {path}")
-        lock = files.lock(lock_file, timeout=-1)
-    lock_file.write_text(files.process_name())
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _begin(folder: pathlib.Path, cfg: config.Config) -> None:
-    """Makes a folder next to it, then renames: the folder exists with its record, or not at all.
-    Raises ConfigError and OSError."""
-    d = cfg.data
-    source_files, revision = list_files(d)
-    validation = validation_source(d)
-    validation_files, _ = list_files(validation, revision) if validation else ([], None)
-    tokenizer, vocab_size = _tokenizer_of(cfg)
-    rows = row_format(d)
-    contents = tokenizer | rows.files()
-    manifest = {
-        "identity": identity(cfg),
-        "files": source_files,
-        "revision": revision,
-        "validation_files": validation_files,
-        "tokenizer": tokenizer_hash(tokenizer),
-        "vocab_size": vocab_size,
-        "dtype": rows.dtype(vocab_size),
-        "tokens": {"train": 0, "heldout": 0},
-        "documents": {"train": 0, "heldout": 0},
-        "place": [0, 0],
-        "segments": [],
-    }
-    temporary = folder.with_name(f".{folder.name}.{files.process_name()}.tmp")
-    temporary.mkdir(parents=True)
-    for name, content in contents.items():
-        files.write_atomic(temporary / name, content)
-    write_manifest(temporary, manifest)
-    files.publish(temporary, folder)
-
-
-def _tokenizer_of(cfg: config.Config) -> tuple[dict[str, bytes], int]:
-    """(the content of the files of a source's tokenizer by name, its vocabulary's size). Raises
-    ConfigError."""
-    from data.tokenizer_training import train_on_sources
-
-    name = cfg.data.tokenizer
-    rows = cfg.model.vocab_size
-    if not name:
-        return {"tokenizer.model": train_on_sources([cfg])}, rows
-    tokenizer = Tokenizer(name)
-    if not tokenizer.eos:
-        report(f"{name}: has no EOS token that is known, so nothing separates documents")
-    if tokenizer.vocab_size > rows:
-        raise ConfigError(
-            f"[model] vocab_size = {rows}: smaller than the tokenizer {name}, of "
-            f"{tokenizer.vocab_size} entries"
-        )
-    return tokenizer.files, tokenizer.vocab_size
-
-
-def validation_source(d: config.Data) -> config.Data | None:
-    """The options of the source that data.validation names: files or, of a dataset, a split. None
-    without that option. Raises ConfigError."""
-    if not d.validation:
-        return None
-    d_validation = replace(d, validation=None, max_tokens=None)
-    if local_paths(d.validation, None) is not None:
-        return replace(d_validation, source=d.validation)
-    return replace(d_validation, split=d.validation)
-
-
-def check_source(folder: pathlib.Path, manifest: dict, d: config.Data) -> None:
-    """Raises ConfigError if a local source's files were changed, or files came, since the folder
-    was begun. Files that were read may be gone, and what was not read yet may change; the file that
-    reading stopped in is compared by whoever goes on."""
-    if manifest["revision"] or not local_paths(d.source, d.split):
-        return
-    now, _ = list_files(d)
-    sizes = {file.path: file for file in now}
-    recorded = [SourceFile(*entry) for entry in manifest["files"]]
-    new = sorted(sizes.keys() - {file.path for file in recorded})
-    if new and len(new) < len(now):  # else all of them were moved
-        raise _changed(folder, f"{new[0]} came")
-    read = recorded if manifest.get("complete") else recorded[: manifest["place"][0]]
-    for file in read:
-        current = sizes.get(file.path, file)
-        if current.size != file.size:
-            raise _changed(folder, f"{file.path} was changed")
-        if current.time != file.time:
-            report(f"{file.path}: is newer than {folder}, and of the same size: taken as unchanged")
-
-
-def _changed(folder: pathlib.Path, what: str) -> ConfigError:
-    return ConfigError(
-        f"{what} after {folder} was begun: restore that, delete the folder to prepare all anew, or "
-        "name another data.path"
-    )

@@ -1,140 +1,88 @@
-"""data.format where no option says it: found from the columns of a source's first row.
+"""data.format where no option says it: found from the columns of each source's first row.
 
-The launcher and the tools that take a CONFIG call found_options() before they prepare data. What it
-returns becomes an option like any other, so that a run's config.toml says it.
+Whatever prepares or opens data calls complete() first. What it finds becomes an option like any
+other, so that a run's config.toml says it.
 """
 
 import argparse
 import contextlib
-import itertools
-import json
-import os
-import typing
-from collections.abc import Iterator
+import pathlib
 from dataclasses import replace
+from typing import Any
 
 import config
 import schema
 from config import ConfigError, RowFormat
-from data import hub
-from data.console import report
-from data.folder_names import common_tokenizer, source_folders, sources_of
-from data.identity import kind_of, open_source, reads_hub
-from data.local_files import STDLIB, local_files
-from data.record import read_manifest
-from data.sources import Files
-
-FIRST_ROWS = 10  # of which the first that can be read counts
-ROLE_KEYS = ("role", "from")
-MOST_OFFERED = 3  # options to paste, in a message
+from data.folder import (
+    common_tokenizer,
+    folder_name,
+    identity,
+    read_manifest,
+    sources_of,
+)
+from data.source import Source, list_files, local_paths
+from files import print_error
 
 
-def complete(
-    args: argparse.Namespace, cfg: config.Config, ask_hub: bool = True
-) -> tuple[config.Config, list[str]]:
+def complete(args: argparse.Namespace, cfg: config.Config) -> tuple[config.Config, list[str]]:
     """The configuration with the formats that no option says, and the options that say them. Raises
-    ConfigError."""
-    options = found_options(cfg, ask_hub)
-    if options:
-        args.overrides += options
-        cfg = config.load(args.config, args.overrides)
-    return cfg, options
-
-
-def found_options(cfg: config.Config, ask_hub: bool = True) -> list[str]:
-    """Options that say the formats of the sources' rows: none where they are texts, or where an
-    option says it already. ask_hub: whether a dataset may be read for it that is not on this
-    machine. Raises ConfigError if a first row has the columns of none, or of several."""
+    ConfigError if a first row has the columns of no format, or of several, and OSError."""
     d = cfg.data
-    are_said = d.sources and all(source.format for source in d.sources)
-    if d.format or d.messages_field or are_said:
-        return []
+    if d.format or d.messages_field:
+        return cfg, []
     source_cfgs = [cfg]
     if d.sources:
-        tokenizer = d.tokenizer
-        if not tokenizer and os.path.exists(common_tokenizer(cfg)):
-            tokenizer = str(common_tokenizer(cfg))
-        source_cfgs = sources_of(cfg, tokenizer)
-    found = [each.data.format or found_format(each, ask_hub) for each in source_cfgs]
-    if set(found) == {"text"}:
-        # the option is only needed to be refused
-        return ["--data.format=text"] if d.chat_template else []
-    if None in found:  # whoever prepares that source reports why it cannot be read
-        return []
-    if not d.sources:
-        return [f"--data.format={found[0]}"]
-    sources = [replace(source, format=name) for source, name in zip(d.sources, found)]
-    return [f"--data.sources={schema.toml(sources)}"]
+        source_cfgs = sources_of(cfg, d.tokenizer or str(common_tokenizer(cfg)))
+    formats = []
+    for source_cfg in source_cfgs:
+        name = source_cfg.data.format or recorded_format(source_cfg, cfg.data.path)
+        formats.append(name or format_of(source_cfg.data, args.dry_run))
+    if set(formats) == {"text"} and not d.chat_template:  # which is refused with text
+        return cfg, []
+    options = [f"--data.format={formats[0]}"]
+    if d.sources:
+        sources = [replace(source, format=name) for source, name in zip(d.sources, formats)]
+        options = [f"--data.sources={schema.toml(sources)}"]
+    args.overrides += options
+    return config.load(args.config, args.overrides), options
 
 
-def found_format(cfg: config.Config, ask_hub: bool) -> RowFormat | None:
-    """The format of one source's rows. None if they cannot be read now: whoever prepares them
-    reports why. Raises ConfigError."""
-    d = cfg.data
-    if d.source == STDLIB or d.text_field != config.Data.text_field:
-        return "text"
-    with contextlib.suppress(ConfigError):
-        is_gone = kind_of(d) is Files and not local_files(d.source, d.split)
-        if is_gone or reads_hub(d):
-            begun = list(begun_formats(cfg))
-            if begun or not ask_hub or hub.connection_problem():
-                return begun[0] if begun else None
-    row = first_row(d)
-    if row is None:
-        return None
-    formats = formats_of(row)
-    if row.get(d.text_field) is not None or (d.text_field in row and not formats):
-        if formats:
-            options = " or ".join(f"--data.format={name}" for name in formats)
-            report(
-                f"{d.source}: the text to train on is its column {d.text_field!r}; {options} "
-                "trains on the answers in its other columns"
-            )
-        return "text"
-    if len(formats) != 1:
-        raise ambiguous(d, row, formats)
-    columns = ", ".join(row)
-    report(f'{d.source}: data.format = "{formats[0]}", by its first row\'s columns: {columns}')
-    return formats[0]
-
-
-def begun_formats(cfg: config.Config) -> Iterator[RowFormat]:
-    """The formats for which a source's folder is there: what was prepared before need not be here
-    any more. Texts come first."""
-    for name in typing.get_args(RowFormat):
-        if name != "text" and not cfg.data.tokenizer:
-            return
-        candidate = replace(cfg, data=replace(cfg.data, format=name))
-        with contextlib.suppress(ConfigError):  # a tokenizer without a chat template, perhaps
-            folder, _ = source_folders(candidate)[0]
+def recorded_format(cfg: config.Config, path: str | None) -> RowFormat | None:
+    """The format that a source was prepared in, even if its rows are gone; None if it was not.
+    path: data.path, of all sources."""
+    with contextlib.suppress(ConfigError):  # a tokenizer that is still to be trained, perhaps
+        options = identity(cfg).items()
+        root = pathlib.Path(path or "prepared")
+        name = folder_name(cfg).rpartition("-")[0]
+        for folder in [root, *root.glob(f"{name}-*")]:
             manifest = read_manifest(folder)
-            # a folder that data.path names is the same for all formats
-            if manifest and format_of(manifest["identity"]) == name:
-                yield name
-
-
-def format_of(identity: dict) -> str:
-    """The format of the rows of a folder with this identity."""
-    if identity.get("messages_field"):
-        return "messages"
-    return identity.get("data.format", "text")
-
-
-def first_row(d: config.Data) -> dict | None:
-    """The first row of a source that can be read, with all of its columns."""
-    try:
-        # in its own order: the row that is prepared first
-        source = open_source(replace(d, validation=None))
-        source.columns = ()
-        for _, row in itertools.islice(source.rows(), FIRST_ROWS):
-            if isinstance(row, dict):
-                return row
-    except (ConfigError, OSError):
-        pass
+            if manifest and options <= manifest["identity"].items():
+                return manifest["identity"].get("data.format", "text")
     return None
 
 
-def formats_of(row: dict) -> list[RowFormat]:
+def format_of(d: config.Data, is_plan: bool) -> RowFormat:
+    """The format of a source's rows, by its first one. is_plan: for a plan, which does not need the
+    rows to be here. Raises ConfigError and OSError."""
+    if d.text_field != config.Data.text_field or (is_plan and not local_paths(d.source, d.split)):
+        return "text"
+    files, _ = list_files(d)
+    _, row = next(Source(d, files).rows(), ("", {d.text_field: ""}))
+    formats = formats_with(row)
+    if isinstance(row.get(d.text_field), str):
+        formats.insert(0, "text")
+    elif len(formats) != 1:
+        raise ConfigError(
+            f"[data] source = {d.source}: the columns of its first row, {', '.join(row)}, are those "
+            f"of {'several formats' if formats else 'no data.format'}; name what to train on: "
+            f"{' or '.join(options_for(row, formats)) or 'none of them holds text or messages'}"
+        )
+    if formats != ["text"]:
+        print_error(f'{d.source}: data.format = "{formats[0]}", by its columns {", ".join(row)}')
+    return formats[0]
+
+
+def formats_with(row: dict[str, Any]) -> list[RowFormat]:
     """The formats of conversations whose columns a row has."""
     columns = {name for name, value in row.items() if value is not None}
     formats: list[RowFormat] = []
@@ -147,39 +95,14 @@ def formats_of(row: dict) -> list[RowFormat]:
     return formats
 
 
-def ambiguous(d: config.Data, row: dict, formats: list[RowFormat]) -> ConfigError:
-    """The error of a row that has the columns of no format, or of several."""
-    options = [f"--data.format={name}" for name in formats] or options_for(row)
-    if options:
-        advice = f"add {' or '.join(options[:MOST_OFFERED])}"
-    else:
-        advice = "none of them holds text or messages"
-    several = "several formats" if formats else "no data.format"
-    return ConfigError(
-        f"[data] source = {d.source}: its first row has the columns of {several}: "
-        f"{', '.join(row)}; {advice}"
-    )
-
-
-def options_for(row: dict) -> list[str]:
-    """Options that could say what a row is whose columns no format has."""
-    options = []
-    for name, value in row.items():
-        if holds_messages(value):
-            options.append(f"--data.messages_field={name}")
+def options_for(row: dict[str, Any], formats: list[RowFormat]) -> list[str]:
+    """Options to paste that say what a row is."""
+    options = [f"--data.format={name}" for name in formats]
     if {"instruction", "response"} <= row.keys():
         options.append("--data.format=alpaca")
     for name, value in row.items():
-        if isinstance(value, str):
+        if str(value).lstrip().startswith("[{"):  # a list of messages, or JSON of one
+            options.append(f"--data.messages_field={name}")
+        elif isinstance(value, str) and not formats:
             options.append(f"--data.text_field={name}")
     return options
-
-
-def holds_messages(value: object) -> bool:
-    """Whether a column's value is a list of messages, or JSON of one."""
-    if isinstance(value, str) and value.startswith("["):
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(value)
-    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
-        return False
-    return any(key in value[0] for key in ROLE_KEYS)

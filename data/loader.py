@@ -6,6 +6,7 @@ TextStreams into rows, and turn these into inputs and targets.
 B: samples of a micro-batch. T: tokens of a sample (train.seq_len).
 """
 
+import collections
 import concurrent.futures
 import hashlib
 import math
@@ -22,7 +23,7 @@ from data.dataset import Dataset
 from data.order import rank_samples
 from data.tokens import Span, TextStream
 
-READ_AHEAD = 2  # steps
+READ_AHEAD = 3  # steps, the next one included
 
 
 @dataclass(frozen=True)
@@ -49,47 +50,44 @@ class Loader:
         self.dataset = dataset
         self.world = world
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "loader")
-        self.pending: dict[int, concurrent.futures.Future] = {}  # batches that are read, by step
+        self.pending: collections.deque[concurrent.futures.Future] = collections.deque()
         self.next_to_read = first_step
-        self.last_returned = first_step - 1
 
     def __next__(self) -> Batch:
         """Raises what the thread raised, such as ConfigError for a truncated token file."""
-        self.last_returned += 1
         self._read_ahead()
-        return self.pending.pop(self.last_returned).result()
+        return self.pending.popleft().result()
 
     def is_ready(self, step: int) -> bool:
-        """Whether the text of a step, the next or the one after it, is prepared. Raises ConfigError
-        and OSError."""
+        """Whether the text of a step, the next or the one after it, is prepared, and all validation
+        text. Past the last step: that of the last. Raises ConfigError and OSError."""
         self._read_ahead()
-        return step in self.pending or step > self.cfg.train.steps
+        return self.dataset.covers(min(step, self.cfg.train.steps))
 
     def _read_ahead(self) -> None:
         """Has the thread read the next steps' batches, as far as their text is prepared."""
-        last = min(self.last_returned + READ_AHEAD, self.cfg.train.steps)
-        while self.next_to_read <= last and self.dataset.covers(self.next_to_read):
-            step = self.next_to_read
-            self.pending[step] = self.thread.submit(self.batch, step)
+        while (
+            len(self.pending) < READ_AHEAD
+            and self.next_to_read <= self.cfg.train.steps
+            and self.dataset.covers(self.next_to_read)
+        ):
+            self.pending.append(self.thread.submit(self.batch, self.next_to_read))
             self.next_to_read += 1
 
     def batch(self, step: int) -> Batch:
         """Reads a step's batch. Raises ConfigError."""
         digest = 0
         micro_batches = []
-        micro_batch_size = config.micro_batch_size(self.cfg, self.world.dp_size)
         for numbers in rank_samples(
             step,
             self.cfg.train.global_batch_size,
-            micro_batch_size,
+            config.micro_batch_size(self.cfg, self.world.dp_size),
             self.world.dp_rank,
             self.world.dp_size,
         ):
-            spans = [self.dataset.span(number) for number in numbers]
-            samples, tensors = read_spans(spans, self.cfg, self.world)
-            for number, raw in zip(numbers, samples):
-                digest += sample_digest(number, raw)
-            micro_batches.append(tensors)
+            rows, documents = read([self.dataset.span(number) for number in numbers], self.cfg)
+            digest += sum(map(sample_digest, numbers, rows))
+            micro_batches.append(rank_tensors(rows, documents, self.world))
         return Batch(
             micro_batches,
             self._valid_tokens(step),
@@ -115,28 +113,27 @@ class Loader:
         self.thread.shutdown(cancel_futures=True)
 
 
-def read_spans(
-    spans: Sequence[Span], cfg: config.Config, world: Any
-) -> tuple[list[bytes], tuple[Tensor, ...]]:
-    """Reads the samples of a micro-batch. A span shorter than T+1 is padded with IGNORE; one
-    without a target isn't read.
+def read(spans: Sequence[Span], cfg: config.Config) -> tuple[Tensor, Tensor | None]:
+    """(ids (B, T+1), document numbers (B, T+1) if there is a mask) of a micro-batch's samples.
 
-    Returns the bytes of those that were read, and inputs_and_targets() of all: this context
-    parallel rank's tokens of them; for a GPU in pinned memory, which it copies asynchronously.
-    Raises ConfigError.
+    A token without a loss is its complement -1 - id. A span shorter than T+1 is padded with -1; one
+    without a target isn't read. Raises ConfigError.
     """
-    samples = []
-    rows = torch.full((len(spans), cfg.train.seq_len + 1), -1)  # (B, T+1)
-    documents = torch.zeros_like(rows) if cfg.data.document_mask else None  # (B, T+1)
+    rows = torch.full((len(spans), cfg.train.seq_len + 1), -1)
+    documents = torch.zeros_like(rows) if cfg.data.document_mask else None
     for row, (stream, start, stop) in enumerate(spans):
         if stop - start < 2:  # no input with a target
             continue
-        raw, ids = stream.read(start, stop)
-        samples.append(raw)
-        rows[row, : stop - start] = ids
+        rows[row, : stop - start] = torch.from_numpy(stream.read(start, stop))
         if documents is not None:
-            for number, begin, _ in stream.documents(start, stop):
-                documents[row, max(begin - start, 0) :] = number
+            for number, (begin, _) in enumerate(stream.documents(start, stop)):
+                documents[row, begin - start :] = number
+    return rows, documents
+
+
+def rank_tensors(rows: Tensor, documents: Tensor | None, world: Any) -> tuple[Tensor, ...]:
+    """inputs_and_targets() of this context parallel rank; for a GPU in pinned memory, which it
+    copies asynchronously."""
     tensors = inputs_and_targets(rows, documents)
     if world.cp > 1:
         from parallel.context import shard_sequences
@@ -144,7 +141,7 @@ def read_spans(
         tensors = shard_sequences(tensors, world)
     if world.device.type == "cuda":
         tensors = tuple(tensor.pin_memory() for tensor in tensors)
-    return samples, tensors
+    return tensors
 
 
 def inputs_and_targets(rows: Tensor, documents: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -176,10 +173,10 @@ def positions(documents: Tensor) -> Tensor:
     return index - document_starts
 
 
-def sample_digest(number: int, raw: bytes) -> int:
-    """A 40-bit hash of a sample's number and its tokens."""
+def sample_digest(number: int, ids: Tensor) -> int:
+    """A 40-bit hash of a sample's number and its tokens (T+1)."""
     salt = number.to_bytes(8, "little")
-    digest = hashlib.blake2b(raw, digest_size=5, salt=salt).digest()
+    digest = hashlib.blake2b(ids.numpy().tobytes(), digest_size=5, salt=salt).digest()
     return int.from_bytes(digest, "big")
 
 
@@ -204,8 +201,8 @@ def validation_batches(
                 start = number * seq_len
                 stop = min(start + seq_len + 1, stream.length)
                 spans.append(Span(stream, start, stop))
-            _, tensors = read_spans(spans, cfg, world)
-            yield tensors
+            rows, documents = read(spans, cfg)
+            yield rank_tensors(rows, documents, world)
 
 
 def validation_tokens(stream: TextStream, cfg: config.Config) -> int:

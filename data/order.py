@@ -1,32 +1,76 @@
 """Which text each sample of a run is: a closed form of the sample's number, so that the step is the
 only state. Nothing depends on the number of ranks.
 
-The mixture says which source a sample comes from, and that it is the source's sample k. A source's
-first epoch reads it segment by segment, each permuted by itself, so that training may begin while
-text is prepared; later epochs are permuted over everything. Segments end at token 2^22, doubling to
-2^28, then every 2^28.
+The mixture (data/mixture.py) says which source a sample comes from, and that it is the source's
+sample k. An epoch of a source is a list of segments, each permuted by itself. Every epoch is one
+segment, everything, except the first one with data.order = "growing": there segments end at token
+2^22, doubling to 2^29, then every 2^28, so that training may begin while text is prepared.
+
+S: sequence length (train.seq_len).
 """
 
 import bisect
-import functools
 import hashlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import config
-from data.mixture import Mixture
-from data.tokens import Windows
-
-FIRST_BORDER = 1 << 22  # tokens; also: of how many documents are held out
+FIRST_BORDER = 1 << 22  # tokens; also: of how many the documents are held out
 BORDER_STEP = 1 << 28  # tokens
 MASK64 = (1 << 64) - 1
 
 
+def name_hash(name: str) -> bytes:
+    """A source's files are read in the order of this hash of their names within the source, so that
+    a corpus of many files is mixed as it is read."""
+    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+
+
 def border_of(segment: int) -> int:
-    """The token at which a segment ends; 0 before the first."""
+    """The token at which a segment ends with data.order = "growing"; 0 before the first."""
     end = 0 if segment < 0 else FIRST_BORDER
     for _ in range(segment):
         end += min(end, BORDER_STEP)
     return end
+
+
+def growing_borders(tokens: int) -> list[int]:
+    """border_of() each segment of so many tokens; the last ends with them."""
+    borders = []
+    while border_of(len(borders) - 1) < tokens:
+        borders.append(min(tokens, border_of(len(borders))))
+    return borders
+
+
+def last_hundredth(tokens: int) -> tuple[int, int]:
+    """(first, one past the last) of the tokens that are held out of a text where nothing else is:
+    the last hundredth up to the first border."""
+    end = min(FIRST_BORDER, tokens)
+    return max(0, end - max(2, end // 100)), end
+
+
+class Windows:
+    """The windows of a training stream, numbered without those that hold a token of its validation
+    range. Window k of a stream is tokens k*S ... k*S+S: S inputs and their targets, shifted by one.
+    """
+
+    def __init__(self, seq_len: int, validation: tuple[int, int] = (0, 0)):
+        """validation: of the stream: first token, one past the last."""
+        first, end = validation
+        self.seq_len = seq_len
+        # windows skip_from ... skip_to-1 are left out
+        self.skip_from = max(0, (first - 1) // seq_len)
+        self.skip_to = -(-end // seq_len)
+
+    def count(self, tokens: int) -> int:
+        """How many of the first `tokens` tokens' windows are for training."""
+        windows = max(0, (tokens - 1) // self.seq_len)
+        return min(windows, self.skip_from) + max(0, windows - self.skip_to)
+
+    def __call__(self, number: int) -> int:
+        """The window with this number."""
+        if number < self.skip_from:
+            return number
+        return number + self.skip_to - self.skip_from
 
 
 class SamplePosition(NamedTuple):
@@ -38,70 +82,61 @@ class SamplePosition(NamedTuple):
 
 
 class SourceOrder:
-    """Which window each sample of one source is, as far as it is prepared."""
+    """Which window each sample of one source is, as far as its text can be read."""
 
-    def __init__(self, seed: int, source: int):
+    def __init__(
+        self, seed: int, source: int, windows: Windows, borders: Sequence[int], is_complete: bool
+    ):
+        """source: its number in the mixture. borders: the token at which each segment of the first
+        epoch ends, up to the last one that can be read."""
         self.seed = seed
-        self.source = source  # its number in the mixture
-        # training windows up to the end of each segment that can be read
-        self.segment_ends: list[int] = []
-        self.windows: int | None = None  # training windows of the full text, once it is prepared
-        # keeps those that are in use: making one takes longer than using it
-        self.permutation = functools.lru_cache(4)(Permutation)
-
-    def extend(self, numbering: Windows, segments: int, tokens: int, is_complete: bool) -> None:
-        """As far as `segments` are recorded. tokens: of the stream."""
-        self.numbering = numbering
-        borders = [min(tokens, border_of(segment)) for segment in range(segments)]
-        self.segment_ends = [numbering.count(border) for border in borders]
-        if is_complete:
-            self.windows = numbering.count(tokens)
+        self.source = source
+        self.windows = windows
+        # training windows up to the end of each segment of the first epoch
+        self.segment_ends = [windows.count(border) for border in borders]
+        # training windows of an epoch, once all text can be read
+        self.epoch_length = max(self.segment_ends, default=0) if is_complete else None
 
     def covers(self, index: int) -> bool:
-        """Whether it is known which window the source's sample `index` is."""
-        return self.windows is not None or index < max(self.segment_ends, default=0)
+        """Whether the source's sample `index` can be located. -1, no sample: whether the first
+        segment can be read, and so the validation text."""
+        if self.epoch_length is not None:
+            return True
+        return bool(self.segment_ends) and index < self.segment_ends[-1]
 
-    def segments_up_to(self, index: int) -> int:
-        """How many segments' text decides which windows the samples up to this one are."""
-        return min(bisect.bisect_right(self.segment_ends, index) + 1, len(self.segment_ends))
-
-    def locate(self, index: int) -> tuple[int, int]:
-        """(epoch, window of the stream) of the source's sample `index`, which covers() it."""
-        segment = bisect.bisect_right(self.segment_ends, index)
-        if segment < len(self.segment_ends):
-            begin = self.segment_ends[segment - 1] if segment else 0
-            count = self.segment_ends[segment] - begin
-            permutation = self.permutation(count, f"{self.seed}/0/{self.source}/{segment}")
-            return 0, self.numbering(begin + permutation(index - begin))
-        assert self.windows
-        epoch, position = divmod(index, self.windows)
-        permutation = self.permutation(self.windows, f"{self.seed}/{epoch}/{self.source}")
-        return epoch, self.numbering(permutation(position))
+    def locate(self, index: int) -> SamplePosition:
+        """The source's sample `index`, which covers() it."""
+        epoch = 0
+        ends = self.segment_ends
+        if self.epoch_length is not None:
+            epoch, index = divmod(index, self.epoch_length)
+            if epoch > 0:
+                ends = [self.epoch_length]
+        segment = bisect.bisect_right(ends, index)
+        begin = ends[segment - 1] if segment else 0
+        key = f"{self.seed}/{epoch}/{self.source}/{segment}"
+        number = begin + permute(index - begin, ends[segment] - begin, key)
+        return SamplePosition(self.source, epoch, self.windows(number))
 
 
-class Permutation:
-    """A bijection of 0 ... n-1, keyed by a text, without a table.
+def permute(index: int, count: int, key: str) -> int:
+    """Element `index` of a permutation of 0 ... count-1, keyed by a text, without a table.
 
     A Feistel network of eight rounds (https://doi.org/10.1137/0217022) over the next even power of
-    two, cycle-walked until the result is below n.
+    two, cycle-walked until the result is below `count`.
     """
-
-    def __init__(self, n: int, key: str):
-        self.n = n
-        self.half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
-        digest = hashlib.blake2b(key.encode(), digest_size=64).digest()
-        self.keys = [int.from_bytes(digest[i : i + 8], "big") for i in range(0, len(digest), 8)]
-
-    def __call__(self, index: int) -> int:
-        mask = (1 << self.half_bits) - 1
-        while True:
-            high = index >> self.half_bits
-            low = index & mask
-            for key in self.keys:
-                high, low = low, high ^ (mix(low ^ key) & mask)
-            index = high << self.half_bits | low
-            if index < self.n:
-                return index
+    half_bits = max(1, ((count - 1).bit_length() + 1) // 2)
+    mask = (1 << half_bits) - 1
+    round_keys = hashlib.blake2b(key.encode(), digest_size=64).digest()
+    while True:
+        high = index >> half_bits
+        low = index & mask
+        for begin in range(0, 64, 8):
+            round_key = int.from_bytes(round_keys[begin : begin + 8], "big")
+            high, low = low, high ^ (mix(low ^ round_key) & mask)
+        index = high << half_bits | low
+        if index < count:
+            return index
 
 
 def mix(x: int) -> int:
@@ -110,11 +145,6 @@ def mix(x: int) -> int:
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK64
     x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK64
     return x ^ x >> 31
-
-
-def make_mixture(cfg: config.Config) -> Mixture:
-    """The mixture of [[data.sources]], or of the only source."""
-    return Mixture([source.weight for source in cfg.data.sources] or [1.0])
 
 
 def rank_samples(step: int, batch: int, micro: int, rank: int, ranks: int) -> list[range]:

@@ -1,12 +1,12 @@
-"""Text -> token files, once. run_train.sh calls it; where the files are there and match, it does
-nothing.
+"""Text -> token files, once. run_train.sh starts it; where the files exist and match, it compares
+them with their hashes.
 
     python -m data.prepare configs/tiny.toml
 
 Writes train.bin, heldout.bin (validation), where their documents end, the tokenizer and
 manifest.json into prepared/{source}-{hash}/, one folder for each source. One process reads and
-writes; threads tokenize, since the tokenizers' libraries free Python's lock. A process that was
-killed resumes from the record. Training may begin once the first segment is recorded.
+writes; threads tokenize, since the tokenizers' libraries release Python's lock. A process that was
+killed resumes from the record, manifest.json.
 """
 
 import collections
@@ -15,60 +15,88 @@ import itertools
 import multiprocessing
 import os
 import pathlib
+import signal
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 
+from tqdm import tqdm
+
 import config
 from config import ConfigError
+from data import formats
+from data.begin import begin_all, check_files, file_now, take_lock, validation_source
 from data.cores import usable_cores
-from data.folder import alone, begin_all, check_source, read_manifest, report, validation_source
+from data.folder import manifest_of
 from data.order import FIRST_BORDER
 from data.row_format import Encoded, row_format
-from data.source import Place, Source, SourceFile
-from data.writer import TokenWriter
-from files import die_with_parent
+from data.source import Position, Source, SourceFile
+from data.writer import TokenWriter, check_hashes
+from files import die_with_parent, print_error
 
 BATCH_CHARACTERS = 1 << 18  # per task of a thread, rounded up to full documents
 AHEAD = 3  # batches per thread that are read ahead
-SYNC_SECONDS = 5.0  # between records; a killed preparation resumes from the last one
+RECORD_SECONDS = 5.0  # between records; a killed process resumes from the last one
 LOG_SECONDS = 10.0  # between lines of progress
+POLL_SECONDS = 1.0  # between looks at folders that another process prepares
 MOST_WORKERS = 64  # one process that reads cannot feed more
 
 
 @dataclass
 class Batch:
-    """Documents of a source that are tokenized together."""
+    """Documents of a source that are tokenized together. The last one of a source has none."""
 
     preparation: "Preparation"
     documents: list[str] = field(default_factory=list)
-    place: Place = Place()  # of the source, after the last document
-    share_read: float = 0.0
+    position: Position = Position()  # of the source, after the last document
+    share_read: float = 1.0  # of the source, from 0 to 1
 
 
-def prepare(cfg: config.Config, workers: int | None = None) -> None:
-    """Begins missing folders of token files, checks existing ones, and completes them, side by
-    side. workers: threads that tokenize. Raises ConfigError and OSError."""
+def prepare(
+    cfg: config.Config, workers: int | None = None, has_bar: bool = False
+) -> list[pathlib.Path]:
+    """Begins missing folders of token files, checks existing ones, and completes them. Returns
+    them, by source. workers: threads that tokenize. has_bar: shows bars of progress, else lines.
+    Raises ConfigError and OSError."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of ours take one core each
-    with contextlib.ExitStack() as stack:
-        preparations = []
-        for folder, source_cfg in begin_all(cfg):
-            stack.enter_context(alone(folder))
-            if not (read_manifest(folder) or {}).get("complete"):
-                preparation = Preparation(folder, source_cfg)
-                stack.callback(preparation.writer.close)
-                preparations.append(preparation)
-        if preparations:
-            pool = stack.enter_context(start_pool(cfg, workers or worker_count()))
-            try:
-                for batch, encoded in encoded_in_order(pool, interleaved(preparations)):
-                    batch.preparation.write(batch, encoded)
-            except ConfigError:
-                for preparation in preparations:  # what came before the wrong row stays
-                    preparation.writer.record(preparation.manifest["place"])
-                raise
+    sources = begin_all(cfg)
+    while not all(manifest_of(folder)["complete"] for folder, _ in sources):
+        with contextlib.ExitStack() as stack:
+            preparations = []
+            for folder, source_cfg in sources:
+                lock = None if manifest_of(folder)["complete"] else take_lock(folder)
+                if lock is None:
+                    continue
+                stack.callback(lock.release)
+                if not manifest_of(folder)["complete"]:  # by the process that had the lock
+                    preparation = Preparation(folder, source_cfg, has_bar)
+                    stack.callback(preparation.close)
+                    preparations.append(preparation)
+            if preparations:
+                pool = start_pool(cfg, workers or worker_count())
+                stack.callback(pool.shutdown, cancel_futures=True)
+                prepare_together(preparations, pool)
+            else:
+                time.sleep(POLL_SECONDS)
+    return [folder for folder, _ in sources]
+
+
+def prepare_together(preparations: "list[Preparation]", pool: Executor) -> None:
+    """Completes folders side by side. Raises ConfigError and OSError."""
+    try:
+        for batch, encoded in encoded_in_order(pool, interleaved(preparations)):
+            batch.preparation.write(batch, encoded)
+    except ConfigError:
+        for preparation in preparations:
+            preparation.keep()
+        raise
+    except OSError as error:
+        if error.filename is None:  # a write knows only its handle
+            error.filename = str(preparations[0].folder)
+        raise
 
 
 def worker_count(ranks: int = 0) -> int:
@@ -81,7 +109,14 @@ def start_pool(cfg: config.Config, workers: int) -> Executor:
     if not row_format(cfg.data).is_whole:
         return ThreadPoolExecutor(workers)
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, context, die_with_parent, (os.getpid(),))
+    return ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(),))
+
+
+def _start_worker(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too
+    die_with_parent()
+    if os.getppid() != parent:  # it died before
+        os._exit(1)
 
 
 def interleaved(preparations: "list[Preparation]") -> Iterator[Batch]:
@@ -125,45 +160,51 @@ class Preparation:
     """A folder whose text this process prepares: batches() are tokenized, and then given to write()
     in their order."""
 
-    def __init__(self, folder: pathlib.Path, cfg: config.Config):
+    def __init__(self, folder: pathlib.Path, cfg: config.Config, has_bar: bool):
         """Raises ConfigError and OSError."""
         self.folder = folder
         self.d = cfg.data
         self.limit = self.d.max_tokens or float("inf")  # train tokens
-        self.rows = row_format(self.d)
-        self.writer = TokenWriter(folder, whole_documents=self.rows.is_whole)
+        rows = row_format(self.d)
+        self.writer = TokenWriter(folder, whole_documents=rows.is_whole)
         self.manifest = self.writer.manifest
-        self.encode = self.rows.encoder(folder)
+        self.encode = rows.encoder(folder)
         self.validation = validation_source(self.d)
-        self.place = Place(*self.manifest["place"])
-        self.last_record = time.monotonic()
-        self.last_line = self.last_record
-        self._compare_if_changed()
+        self.files = [SourceFile(*entry) for entry in self.manifest["files"]]
+        self._note_changes()
+        self.next_record = 0.0  # by time.monotonic(): at once, since a launch waits for the first
+        self.next_line = time.monotonic() + LOG_SECONDS
+        self.bar = tqdm(
+            desc=self.d.source[-24:],
+            initial=self.manifest["tokens"]["train"],
+            unit=" tokens",
+            unit_scale=True,
+            leave=False,
+            disable=not (has_bar and sys.stderr and sys.stderr.isatty()),
+        )
 
-    def _compare_if_changed(self) -> None:
-        """Where the file that reading stopped in has changed, as when a wrong row was mended: reads
-        it again from its beginning, and compares what comes with what was written."""
-        recorded = [SourceFile(*entry) for entry in self.manifest["files"]]
-        file = recorded[self.place.file]
-        if self.manifest["revision"] or not self.place.row or not os.path.exists(file.path):
-            return
-        status = os.stat(file.path)
-        if (status.st_size, status.st_mtime_ns) != (file.size, file.time):
-            report(f"{file.path}: has changed; comparing what was read of it")
-            changed = SourceFile(file.path, status.st_size, status.st_mtime_ns)
-            self.manifest["files"][self.place.file] = changed
-            place, tokens, documents = self.manifest["file_start"]
-            self.place = Place(*place)
-            self.writer.go_back(file.path, tokens, documents)
+    def _note_changes(self) -> None:
+        """What was not read yet may have changed. If the file that reading stopped in has, as when
+        a wrong row was mended, it is read again."""
+        if not self.manifest["validation"]:
+            files = [file_now(SourceFile(*entry)) for entry in self.manifest["validation_files"]]
+            self.manifest["validation_files"] = files
+        number, row = self.manifest["position"]
+        files_now = [file_now(file) for file in self.files[number:]]
+        if row and files_now[0] != self.files[number]:
+            path = files_now[0].path
+            print_error(f"{path}: has changed; comparing it with what was prepared from it")
+            self.writer.read_again(path)
+        self.files[number:] = files_now
+        self.manifest["files"] = self.files
 
     def batches(self) -> Iterator[Batch]:
         """What is left to tokenize: first the text of a validation source. Each source ends with a
         batch without documents."""
-        if self.validation and "validation" not in self.manifest:
-            files = [SourceFile(*entry) for entry in self.manifest["validation_files"]]
-            yield from self._batches(Source(self.validation, files))
-        files = [SourceFile(*entry) for entry in self.manifest["files"]]
-        yield from self._batches(Source(self.d, files, self.place))
+        source = Source(self.d, self.files, Position(*self.manifest["position"]))
+        if self.validation and not self.manifest["validation"]:
+            yield from self._batches(Source(self.validation, self.manifest["validation_files"]))
+        yield from self._batches(source)
 
     def _batches(self, source: Source) -> Iterator[Batch]:
         batch = Batch(self)
@@ -172,7 +213,7 @@ class Preparation:
         try:
             for document in source:
                 batch.documents.append(document)
-                batch.place = source.place
+                batch.position = source.position
                 size += len(document)
                 if size >= BATCH_CHARACTERS:
                     batch.share_read = source.share_read()
@@ -187,92 +228,126 @@ class Preparation:
             yield batch
         if problem:
             raise problem
-        yield Batch(self, place=Place(len(source.files)))
+        yield Batch(self, position=Position(len(source.files)))
 
     def is_full(self) -> bool:
         """Whether data.max_tokens is reached."""
         return self.manifest["tokens"]["train"] >= self.limit
 
-    def holds_out(self) -> bool:
-        """Whether documents are held out: those of the first tokens are."""
-        return not self.validation and self.manifest["tokens"]["train"] < FIRST_BORDER
-
     def write(self, batch: Batch, encoded: Encoded) -> None:
         """Appends a batch's documents, and records when that is due. Raises ConfigError and
         OSError."""
-        if self.manifest.get("complete"):  # data.max_tokens was reached before this batch
+        if self.manifest["complete"]:  # data.max_tokens was reached before this batch
             return
-        is_validation = self.validation is not None and "validation" not in self.manifest
-        is_end = not batch.documents
-        is_new_file = batch.place.file != self.manifest["place"][0]
-        if not is_validation and (is_new_file or "file_start" not in self.manifest):
-            tokens, documents = self.manifest["tokens"], self.manifest["documents"]
-            self.manifest["file_start"] = [self.manifest["place"], {**tokens}, {**documents}]
-        for is_held_out, ids in encoded:
-            if not ids:  # a tokenizer may produce no tokens for some texts
-                self.manifest["left_out"] = self.manifest.get("left_out", 0) + 1
-            elif is_validation or (is_held_out and self.holds_out()):
-                self.writer.append("heldout", ids)
-            elif not self.is_full():
-                self.writer.append("train", ids)
-        if is_end and is_validation:
-            self._end_validation()
-        elif is_end or self.is_full():
+        is_last = not batch.documents
+        if self.validation and not self.manifest["validation"]:
+            self._append(encoded, is_validation=True)
+            if is_last:
+                self._end_validation()
+            return
+        is_new_file = batch.position.file != self.manifest["position"][0]
+        if is_new_file or not self.manifest["file_start"]:
+            self.writer.begin_file()
+        self._append(encoded, is_validation=False)
+        self.manifest["position"] = batch.position
+        if is_last or self.is_full():
             self._complete()
-        elif not is_validation:
-            self.manifest["place"] = batch.place
-            if self.writer.is_due or time.monotonic() > self.last_record + SYNC_SECONDS:
-                self.writer.record(batch.place)
-                self.last_record = time.monotonic()
+        elif self.writer.is_due or time.monotonic() > self.next_record:
+            self.writer.record()
+            self.next_record = time.monotonic() + RECORD_SECONDS
         self._log(batch)
 
+    def _append(self, encoded: Encoded, is_validation: bool) -> None:
+        """is_validation: of the text of data.validation."""
+        for is_held_out, ids in encoded:
+            if self.is_full():
+                return
+            is_first_text = self.manifest["tokens"]["train"] < FIRST_BORDER
+            if not ids:  # a tokenizer may produce no tokens for some texts
+                self.manifest["left_out"] += 1
+            elif is_validation or (is_held_out and is_first_text and not self.validation):
+                self.writer.append("heldout", ids)
+            else:
+                self.writer.append("train", ids)
+
     def _end_validation(self) -> None:
-        if self.manifest["tokens"]["heldout"] < 2:
+        if self.manifest["tokens"]["heldout"] < 2:  # an input and its target
             raise ConfigError(
                 f"[data] validation = {self.d.validation}: holds nothing to evaluate on"
             )
         self.writer.decide_validation()
-        self.writer.record(self.place)
+        self.writer.record()
 
     def _complete(self) -> None:
-        documents = sum(self.manifest["documents"].values())
-        if not documents:
+        if not any(self.manifest["documents"].values()):
             raise ConfigError(f"[data] source = {self.d.source}: holds no text")
-        check_source(self.folder, self.manifest, self.d)
-        self.writer.record(self.manifest["place"], is_complete=True)
+        file, row = self.manifest["position"]
+        if row:  # data.max_tokens was reached in this file
+            self.manifest["position"] = Position(file + 1)
+        check_files(self.folder, self.manifest, self.d)
+        self.writer.complete()
         tokens = self.manifest["tokens"]
-        report(
-            f"prepared {self.folder}: {tokens['train']:,} tokens to train on, "
-            f"{tokens['heldout']:,} for validation"
-        )
+        with tqdm.external_write_mode():
+            print_error(
+                f"prepared {self.folder}: {tokens['train']:,} tokens to train on, "
+                f"{tokens['heldout']:,} for validation"
+            )
 
     def _log(self, batch: Batch) -> None:
-        if time.monotonic() > self.last_line + LOG_SECONDS:
-            self.last_line = time.monotonic()
-            tokens = self.manifest["tokens"]["train"]
-            share = max(batch.share_read, tokens / self.limit)
-            report(f"{self.d.source}: {tokens:,} tokens prepared, {share:.0%}")
+        tokens = self.manifest["tokens"]["train"]
+        share = min(1.0, max(batch.share_read, tokens / self.limit))
+        if share:
+            self.bar.total = round(tokens / share)
+        self.bar.update(tokens - self.bar.n)
+        if self.bar.disable and time.monotonic() > self.next_line:
+            self.next_line = time.monotonic() + LOG_SECONDS
+            print_error(f"{self.d.source}: {tokens:,} tokens prepared, {share:.0%}")
+
+    def keep(self) -> None:
+        """Records what came before a wrong row."""
+        if not self.validation or self.manifest["validation"]:
+            self.writer.record()
+
+    def close(self) -> None:
+        self.bar.close()
+        self.writer.close()
 
 
 def main(argv: list[str]) -> int:
+    """argv: with --beside=RANKS if the launcher starts it (data/preparer.py), next to which so many
+    ranks will train on this machine."""
     words = [word for word in argv if not word.startswith("--beside=")]
-    beside = [int(word.partition("=")[2]) for word in argv if word.startswith("--beside=")]
-    _, cfg = config.from_command_line(words, __doc__, tool=True)
-    if beside:  # data/preparer.py
+    ranks = [int(word.partition("=")[2]) for word in argv if word.startswith("--beside=")]
+    args, cfg = config.from_command_line(words, __doc__, tool=True)
+    if ranks:
         die_with_parent()
         os.nice(19)
     try:
-        prepare(cfg, worker_count(*beside))
+        cfg, _ = formats.complete(args, cfg)
+        if not ranks:
+            check_complete(cfg)
+        is_before_ranks = cfg.data.order == "global"
+        prepare(cfg, worker_count(*ranks), has_bar=is_before_ranks or not ranks)
     except ConfigError as error:
-        report(str(error))
+        print_error(str(error))
         return 2
     except KeyboardInterrupt:
-        report("stopped; the same command resumes here")
+        print_error("stopped; the same command resumes here")
         return 130
     except OSError as error:
-        report(f"{error.filename or 'data'}: {error.strerror or error}; the same command resumes")
+        print_error(
+            f"{error.filename or 'data'}: {error.strerror or error}; the same command resumes"
+        )
         return 1
     return 0
+
+
+def check_complete(cfg: config.Config) -> None:
+    """Compares what is prepared already with its hashes. Raises ConfigError and OSError."""
+    for folder, _ in begin_all(cfg):
+        if manifest_of(folder)["complete"]:
+            print_error(f"{folder} is prepared: comparing its hashes")
+            check_hashes(folder)
 
 
 if __name__ == "__main__":

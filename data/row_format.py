@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # imported where they are used: reading needs no tokenizer, p
     from data.tokenizer import Tokenizer
     from data.tokens import Span, TextStream
 
-LARGEST_TEXT = 64 << 20  # bytes; tokenizing takes some 50 times as much memory
+LARGEST_ROW = 64 << 20  # bytes; tokenizing takes some 50 times as much memory
 HELD_OUT = 25  # one of so many documents, of those before the first border
 
 # of each document: whether its hash holds it out for validation; its ids as bytes
@@ -55,12 +55,7 @@ class Texts:
         text = row[field]
         if not isinstance(text, str):
             raise ConfigError(f"field {field!r} must be text, not {type(text).__name__}")
-        try:
-            size = len(text.encode())
-        except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
-            raise ConfigError(f"is not valid Unicode: {error.reason}") from None
-        if size > LARGEST_TEXT:
-            raise ConfigError(f"is longer than {LARGEST_TEXT >> 20} MiB; split it")
+        check_text(text)
         return text
 
     def encoder(self, folder: pathlib.Path) -> Callable[[list[str]], Encoded]:
@@ -109,6 +104,16 @@ class Texts:
                 line += " (continues)"
             yield line
             yield tokenizer.decode(ids[first - start : end - start].tolist())
+
+
+def check_text(text: str) -> None:
+    """Raises ConfigError if a row's text cannot be tokenized."""
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
+        raise ConfigError(f"is not valid Unicode: {error.reason}") from None
+    if size > LARGEST_ROW:
+        raise ConfigError(f"is longer than {LARGEST_ROW >> 20} MiB; split it")
 
 
 def encode_texts(tokenizer: "Tokenizer", dtype: str, documents: list[str]) -> Encoded:

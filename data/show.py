@@ -14,6 +14,7 @@ import config
 from config import ConfigError, run_tool
 from data import formats
 from data.dataset import Dataset, open_dataset
+from data.row_format import row_format
 from data.tokenizer import Tokenizer
 from data.tokens import Span
 from files import print_line, printable
@@ -22,32 +23,31 @@ from files import print_line, printable
 def samples(cfg: config.Config, step: int) -> Iterator[str]:
     """Yields the text to print for each sample of a step (from 1). Raises ConfigError."""
     dataset = open_dataset(cfg)
-    if dataset.growing and not dataset.growing.covers(step):
-        missing = dataset.growing.waits_for(step)
+    if not dataset.covers(step):
         raise ConfigError(
-            f"--step {step}: its text is not prepared yet ({missing}); `python -m data.prepare "
-            "CONFIG` prepares it"
+            f"--step {step}: its text is not prepared yet ({dataset.waits_for(step)}); `python -m "
+            "data.prepare CONFIG` prepares it"
         )
-    tokenizer = Tokenizer(dataset.folders[0])
+    tokenizer = Tokenizer(dataset.sources[0].folder)
+    rows = row_format(cfg.data)
     batch_size = cfg.train.global_batch_size
     for number in range((step - 1) * batch_size, step * batch_size):
         span = dataset.span(number)
         lines = [heading(dataset, step, number, span)]
-        for line in lines_of(cfg, span, tokenizer):
+        for line in rows.lines(span, tokenizer):
             lines.append(printable(line))
         yield "\n".join(lines)
 
 
 def heading(dataset: Dataset, step: int, number: int, span: Span) -> str:
     """Names a sample: where the order took it from."""
-    assert dataset.order
-    source, epoch, window = dataset.order(number)
+    position = dataset.position(number)
     sources = dataset.cfg.data.sources
-    of_source = f" of {sources[source].source}" if sources else ""
+    of_source = f" of {sources[position.source].source}" if sources else ""
     last = span.stop - 1  # a target only
     return (
-        f"=== step {step}, sample {number}: epoch {epoch}{of_source}, window {window}, tokens "
-        f"{span.start} to {last}"
+        f"=== step {step}, sample {number}: epoch {position.epoch}{of_source}, window "
+        f"{position.window}, tokens {span.start} to {last}"
     )
 
 

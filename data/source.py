@@ -1,6 +1,5 @@
 """What a source names: its files, in the order in which they are read, and their documents."""
 
-import contextlib
 import errno
 import glob
 import hashlib
@@ -11,25 +10,26 @@ import pathlib
 import re
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import config
 from config import ConfigError
+from data.folder import STDLIB
 from data.hub import refuse_pointer
 from data.row_format import row_format
-from data.rows import COMPRESSIONS, SUFFIXES, read_rows
+from data.rows import READERS, is_plain_text, is_readable, read_rows
 from files import TRANSIENT_ERRORS
 
-STDLIB = "python-stdlib"
 HUB = "hf://"
-HOW_TO_FETCH = (
-    "on a machine with a network: hf download --repo-type dataset NAME --local-dir FOLDER, then "
-    "--data.source=FOLDER"
-)
-READABLE = (*SUFFIXES, *(f"{suffix}{packed}" for suffix in SUFFIXES for packed in COMPRESSIONS))
+HUB_SECONDS = 10.0  # until the hub has to answer
 DATASET_ID = re.compile(r"(?P<repo>[\w-][\w.-]*(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?")
-OTHER_FILES = (".csv", ".tsv", ".gz", ".zst", ".zip", ".xz")
+# files that datasets.save_to_disk() writes
+SAVED_STATE = "state.json"
+SAVED_SPLITS = "dataset_dict.json"
+# other suffixes of files: what ends with one is not the id of a dataset
+OTHER_SUFFIXES = (".csv", ".tsv", ".gz", ".zst", ".zip", ".xz", ".md")
+# of a folder these are not read: caches of `datasets`, scripts that load the data
+NOT_IN_FOLDERS = (".arrow", ".py")
 # in a file's name, between other than letters: which split it is
 TRAIN_WORDS = {"train", "training"}
 OTHER_SPLITS = {"val", "valid", "validation", "dev", "eval", "evaluation", "test", "testing"}
@@ -43,7 +43,7 @@ class SourceFile(NamedTuple):
     time: int = 0  # mtime in ns
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where reading stopped. A manifest stores it as a list of these fields in this order."""
 
     file: int = 0
@@ -51,77 +51,60 @@ class Place(NamedTuple):
 
 
 class Source:
-    """The documents of a source, from a place on. After each, `place` is its own."""
+    """The documents of a source, from a position on. After each, `position` is its own."""
 
-    def __init__(self, d: config.Data, files: list[SourceFile], place: Place | None = None):
+    def __init__(self, d: config.Data, files: list[SourceFile], position: Position | None = None):
         self.d = d
         self.files = files
-        self.place = place or Place()
+        self.position = position or Position()
         self.open_file: IO[bytes] | None = None  # the one that is read
         self.format = row_format(d)
-        self.texts = row_format(replace(d, format="text", messages_field=None, text_field="text"))
-
-    def rows(self) -> Iterator[tuple[str, object]]:
-        """Yields (where the row stands, the row). Raises ConfigError, and OSError if a retry may
-        help."""
-        for number in range(self.place.file, len(self.files)):
-            path = self.files[number].path
-            skip = self.place.row if number == self.place.file else 0
-            with readable(path), open_file(path) as self.open_file:
-                for row_number, row in read_rows(self.open_file, path, self.format.columns, skip):
-                    self.place = Place(number, row_number)
-                    yield f"{path}: row {row_number}", row
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the documents that aren't empty."""
-        for where, row in self.rows():
+        """Yields the documents that aren't empty. Raises ConfigError, which names file and row, and
+        OSError if a retry may help."""
+        for where, row in self.rows(self.format.columns):
             try:
-                document = self.document(where, row)
+                document = self.format.document(where, row)
             except ConfigError as error:
                 raise ConfigError(f"{where}: {error}") from None
             if document:
                 yield document
 
-    def document(self, where: str, row: object) -> str:
-        """A row's document. Raises ConfigError if the row is wrong."""
-        if not isinstance(row, dict):
-            raise ConfigError(f"has no field, but is of type {type(row).__name__}")
-        if is_plain_text(self.files[self.place.file].path):
-            return self.texts.document(where, row)
-        return self.format.document(where, row)
+    def rows(self, columns: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yields (where the row stands, the row). columns: those that are read; empty: all. Raises
+        ConfigError and OSError."""
+        for number in range(self.position.file, len(self.files)):
+            path = self.files[number].path
+            skip = self.position.row if number == self.position.file else 0
+            row_number = skip
+            try:
+                with open_file(path) as self.open_file:
+                    for row_number, row in read_rows(self.open_file, path, columns, skip):
+                        if is_plain_text(path):
+                            row = {self.d.text_field: row}
+                        if not isinstance(row, dict):
+                            kind = type(row).__name__
+                            raise ConfigError(f"row {row_number}: is no object, but of type {kind}")
+                        self.position = Position(number, row_number)
+                        yield f"{path}: row {row_number}", row
+            except ConfigError as error:
+                raise ConfigError(f"{path}: {error}") from None
+            except Exception as error:
+                raise unreadable(path, error, f"rows from {row_number + 1} on: ") from None
 
     def share_read(self) -> float:
         """About how much of the source was read, from 0 to 1, as if its files were equally long."""
         share_of_file = 0.0
         if self.open_file and not self.open_file.closed:
             raw = getattr(self.open_file, "raw", None)
-            size = self.files[self.place.file].size or getattr(raw, "size", 0)
+            size = self.files[self.position.file].size or getattr(raw, "size", 0)
             share_of_file = self.open_file.tell() / max(1, size)
-        return min(1.0, (self.place.file + share_of_file) / len(self.files))
-
-
-def is_plain_text(path: str) -> bool:
-    """Whether a file's rows have a text and no columns."""
-    return path.removesuffix(".gz").removesuffix(".zst").endswith((".txt", ".py"))
-
-
-@contextlib.contextmanager
-def readable(path: str) -> Iterator[None]:
-    """Turns what the libraries raise into a ConfigError that names the file or, where a retry may
-    help, an OSError."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    except Exception as error:
-        is_local_trouble = isinstance(error, OSError) and error.errno in TRANSIENT_ERRORS
-        problem = f"cannot be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        if is_local_trouble or path.startswith(HUB):
-            raise OSError(errno.EIO, problem, path) from None
-        raise ConfigError(f"{path}: {problem}") from None
+        return min(1.0, (self.position.file + share_of_file) / len(self.files))
 
 
 def open_file(path: str) -> IO[bytes]:
+    """Raises ConfigError, and whatever the hub's library raises."""
     if path.startswith(HUB):
         from huggingface_hub import HfFileSystem
 
@@ -131,6 +114,23 @@ def open_file(path: str) -> IO[bytes]:
     return open(path, "rb")
 
 
+def unreadable(path: str, error: Exception, where: str = "") -> Exception:
+    """What to raise for an exception of a library: an OSError if a retry may help. where: in the
+    file, for the message."""
+    problem = f"{where}cannot be read: {type(error).__name__}: {first_line(error)}"
+    if path.startswith(HUB):
+        may_pass = not isinstance(error, ValueError | FileNotFoundError)
+    else:
+        may_pass = isinstance(error, OSError) and error.errno in TRANSIENT_ERRORS
+    if may_pass:
+        return OSError(errno.EIO, problem, path)
+    return ConfigError(f"{path}: {problem}")
+
+
+def first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
 # Which files
 
 
@@ -138,20 +138,27 @@ def list_files(d: config.Data, revision: str | None = None) -> tuple[list[Source
     """(the files of a source in reading order, the commit of a Hugging Face dataset).
 
     The order is that of a hash of their names within the source, so that a corpus of many files is
-    mixed as it is read. revision: None for the newest commit. Raises ConfigError.
+    mixed as it is read. revision: None for the newest commit. Raises ConfigError, and OSError if a
+    retry may help.
     """
     paths = local_paths(d.source, d.split)
     if paths is None:
         return hub_files(d, revision)
+    for path in paths:
+        if not is_readable(path):
+            raise ConfigError(f"[data] source = {path}: must be one of {', '.join(READERS)}")
     if not paths:
-        kinds = ", ".join(SUFFIXES)
         raise ConfigError(
-            f"[data] source = {d.source}: no such file (or folder, or pattern) of {kinds}"
+            f"[data] source = {d.source}: no such file (or folder, or pattern) of "
+            f"{', '.join(READERS)}"
         )
-    with readable(d.source):
-        files = [
-            SourceFile(path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths
-        ]
+    files = []
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise unreadable(path, error) from None
+        files.append(SourceFile(path, status.st_size, status.st_mtime_ns))
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
     return sorted(files, key=lambda file: name_hash(os.path.relpath(file.path, root))), None
 
@@ -161,33 +168,54 @@ def name_hash(name: str) -> bytes:
 
 
 def local_paths(source: str, split: str | None) -> list[str] | None:
-    """The files of a local source; None for the id of a Hugging Face dataset. split: of a folder
-    that datasets.save_to_disk() wrote with several. Raises ConfigError."""
+    """The files of a local source, by name; None for the id of a Hugging Face dataset. split: of a
+    folder that datasets.save_to_disk() wrote with several. Raises ConfigError, and OSError if a
+    retry may help."""
     if source == STDLIB:
         return stdlib_files()
-    folder = pathlib.Path(source)
-    if not folder.is_dir():
-        if os.path.exists(source):
-            return [source]
-        if DATASET_ID.fullmatch(source) and not source.endswith((*READABLE, *OTHER_FILES)):
-            return None
-        return sorted(path for path in glob.glob(source, recursive=True) if os.path.isfile(path))
-    if (folder / "dataset_dict.json").exists():
-        with readable(source):
-            splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
+    if os.path.isdir(source):
+        return folder_files(pathlib.Path(source), split)
+    if os.path.exists(source):
+        return [source]
+    is_file_name = is_readable(source) or source.endswith(OTHER_SUFFIXES)
+    if DATASET_ID.fullmatch(source) and not is_file_name:
+        return None
+    return sorted(path for path in glob.glob(source, recursive=True) if not os.path.isdir(path))
+
+
+def folder_files(folder: pathlib.Path, split: str | None) -> list[str]:
+    """As local_paths()."""
+    if has_splits(folder):
+        splits = saved(folder / SAVED_SPLITS, "splits")
         if split not in splits:
             raise ConfigError(f"[data] split = {split}: {folder} has {', '.join(map(str, splits))}")
         folder = folder / str(split)
-    if (folder / "state.json").exists():
-        with readable(source):
-            state = json.loads((folder / "state.json").read_bytes())
-        return [str(folder / file["filename"]) for file in state["_data_files"]]
-    # no hidden file, nor an .arrow file, which `datasets` leaves beside rows as its cache
-    paths = sorted(str(path) for path in folder.glob("[!.]*") if path.name.endswith(READABLE))
-    return refuse_splits(source, [path for path in paths if not path.endswith(".arrow")])
+    if (folder / SAVED_STATE).exists():
+        return [
+            str(folder / file["filename"]) for file in saved(folder / SAVED_STATE, "_data_files")
+        ]
+    paths = []
+    for path in sorted(map(str, folder.glob("[!.]*"))):  # no hidden ones: macOS's ._a.jsonl
+        if is_readable(path) and not path.endswith(NOT_IN_FOLDERS) and not os.path.isdir(path):
+            paths.append(path)
+    refuse_splits(folder, paths)
+    return paths
 
 
-def refuse_splits(source: str, paths: list[str]) -> list[str]:
+def has_splits(source: str | pathlib.Path) -> bool:
+    """Whether a source is a folder that datasets.save_to_disk() wrote with several splits."""
+    return os.path.exists(os.path.join(source, SAVED_SPLITS))
+
+
+def saved(path: pathlib.Path, key: str) -> list[Any]:
+    """An entry of what datasets.save_to_disk() wrote next to rows."""
+    try:
+        return json.loads(path.read_bytes())[key]
+    except Exception as error:
+        raise unreadable(str(path), error) from None
+
+
+def refuse_splits(folder: pathlib.Path, paths: list[str]) -> None:
     """Raises ConfigError if a folder holds another split beside the training data, or texts, such
     as a license, beside rows. A pattern may select all of it."""
     words = {path: {*re.split("[^a-z]+", os.path.basename(path).lower())} for path in paths}
@@ -198,10 +226,9 @@ def refuse_splits(source: str, paths: list[str]) -> list[str]:
     for these, those in ((train, others), (rows, texts)):
         if these and those:
             raise ConfigError(
-                f"[data] source = {source}: holds {these[0]} and {those[0]}; name the files, or all "
-                f"of them by a pattern: --data.source='{source}/*'"
+                f"[data] source = {folder}: holds {these[0]} and {those[0]}; name the files, or all "
+                f"of them by a pattern: --data.source='{folder}/*'"
             )
-    return paths
 
 
 def stdlib_files() -> list[str]:
@@ -221,28 +248,31 @@ def hub_files(d: config.Data, revision: str | None) -> tuple[list[SourceFile], s
     match = DATASET_ID.fullmatch(d.source)
     assert match
     repo = match["repo"]
-    name = f"[data] source = {d.source}: is neither {STDLIB} nor a local file, and as a Hugging Face dataset"
     try:
         import datasets
         import huggingface_hub
 
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         revision = revision or match["revision"]
-        commit = huggingface_hub.HfApi().dataset_info(repo, revision=revision).sha
-        splits = datasets.load_dataset_builder(repo, d.subset, revision=commit).config.data_files
+        info = huggingface_hub.HfApi().dataset_info(repo, revision=revision, timeout=HUB_SECONDS)
+        options = datasets.load_dataset_builder(repo, d.subset, revision=info.sha).config
     except Exception as error:
-        problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise ConfigError(f"{name} cannot be read: {problem}; {HOW_TO_FETCH}") from None
+        raise ConfigError(
+            f"[data] source = {d.source}: is neither {STDLIB} nor a local file, and as a Hugging "
+            f"Face dataset cannot be read: {type(error).__name__}: {first_line(error)}; check the "
+            "name, log in with `hf auth login` or, if there is no network here, run `hf download "
+            f"--repo-type dataset {repo} --local-dir FOLDER` where there is one, and name the "
+            "files in it: --data.source='FOLDER/...'"
+        ) from None
+    splits = options.data_files
     if d.split not in splits:
         raise ConfigError(f"[data] split = {d.split}: {d.source} has {', '.join(map(str, splits))}")
     paths = [str(path) for path in splits[d.split]]
     for path in paths:
-        if not (path.startswith(HUB) and path.endswith(READABLE)):
+        if not (path.startswith(HUB) and is_readable(path)):
             raise ConfigError(
-                f"{name} has {path}; files of {', '.join(SUFFIXES)} are read: try "
-                f"--data.source={repo}@refs/convert/parquet"
+                f"[data] source = {d.source}: has {path}; of a dataset, {', '.join(READERS)} are "
+                f"read: try --data.source={repo}@refs/convert/parquet"
             )
-    return [
-        SourceFile(path)
-        for path in sorted(paths, key=lambda path: name_hash(path.split(commit)[1]))
-    ], commit
+    paths.sort(key=lambda path: name_hash(path.partition(f"{info.sha}/")[2]))
+    return [SourceFile(path) for path in paths], info.sha

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import config
 from config import ConfigError
-from data.folder import report
 from data.source import Source, list_files
+from files import print_error
 
 LONGEST_LINE = 1 << 14  # characters; a longer line is split for training
 
@@ -25,7 +25,7 @@ def train_on_sources(
     vocab_size = source_cfgs[0].model.vocab_size
     characters = max(4_000_000, vocab_size * 800)
     names = ", ".join(source_cfg.data.source for source_cfg in source_cfgs)
-    report(
+    print_error(
         f"training a tokenizer of {vocab_size:,} vocabulary entries on up to "
         f"{characters / 1e6:,.0f} MB of {names}"
     )

@@ -1,55 +1,46 @@
-"""Token files and how they are read: one flat stream of token ids per split, cut into windows.
+"""Token files as streams of ids. A source has a stream for each split, train and validation.
 
-Window k of a stream holds tokens k*S ... k*S+S: S inputs and their targets, shifted by one.
-TextStream is what the loader reads from: TokenStream for text, Packed for conversations.
-
-S: sequence length.
+TextStream is what the loader reads: TokenStream or, for conversations, Packed
+(extras/chat/packing.py). Positions count tokens from the stream's first, 0.
 """
 
+import bisect
+import functools
+import itertools
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, NamedTuple, Protocol
+from typing import IO, NamedTuple, Protocol
 
 import numpy as np
 
 from config import ConfigError
 from data.folder import damaged
 
-if TYPE_CHECKING:  # imported where it is used: preparing data needs no torch
-    from torch import Tensor
+OPEN_FILES = 256  # a corpus may have more files than a process may open
 
 
 class TextStream(Protocol):
-    """What the loader reads from: one split of one source. Positions count tokens from the stream's
-    first. Implemented by TokenStream and, for conversations, by Packed (extras/chat/packing.py)."""
+    """One split of one source."""
 
-    path: pathlib.Path  # the token file, for messages
+    length: int  # tokens
+    # of a training stream, the tokens that are held out of it: first, one past the last
+    validation: tuple[int, int]
 
-    @property
-    def length(self) -> int: ...  # tokens
-
-    @property
-    def document_count(self) -> int: ...
-
-    def training_windows(self, seq_len: int) -> "Windows":
-        """The windows to train on: all but those that hold validation text."""
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The ids of tokens start ... stop-1 as int64. A token without a loss is returned as its
+        complement -1 - id, padding as -1. Raises ConfigError."""
         ...
 
-    def read(self, start: int, stop: int) -> "tuple[bytes, Tensor]":
-        """Tokens start ... stop-1: the bytes as the file stores them, and the ids (stop - start) as
-        int64. A token without a loss is returned as its complement -1 - id, padding as -1."""
-        ...
-
-    def documents(self, start: int, stop: int) -> Sequence[tuple[int, int, int]]:
-        """(number, first token, one past its last) of each document that overlaps tokens start ...
-        stop-1, in order."""
+    def documents(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """(first token, one past the last) of each document, of which tokens start ... stop-1
+        alone, in order. Raises ConfigError."""
         ...
 
     def targets_without_loss(self, start: int, stop: int) -> int:
         """With a document mask: how many of a window's targets, tokens start+1 ... stop-1, have no
-        loss."""
+        loss. Raises ConfigError."""
         ...
 
 
@@ -61,120 +52,142 @@ class Span(NamedTuple):
     stop: int
 
 
-class Windows:
-    """The windows of a training stream, numbered without those that hold a token of its validation
-    range."""
-
-    def __init__(self, seq_len: int, first: int = 0, end: int = 0):
-        """first, end: the validation range in the stream."""
-        self.seq_len = seq_len
-        # windows skip_from ... skip_to-1 are left out
-        self.skip_from = max(0, (first - 1) // seq_len)
-        self.skip_to = -(-end // seq_len)
-
-    def count(self, tokens: int) -> int:
-        """How many of the first `tokens` tokens' windows are for training."""
-        windows = max(0, (tokens - 1) // self.seq_len)
-        return min(windows, self.skip_from) + max(0, windows - self.skip_to)
-
-    def __call__(self, number: int) -> int:
-        """The window with this number."""
-        if number < self.skip_from:
-            return number
-        return number + self.skip_to - self.skip_from
-
-
 @dataclass(frozen=True, eq=False)  # by identity: a key of caches
-class TokenStream:
-    """A TextStream of a token file, or of a range of its tokens.
+class TokenFile:
+    """A file of token ids, one after another. Positions count from its first token.
 
     Uses pread: with mmap, a random window of a cold file takes 13 ms instead of 0.05, and
     truncation means SIGBUS.
     """
 
     path: pathlib.Path
-    file: IO[bytes]
-    dtype: str
-    ends: np.ndarray  # of each document, in the file: one past its last token
-    first: int  # the range's first token in the file
+    dtype: np.dtype  # of an id
     length: int  # tokens
-    vocab_size: int  # of the model: ids must be smaller
-    validation: tuple[int, int] = (0, 0)  # of a training stream: the range that is held out of it
+    offset: int = 0  # bytes before the first token
+    # One past the last token of each document but perhaps the last, ascending, in units of
+    # 1/end_scale tokens. None: eos_id ends documents.
+    ends: np.ndarray | None = None
+    end_scale: int = 1
+    eos_id: int | None = None
 
-    @property
-    def document_count(self) -> int:
-        return len(self.ends)
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Ids of tokens start ... stop-1. Raises ConfigError if the file was cut."""
+        width = self.dtype.itemsize
+        size = (stop - start) * width
+        raw = os.pread(handle(self).fileno(), size, self.offset + start * width)
+        if len(raw) < size:
+            raise ConfigError(f"{self.path}: ends before token {stop}: it was cut while in use")
+        return np.frombuffer(raw, self.dtype)
 
-    def training_windows(self, seq_len: int) -> Windows:
-        return Windows(seq_len, *self.validation)
+    def later_documents(self, start: int, stop: int) -> np.ndarray:
+        """The first tokens of the documents that begin at start+1 ... stop-1."""
+        if self.ends is not None:
+            first = bisect.bisect_right(self.ends, start * self.end_scale)
+            last = bisect.bisect_left(self.ends, stop * self.end_scale)
+            # an empty document ends where the one before it does
+            return np.unique(self.ends[first:last]) // self.end_scale
+        if self.eos_id is None:
+            return np.empty(0, np.int64)
+        return start + 1 + np.flatnonzero(self.read(start, stop - 1) == self.eos_id)
 
-    def read(self, start: int, stop: int) -> "tuple[bytes, Tensor]":
-        """Raises ConfigError if the file was cut, or has an id outside the model's vocabulary."""
-        import torch
 
-        width = np.dtype(self.dtype).itemsize
-        begin = self.first + start  # in the file
-        raw = os.pread(self.file.fileno(), (stop - start) * width, begin * width)
-        if len(raw) != (stop - start) * width:
-            raise damaged(self.path, "was cut while it was in use")
-        ids = torch.frombuffer(bytearray(raw), dtype=getattr(torch, self.dtype)).to(torch.int64)
-        is_wrong = (ids >= self.vocab_size) | (ids < 0)
-        if is_wrong.any():
-            index = int(is_wrong.nonzero()[0])
-            raise damaged(
-                self.path,
-                f"token {begin + index} has id {ids[index]}, but [model] vocab_size = "
-                f"{self.vocab_size}",
-            )
-        return raw, ids
+@functools.lru_cache(OPEN_FILES)
+def handle(file: TokenFile) -> IO[bytes]:
+    return file.path.open("rb", buffering=0)
 
-    def documents(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Of a document that the range cuts, only the part inside the range is returned."""
-        first = self._ended_by(start)
-        last = self._ended_by(stop - 1)
-        ends = self.ends[first : last + 1].tolist()
-        documents = []
-        begin = int(self.ends[first - 1]) if first else 0
-        for number, end in enumerate(ends, first):
-            inside = (max(begin - self.first, 0), min(end - self.first, self.length))
-            documents.append((number, *inside))
-            begin = end
-        return documents
+
+class TokenStream:
+    """A TextStream of token files, one after another, or of a range of their tokens."""
+
+    def __init__(
+        self,
+        files: list[TokenFile],
+        vocab_size: int,
+        first: int = 0,
+        end: int | None = None,
+        validation: tuple[int, int] = (0, 0),
+    ):
+        """vocab_size: of the model: ids must be smaller. first, end: the range; end=None: all."""
+        self.files = files
+        self.file_ends = list(itertools.accumulate(file.length for file in files))
+        self.vocab_size = vocab_size
+        self.first = first
+        self.length = (self.file_ends[-1] if end is None else end) - first
+        self.validation = validation
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Raises ConfigError if a file was cut, or has an id outside the model's vocabulary."""
+        by_file = []
+        for file, first, end in self._ranges(start, stop):
+            ids = file.read(first, end).astype(np.int64)
+            wrong = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
+            if len(wrong):
+                raise ConfigError(
+                    f"{file.path}: token {first + wrong[0]} has id {ids[wrong[0]]}, but [model] "
+                    f"vocab_size = {self.vocab_size}"
+                )
+            by_file.append(ids)
+        return np.concatenate(by_file)
+
+    def documents(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """A file begins with another document than the file before it ends with."""
+        begins = []
+        position = start
+        for file, first, end in self._ranges(start, stop):
+            begins += [position, *(position - first + file.later_documents(first, end)).tolist()]
+            position += end - first
+        return list(itertools.pairwise([*begins, stop]))
 
     def targets_without_loss(self, start: int, stop: int) -> int:
         """The first tokens of documents: the document before does not predict them."""
-        return self._ended_by(stop - 1) - self._ended_by(start)
+        return len(self.documents(start, stop)) - 1
 
-    def _ended_by(self, position: int) -> int:
-        """How many documents end at this position of the stream or before it."""
-        return int(np.searchsorted(self.ends, self.first + position, "right"))
+    def _ranges(self, start: int, stop: int) -> Iterator[tuple[TokenFile, int, int]]:
+        """(file, first token, one past the last) of each file with some of these tokens. The
+        tokens' positions are those in the file."""
+        start += self.first
+        stop += self.first
+        number = bisect.bisect_right(self.file_ends, start)
+        while start < stop:
+            file = self.files[number]
+            file_begin = self.file_ends[number] - file.length
+            end = min(stop, self.file_ends[number])
+            yield file, start - file_begin, end - file_begin
+            start = end
+            number += 1
 
 
 def stream_of(folder: pathlib.Path, manifest: dict, split: str, vocab_size: int) -> TokenStream:
-    """The training or validation stream of a folder, as far as `manifest` records it. Raises
-    ConfigError, also of files that aren't there, and OSError if a retry may help."""
+    """The stream "train" or "validation" of a prepared folder, as far as `manifest` records it.
+    Raises ConfigError and OSError."""
+    held_out_of, first, end, _ = manifest["validation"]
+    if split == "validation":
+        file = file_of(folder, manifest, held_out_of, vocab_size)
+        return TokenStream([file], vocab_size, first, end)
+    validation = (first, end) if held_out_of == "train" else (0, 0)
+    file = file_of(folder, manifest, "train", vocab_size)
+    return TokenStream([file], vocab_size, validation=validation)
+
+
+def file_of(folder: pathlib.Path, manifest: dict, name: str, vocab_size: int) -> TokenFile:
+    """The token file "train" or "heldout" of a prepared folder, as far as `manifest` records it.
+    Raises ConfigError, also of files that aren't there, and OSError if a retry may help."""
     if manifest["vocab_size"] > vocab_size:
         raise ConfigError(
             f"[model] vocab_size = {vocab_size}: smaller than {folder}'s tokenizer, of "
             f"{manifest['vocab_size']} entries"
         )
-    held_out_of, first, end, _ = manifest["validation"]
-    name = held_out_of if split == "validation" else "train"
     path = folder / f"{name}.bin"
     tokens = manifest["tokens"][name]
     documents = manifest["documents"][name]
+    ends = np.empty(0, np.int64)
     try:
-        file = path.open("rb", buffering=0)
-        size = os.fstat(file.fileno()).st_size
-        ends = np.empty(0, np.int64)
         if documents:
             ends = np.memmap(path.with_suffix(".ends.bin"), "<i8", "r", shape=(documents,))
+        file = TokenFile(path, np.dtype(manifest["dtype"]), tokens, ends=ends)
+        size = os.fstat(handle(file).fileno()).st_size
     except (FileNotFoundError, ValueError) as error:
         raise damaged(path, f"cannot be read: {error}") from None
-    if size < tokens * np.dtype(manifest["dtype"]).itemsize or (documents and ends[-1] != tokens):
+    if size < tokens * file.dtype.itemsize or (documents and ends[-1] != tokens):
         raise damaged(path, f"has other sizes than {tokens} tokens in {documents} documents")
-    stream = {"path": path, "file": file, "dtype": manifest["dtype"], "ends": ends}
-    if split == "validation":
-        return TokenStream(**stream, first=first, length=end - first, vocab_size=vocab_size)
-    excluded = (first, end) if held_out_of == "train" else (0, 0)
-    return TokenStream(**stream, first=0, length=tokens, vocab_size=vocab_size, validation=excluded)
+    return file

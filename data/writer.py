@@ -1,27 +1,33 @@
 """Appends documents to a folder's token files, and records how far they are synced: what a reader
-may read, and where a killed preparation resumes.
+may read, and where a killed process resumes.
 
 train.bin, heldout.bin hold ids; *.ends.bin, for each document, the position after its last token.
-Bytes are a function of the text: of two writers where locks don't exist, both write equal bytes.
+What follows the recorded bytes is written again. Bytes are a function of the text: of two writers
+where locks don't exist, both write equal bytes.
 """
 
 import bisect
+import contextlib
+import copy
 import hashlib
 import os
 import pathlib
+from typing import IO, Any
 
 import numpy as np
 
 import files
 from config import ConfigError
-from data import folder as folders
+from data.folder import MANIFEST, damaged, manifest_of, write_manifest
 from data.order import FIRST_BORDER, border_of
-from data.source import Place
 
 SPLITS = ("train", "heldout")
 WIDTH = {"uint16": 2, "int32": 4}  # bytes per token
 END_BYTES = 8
-READ_BYTES = 1 << 24  # of a file that is hashed, at a time
+BUFFER_BYTES = 1 << 20
+HASH_BYTES = 1 << 24  # read at a time
+# keys of the manifest that return to their values at "file_start" when a file is read again
+RESUMED = ("position", "tokens", "documents", "left_out")
 
 
 class TokenWriter:
@@ -30,68 +36,77 @@ class TokenWriter:
 
     def __init__(self, folder: pathlib.Path, whole_documents: bool = False):
         """whole_documents: no document is held out in part. Raises ConfigError and OSError."""
+        for killed in folder.glob(f".{MANIFEST}.*.tmp"):
+            killed.unlink(missing_ok=True)
         self.folder = folder
         self.whole_documents = whole_documents
-        self.manifest = folders.manifest_of(folder)
+        self.manifest = manifest_of(folder)
         self.width = WIDTH[self.manifest["dtype"]]
-        self.tokens: dict[str, int] = self.manifest["tokens"]
-        self.documents: dict[str, int] = self.manifest["documents"]
-        self.written = dict(self.tokens)  # append() compares what comes before with the file
-        self.path_read_again = ""
-        self.is_due = False  # a reader may be waiting for what was appended
+        # recorded tokens by split: append() compares what comes before with the file
+        self.written = dict(self.manifest["tokens"])
+        self.changed_path = ""  # the file that is read again, since it has changed
+        self.is_due = False  # a border was passed, which a reader may be waiting for
         self.bin = {}
         self.ends = {}
         for split in SPLITS:
-            self.bin[split] = self._open(f"{split}.bin", self.width * self.tokens[split])
-            self.ends[split] = self._open(f"{split}.ends.bin", END_BYTES * self.documents[split])
-        self.segments: list[str] = self.manifest["segments"]
+            tokens = self.manifest["tokens"][split]
+            documents = self.manifest["documents"][split]
+            self.bin[split] = self._open(f"{split}.bin", self.width * tokens)
+            self.ends[split] = self._open(f"{split}.ends.bin", END_BYTES * documents)
+        self.files = (*self.bin.values(), *self.ends.values())
         self.hash = hashlib.sha256()  # of the segment that is written
-        begin = border_of(len(self.segments) - 1) * self.width
-        self._hash_file(self.bin["train"], begin, self.bin["train"].tell(), self.hash)
+        begin = border_of(len(self.manifest["segments"]) - 1)
+        hash_range(self.hash, self.bin["train"], begin * self.width, self.bin["train"].tell())
 
-    def _open(self, name: str, size: int):
-        """A file, from its end on. size: recorded bytes; what comes after was not synced."""
+    def _open(self, name: str, size: int) -> IO[bytes]:
+        """A file, at the end of its recorded bytes, of which there are `size`."""
         path = self.folder / name
         path.touch()
-        file = path.open("r+b")
+        file = path.open("r+b", BUFFER_BYTES)
         if os.fstat(file.fileno()).st_size < size:
-            raise folders.damaged(path, f"has fewer than its {size} recorded bytes")
+            raise damaged(path, f"has fewer than its {size} recorded bytes")
         file.seek(size)
         return file
 
-    def _hash_file(self, file, begin: int, end: int, digest) -> None:
-        for offset in range(begin, end, READ_BYTES):
-            digest.update(os.pread(file.fileno(), min(READ_BYTES, end - offset), offset))
+    def read_again(self, path: str) -> None:
+        """Before a file that has changed is read from its beginning again: what is appended must be
+        what is written already, as far as that goes."""
+        self.changed_path = path
+        self.manifest.update(copy.deepcopy(self.manifest["file_start"]))
 
-    def go_back(self, path: str, tokens: dict[str, int], documents: dict[str, int]) -> None:
-        """Before a file that is read again, since it has changed: what is appended next must be
-        what is there."""
-        self.path_read_again = path
-        self.tokens.update(tokens)
-        self.documents.update(documents)
+    def begin_file(self) -> None:
+        """Before the documents of a file: read_again() returns here."""
+        start = {key: self.manifest[key] for key in RESUMED}
+        self.manifest["file_start"] = copy.deepcopy(start)
 
     def append(self, split: str, ids: bytes) -> None:
         """Adds a document. ids: in the width of the folder's dtype. Raises ConfigError if other
-        text was read here before."""
-        begin = self.tokens[split]
-        self.tokens[split] += len(ids) // self.width
-        self.documents[split] += 1
+        text was written here before."""
+        tokens = self.manifest["tokens"]
+        begin = tokens[split]
+        tokens[split] += len(ids) // self.width
+        self.manifest["documents"][split] += 1
         if begin < self.written[split]:
-            if os.pread(self.bin[split].fileno(), len(ids), begin * self.width) != ids:
-                raise ConfigError(
-                    f"{self.path_read_again}: has other text than when {self.folder} was prepared "
-                    "from it: restore it, or delete the folder to prepare all anew"
-                )
+            before = os.pread(self.bin[split].fileno(), len(ids), begin * self.width)
+            if before != ids or tokens[split] > self.written[split]:
+                raise self._other_text()
             return
         self.bin[split].write(ids)
-        self.ends[split].write(self.tokens[split].to_bytes(END_BYTES, "little"))
+        self.ends[split].write(tokens[split].to_bytes(END_BYTES, "little"))
         if split == "train":
             self._hash(ids)
 
+    def _other_text(self) -> ConfigError:
+        return ConfigError(
+            f"{self.changed_path}: has other text than when {self.folder} was prepared from it: "
+            "restore it, or delete the folder to prepare all anew"
+        )
+
     def _hash(self, ids: bytes) -> None:
-        """Adds tokens to the segment's hash; at a border, lists it and begins the next."""
+        """Adds a document to the segment's hash; at a border, lists it and begins the next."""
         while True:
-            beyond = (self.tokens["train"] - border_of(len(self.segments))) * self.width
+            border = border_of(len(self.manifest["segments"]))
+            beyond = (self.manifest["tokens"]["train"] - border) * self.width
             if beyond < 0:
                 self.hash.update(ids)
                 return
@@ -100,10 +115,10 @@ class TokenWriter:
             ids = ids[len(ids) - beyond :]
 
     def _end_segment(self) -> None:
-        self.segments.append(self.hash.hexdigest())
+        self.manifest["segments"].append(self.hash.hexdigest())
         self.hash = hashlib.sha256()
         self.is_due = True
-        if "validation" not in self.manifest:
+        if not self.manifest["validation"]:
             self.decide_validation()
 
     def decide_validation(self) -> None:
@@ -111,42 +126,90 @@ class TokenWriter:
         hundredth of the first tokens: of conversations, the last ones in these tokens."""
         split = "heldout"
         first = 0
-        end = self.tokens["heldout"]
+        end = self.manifest["tokens"]["heldout"]
         if end < 2:  # an input and its target
-            split, end = "train", min(FIRST_BORDER, self.tokens["train"])
+            split = "train"
+            end = min(FIRST_BORDER, self.manifest["tokens"]["train"])
             first = max(0, end - max(2, end // 100))
             if self.whole_documents:
-                self.ends["train"].flush()
-                borders = [0, *np.fromfile(self.folder / "train.ends.bin", "<i8").tolist()]
-                last = bisect.bisect_right(borders, end) - 1
-                before = bisect.bisect_right(borders, first) - 1
-                before = min(before, max(0, last - 1))  # at least one document, if there is one
-                first, end = borders[before], borders[last]
+                first, end = self._document_borders(first, end)
         digest = hashlib.sha256()
         self.bin[split].flush()
-        self._hash_file(self.bin[split], first * self.width, end * self.width, digest)
+        hash_range(digest, self.bin[split], first * self.width, end * self.width)
         self.manifest["validation"] = [split, first, end, digest.hexdigest()]
 
-    def record(self, place: Place, is_complete: bool = False) -> None:
+    def _document_borders(self, first: int, end: int) -> tuple[int, int]:
+        """The range of the training documents that end in tokens first ... end."""
+        self.ends["train"].flush()
+        ends = np.fromfile(
+            self.folder / "train.ends.bin", "<i8", self.manifest["documents"]["train"]
+        )
+        borders = [0, *ends.tolist()]
+        last = bisect.bisect_right(borders, end) - 1
+        before = bisect.bisect_right(borders, first) - 1
+        before = min(before, max(0, last - 1))  # at least one document, if there is one
+        return borders[before], borders[last]
+
+    def complete(self) -> None:
+        """Ends the text, and records that. Raises ConfigError, and OSError."""
+        if any(self.manifest["tokens"][split] < self.written[split] for split in SPLITS):
+            raise self._other_text()
+        self._end_segment()
+        self.manifest["file_start"] = None
+        for file in self.files:
+            file.truncate()  # of an attempt that wrote text that was mended since
+        self.manifest["complete"] = True
+        self.record()
+
+    def record(self) -> None:
         """Syncs the files, then says so in the manifest. Raises ConfigError if the folder was
         deleted or begun anew, and OSError."""
-        if is_complete:
-            self._end_segment()
-            self.manifest["complete"] = True
-        for file in (*self.bin.values(), *self.ends.values()):
+        for file in self.files:
             file.flush()
-            if is_complete:
-                file.truncate()  # of an attempt that wrote text that was mended since
             files.sync_handle(file.fileno())
-        now = folders.manifest_of(self.folder)
-        if any(now[key] != self.manifest[key] for key in ("identity", "tokenizer")):
-            raise ConfigError(f"{self.folder}: was begun anew while it was written")
-        if any(now["tokens"][split] > self.tokens[split] for split in SPLITS):
+        path = self.folder / "train.bin"
+        written = os.fstat(self.bin["train"].fileno())
+        if not path.exists() or not os.path.samestat(path.stat(), written):
+            raise ConfigError(f"{self.folder}: was deleted or begun anew while it was written")
+        recorded = manifest_of(self.folder)["tokens"]
+        if any(recorded[split] > self.manifest["tokens"][split] for split in SPLITS):
             return  # a file is read again, or another process is ahead: no record is ever lowered
-        self.manifest["place"] = place
-        folders.write_manifest(self.folder, self.manifest)
+        write_manifest(self.folder, self.manifest)
         self.is_due = False
 
     def close(self) -> None:
-        for file in (*self.bin.values(), *self.ends.values()):
-            file.close()
+        for file in self.files:
+            with contextlib.suppress(OSError):  # of a full disk: it is not recorded
+                file.close()
+
+
+def hash_range(digest: Any, file: IO[bytes], begin: int, end: int) -> None:
+    """Adds bytes begin ... end-1 of a file to a hash."""
+    for offset in range(begin, end, HASH_BYTES):
+        digest.update(os.pread(file.fileno(), min(HASH_BYTES, end - offset), offset))
+
+
+def check_hashes(folder: pathlib.Path) -> None:
+    """Raises ConfigError if a complete folder's token files are not as they were written."""
+    manifest = manifest_of(folder)
+    width = WIDTH[manifest["dtype"]]
+    tokens = manifest["tokens"]["train"]
+    ranges = []  # (token file, what of it, first token, one past the last, SHA-256)
+    for number, sha256 in enumerate(manifest["segments"]):
+        first = border_of(number - 1)
+        end = min(tokens, border_of(number))
+        ranges.append(("train", f"segment {number}", first, end, sha256))
+    split, first, end, sha256 = manifest["validation"]
+    ranges.append((split, "the validation text", first, end, sha256))
+    for split, name, first, end, sha256 in ranges:
+        path = folder / f"{split}.bin"
+        digest = hashlib.sha256()
+        try:
+            with path.open("rb") as file:
+                hash_range(digest, file, first * width, end * width)
+        except FileNotFoundError:
+            raise damaged(path, "is missing") from None
+        if digest.hexdigest() != sha256:
+            raise damaged(
+                path, f"{name} (tokens {first} to {end}) was changed since it was written"
+            )

@@ -27,6 +27,7 @@ if __name__ == "__main__":
 import contextlib
 import functools
 import pathlib
+import shlex
 import shutil
 import subprocess
 import time
@@ -35,7 +36,9 @@ import uuid
 import config
 from checkpoint import compare
 from config import Config, ConfigError
-from data.preparer import TEXT_IS_WRONG, Preparer
+from data import formats
+from data.folder import is_prepared
+from data.preparer import TEXT_IS_WRONG, Preparer, trains_meanwhile
 from files import die_with_parent, print_error, print_line
 from run.command import CONFIG, LAUNCH, Ranks, requeue, resume_newest, visible_gpus
 from run.folder import ENDING_SECONDS, FolderClaim, lock, read_status
@@ -52,6 +55,7 @@ def launch(argv: list[str]) -> int:
     of which run_tool() makes INPUT_IS_WRONG."""
     args = config.parse_arguments(argv)
     ranks, cfg = together(Ranks.from_environment, lambda: config.load(args.config, args.overrides))
+    cfg, _ = formats.complete(args, cfg)
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and not args.eval_only:
         cfg = resume_newest(cfg)
     preparer = Preparer(ranks.local)
@@ -63,7 +67,8 @@ def launch(argv: list[str]) -> int:
     if start >= cfg.train.steps and read_status(folder).get("state") == "finished":
         print_line(f"{folder}: finished; train.steps = {cfg.train.steps} asks for no more")
         return FINISHED
-    preparer.begin(cfg, [args.config, *args.overrides])
+    check_prepared(cfg, ranks, argv)
+    preparer.begin(cfg)
     code = attempts.train()
     preparer.close()
     if code == STOPPED and ranks.job and attempts.end:
@@ -85,6 +90,16 @@ def check(cfg: Config, ranks: Ranks, evaluates: bool = False) -> int:
         lambda: evaluates or check_folder(config.run_folder(cfg)),
     )
     return start
+
+
+def check_prepared(cfg: Config, ranks: Ranks, words: list[str]) -> None:
+    """Raises ConfigError if a job would have to prepare its data first: its GPUs would idle
+    meanwhile. words: the command line."""
+    if ranks.job and not trains_meanwhile(cfg) and not is_prepared(cfg):
+        command = shlex.join(["./run_train.sh", "-m", "data.prepare", *words])
+        raise ConfigError(
+            f"its data is not prepared, and none is inside a job; run {command} on the login node"
+        )
 
 
 def check_machine(cfg: Config, ranks: Ranks, evaluates: bool = False) -> None:

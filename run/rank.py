@@ -22,6 +22,7 @@ import config
 from checkpoint.checkpointer import resolve_param_dtype
 from checkpoint.save import SaveFailed
 from config import Config, ConfigError
+from data import formats
 from files import print_error
 from metrics import log
 from optim import NoTargets
@@ -56,6 +57,8 @@ def main(args: Namespace, cfg: Config, train: Callable, evaluate: Callable) -> N
     try:
         if not launch and "RANK" not in os.environ:  # no launcher that has checked it, no torchrun
             check_not_one_of_several()
+        if not launch:  # else the launcher did this, once for all ranks
+            cfg, _ = formats.complete(args, cfg)
         with distributed(cfg) as world:
             cfg = resolve_param_dtype(cfg, world)
             run = Run(cfg, world, watchdog, launch)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import config
 from config import ConfigError
+from data.row_format import check_text
 
 # Each role of a row and what it is called here, as templates do
 ROLES = {
@@ -76,12 +77,11 @@ def as_document(where: str, row: dict[str, Any], d: config.Data) -> str:
     if tools or not all(has_loss):
         entries.append({"tools": tools, "has_loss": has_loss})
     try:
-        json.dumps(entries, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
-        raise ConfigError(f"is not valid Unicode: {error.reason}") from None
+        text = json.dumps(entries, ensure_ascii=False)
     except (TypeError, ValueError) as error:  # a date of a parquet file
         raise ConfigError(f"has what JSON cannot hold: {error}") from None
-    return json.dumps(entries)
+    check_text(text)
+    return text
 
 
 def from_document(document: str) -> tuple[str, Conversation]:

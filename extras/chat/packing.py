@@ -21,7 +21,7 @@ import numpy as np
 
 import config
 from config import ConfigError
-from data.folder import damaged, manifest_of
+from data.folder import damaged
 from data.tokenizer import Tokenizer
 from data.tokens import TokenStream, Windows, stream_of
 from extras.chat.conversations import spelled
@@ -31,10 +31,6 @@ if TYPE_CHECKING:  # imported where it is used: preparing data needs no torch
 
 TOKEN_BYTES = 4  # int32: a token without a loss is negative
 SAMPLED = 2000  # conversations whose tokens with a loss are counted at a launch
-
-# keys and columns that earlier versions did not read; a manifest lists those that its rows were
-# searched for
-READS = ["weight", "train", "tools", "system"]
 
 
 def pack(lengths: np.ndarray, room: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -178,9 +174,13 @@ class Packed:
         return [self.conversation(number) for number in numbers.tolist()]
 
     def stored(self, begin: int, end: int) -> np.ndarray:
-        """The token file's tokens begin ... end-1. Those without a loss are complements."""
+        """The token file's tokens begin ... end-1. Those without a loss are complements. Raises
+        ConfigError."""
         size = TOKEN_BYTES * (end - begin)
-        return np.frombuffer(os.pread(self.stream.file.fileno(), size, TOKEN_BYTES * begin), "<i4")
+        raw = os.pread(self.stream.file.fileno(), size, TOKEN_BYTES * begin)
+        if len(raw) != size:
+            raise damaged(self.path, "was cut while it was in use")
+        return np.frombuffer(raw, "<i4")
 
     def read(self, start: int, stop: int) -> "tuple[bytes, Tensor]":
         """(the bytes, the ids (stop - start)) of one window.
@@ -252,9 +252,8 @@ class Packed:
         return line
 
 
-def open_packed(folder: pathlib.Path, split: str, cfg: config.Config) -> Packed:
+def open_packed(folder: pathlib.Path, manifest: dict, split: str, cfg: config.Config) -> Packed:
     """Opens "train" or "validation" and plans its windows. Raises ConfigError."""
-    manifest = manifest_of(folder)
     held_out_of, first, end, _ = manifest["validation"]
     one_file = held_out_of == "train"  # of few conversations, those for validation are at its end
     stream = stream_of(folder, manifest, "train" if one_file else split, cfg.model.vocab_size)
@@ -269,8 +268,7 @@ def open_packed(folder: pathlib.Path, split: str, cfg: config.Config) -> Packed:
         count = sum(manifest["documents"].values())
         if count:
             reason = (
-                f"its {count:,} are held out for validation; bring more, or name data.validation: "
-                "then nothing is held out, and it may be the same file"
+                f"its {count:,} are held out for validation; bring more, or name data.validation"
             )
         raise ConfigError(f"{folder}: holds no conversation to train on: {reason}")
     seq_len = cfg.train.seq_len
@@ -287,7 +285,7 @@ def show_conversations(
     """Yields the lines of each conversation in a window."""
     for number, begin, end in stream.conversations(first // stream.seq_len):
         ids = stream.stored(begin, end)
-        length = stream.stream.end(number) - begin
+        length = int(stream.stream.ends[number]) - begin
         learned = int((ids >= 0).sum())
         yield (
             f"--- conversation {number}, {end - begin} of its {length} tokens, "

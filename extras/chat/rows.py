@@ -41,7 +41,7 @@ class Conversations(Texts):
     ) -> TextStream:
         from extras.chat.packing import open_packed
 
-        return open_packed(folder, split, cfg)
+        return open_packed(folder, manifest, split, cfg)
 
     def notes(self, streams: Sequence[TextStream]) -> list[str]:
         from extras.chat.packing import Packed

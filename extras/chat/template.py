@@ -62,11 +62,11 @@ def files_of(d: config.Data) -> dict[str, bytes]:
 
 def identity_of(d: config.Data) -> dict[str, str]:
     """What conversations add to the identity of prepared data. Raises ConfigError."""
-    entries = {"chat_template": hashlib.sha256(files_of(d)[TEMPLATE]).hexdigest()}
-    if d.row_format == "messages" and d.messages_field:
-        # without the format, so that folders from before there were several stay valid
-        return {"messages_field": d.messages_field, **entries}
-    return {"data.format": d.row_format, **entries}
+    digest = hashlib.sha256(files_of(d)[TEMPLATE]).hexdigest()
+    entries = {"data.format": d.row_format, "chat_template": digest}
+    if d.messages_field:
+        entries["messages_field"] = d.messages_field
+    return entries
 
 
 def find_template(tokenizer: str | pathlib.Path, chat_template: str | None = None) -> str:

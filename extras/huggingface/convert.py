@@ -33,15 +33,14 @@ import files
 from checkpoint import catalog, compare, load, manifest, save
 from config import ConfigError
 from data import hub
-from data.hub import GIB, check_room
 from data.tokenizer import TOKENIZERS, Tokenizer
 from extras.huggingface import config as hf_config
 from extras.huggingface import weights as hf_weights
 from extras.huggingface.tokenizer import fast_tokenizer_files, inexpressible, read_sentencepiece
 from model.build import meta_model
-from model.llama import parameter_count
 from schema import together
 
+GIB = 2**30
 GENERATION = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -56,14 +55,13 @@ def write_weights(
     if there are several.
 
     read(our name) returns a full parameter. Memory: one file's tensors in `dtype`, and one tensor
-    as read. Raises ConfigError, also if the disk is too small.
+    as read. Raises ConfigError.
     """
     sizes = {}
     for name, shape in hf_weights.shapes(m).items():
         sizes[name] = math.prod(shape) * dtype.itemsize
     their_names = {name: hf_weights.hf_name(name) for name in sizes}
     total = sum(sizes.values())
-    check_room(folder, total)
     shards = split_by_size(sizes, limit)
     weight_map = {}
     for number, names in enumerate(shards, 1):
@@ -427,7 +425,6 @@ def import_folder(name: str, folder: Path) -> None:
             raise ConfigError(f"{stored.path}: {stored.name} holds values that are not finite")
         return full
 
-    check_room(folder, 4 * parameter_count(model))
     state = {"step": 0, "config": config.to_dict(cfg), "torch": torch.__version__}
     write_checkpoint(folder, model, read, state, copied_files(source))
 

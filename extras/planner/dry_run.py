@@ -15,13 +15,11 @@ import sys
 import textwrap
 from argparse import Namespace
 
-from data.folder_names import is_prepared
-
 import config
 from config import ConfigError
 from data import formats
-from data.dataset import open_data
-from data.order import make_order
+from data.dataset import open_dataset
+from data.folder import is_prepared
 from extras.planner.advice import advise, faster
 from extras.planner.devices import Moment, device
 from extras.planner.plan import Asked, planned
@@ -34,7 +32,7 @@ from run.command import Ranks, visible_gpus
 def main(argv: list[str]) -> int:
     """The exit code of a dry run."""
     args, cfg = config.from_command_line(argv, __doc__ or "")
-    cfg, _ = formats.complete(args, cfg, ask_hub=False)
+    cfg, _ = formats.complete(args, cfg)
     return FINISHED if dry_run(cfg, args) else DOES_NOT_FIT
 
 
@@ -162,9 +160,9 @@ def samples_per_epoch(cfg: config.Config) -> float | None:
         return None
     if not is_prepared(cfg):
         return None
-    order = make_order(cfg, open_data(cfg, "train"))
+    dataset = open_dataset(cfg, train=False)
     # a source gives `weight` of every `period` samples
     samples = []
-    for source, weight in zip(order.sources, order.mixture.weights):
-        samples.append((source.windows or 0) * order.mixture.period / weight)
+    for source, weight in zip(dataset.sources, dataset.mixture.weights):
+        samples.append((source.order.windows or 0) * dataset.mixture.period / weight)
     return max(samples)

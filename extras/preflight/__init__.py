@@ -6,8 +6,8 @@ File by file:
     survey.py       all checks, and what they print
     finding.py      what a check returns
     limits.py       what a process may use: open files, locked and shared memory, memory
-    disks.py        room for checkpoints and text, caches of compiled kernels, locks
+    disks.py        room for checkpoints, caches of compiled kernels, locks
     libraries.py    NCCL, cuDNN and cuBLAS: those that torch was built with
-    network.py      the hub, the other nodes
+    network.py      the other nodes
     sizes.py        bytes of a model's states, and of its checkpoint
 """

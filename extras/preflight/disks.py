@@ -1,4 +1,4 @@
-"""Room for checkpoints and text, the cache of compiled kernels, locks."""
+"""Room for checkpoints, the cache of compiled kernels, locks."""
 
 import fcntl
 import math
@@ -9,12 +9,10 @@ import tempfile
 from collections.abc import Iterator
 from typing import IO
 
-from data.folder_names import are_folders_known, data_folders, is_prepared
-
 import config
 import files
 from checkpoint import catalog
-from data.tokens import WIDTH
+from data.folder import is_prepared
 from extras.preflight.finding import Finding, error, trains_on_gpus, warning
 from extras.preflight.sizes import gib, sizes
 from run.command import Ranks
@@ -115,28 +113,6 @@ def most_checkpoints(cfg: config.Config) -> int:
         return saves
     milestones = steps // c.keep_every_steps if c.keep_every_steps else 0
     return min(saves, c.keep_last + milestones + 1)
-
-
-def prepared_text(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
-    """Token files of as many tokens as data.max_tokens allows, if it does not allow all."""
-    d = cfg.data
-    sources = d.sources or (d,)
-    limits = [source.max_tokens or d.max_tokens for source in sources]
-    if is_prepared(cfg) or None in limits:
-        return
-    there = 0
-    if are_folders_known(cfg):
-        for folder in data_folders(cfg):
-            there += sum(file.stat().st_size for file in folder.glob("*.bin"))
-    width = WIDTH["uint16" if cfg.model.vocab_size <= 2**16 else "int32"]
-    needed = sum(limit for limit in limits if limit) * width - there
-    folder = existing(pathlib.Path(d.path or "prepared"))
-    free = free_bytes(folder)
-    if needed > free:
-        yield warning(
-            f"[data] max_tokens: up to {gib(needed)} of token files, and {gib(free)} are free in "
-            f"{folder}; data.path=FOLDER names another disk"
-        )
 
 
 def data_root(cfg: config.Config) -> pathlib.Path:

@@ -1,56 +1,15 @@
-"""The hub, and the first node of a job, through which the others find each other."""
+"""The first node of a job, through which the others find each other."""
 
 import errno
 import os
-import pathlib
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
-
-from data.folder_names import is_prepared
-from data.hub_sources import not_local
-from data.identity import reads_hub
 
 import config
-from data import hub
 from extras.preflight.finding import Finding, error, warning
 from run.command import Ranks, first_host, rendezvous_port
 
-
-def hub_answers(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
-    """Where text is still to be read from it."""
-    names = remote_sources(cfg)
-    if not names or is_prepared(cfg):
-        return
-    try:
-        from huggingface_hub import constants
-    except ImportError:  # whoever needs it reports that
-        return
-    problem = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else hub.connection_problem()
-    if not problem:
-        return
-    cache = pathlib.Path(constants.HF_HUB_CACHE)
-    missing = []
-    for name in names:
-        if not (cache / f"datasets--{name.replace('/', '--')}").exists():
-            missing.append(name)
-    if missing:
-        yield error(
-            f"[data] source = {not_local(missing[0])}: {problem}, and {cache} has none of it; "
-            f"{hub.how_to_fetch()}"
-        )
-    elif not constants.HF_HUB_OFFLINE:  # else it is meant so
-        yield warning(
-            f"[data] source = {names[0]}: {problem}; what {cache} lacks of it is needed: "
-            f"{hub.how_to_fetch()}"
-        )
-
-
-def remote_sources(cfg: config.Config) -> list[str]:
-    """The sources of text that are datasets of the hub."""
-    d = cfg.data
-    names = [source.source for source in d.sources] or [d.source]
-    return [name for name in names if reads_hub(replace(d, source=name))]
+CONNECT_SECONDS = 3.0
 
 
 def first_node(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
@@ -77,7 +36,7 @@ def first_node(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
             listener.bind(address)
             listener.listen()
             reachable = (str(address[0]), listener.getsockname()[1])
-            socket.create_connection(reachable, hub.CONNECT_SECONDS).close()
+            socket.create_connection(reachable, CONNECT_SECONDS).close()
     except OSError as problem:
         if problem.errno == errno.EADDRNOTAVAIL:
             yield warning(

@@ -1,5 +1,5 @@
 """All checks of the machine, in one process, before data and ranks. Together they take less than a
-second, but for what waits for the network: CONNECT_SECONDS of data/hub.py, and a name server."""
+second, but for a name server that does not answer."""
 
 import config
 from config import ConfigError
@@ -23,8 +23,6 @@ OF_TRAINING = (
     limits.host_memory,
     disks.folders,
     disks.checkpoints,
-    disks.prepared_text,
-    network.hub_answers,
 )
 
 

@@ -29,6 +29,7 @@ def names_in(cfg: config.Config) -> list[str]:
     return sorted(path.name for path in catalog.root(cfg).iterdir())
 
 
+@pytest.mark.quick
 def test_only_folders_with_the_exact_name_count(tmp_path):
     cfg = run_config(tmp_path)
     assert choose(cfg) == (0, {})
@@ -72,6 +73,7 @@ MISSING = "expected a regular file: No such file"
 CHANGED = "manifest.json: is not as it was written"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "how, content, words",
     [
@@ -146,6 +148,7 @@ def test_each_file_is_hashed_by_exactly_one_rank(saved, tmp_path, ranks):
         flip_last_byte(folder / name)
 
 
+@pytest.mark.quick
 def test_run_never_silently_starts_over(tmp_path):
     def resume(how: object) -> int:
         return choose(run_config(tmp_path, checkpoint={"resume": how}))[0]
@@ -187,6 +190,7 @@ def test_unreadable_is_not_corrupt(tmp_path, monkeypatch):
         choose(cfg)
 
 
+@pytest.mark.quick
 def test_verify_counts(tmp_path, capsys):
     with refuses("is neither a checkpoint nor a run"):
         verify.main(["verify", str(tmp_path)])
@@ -208,6 +212,7 @@ def test_verify_counts(tmp_path, capsys):
     assert "large: bytes" in large
 
 
+@pytest.mark.quick
 def test_prepared_folder_is_no_bad_checkpoint(prepared):
     """It has a manifest.json, too."""
     assert (prepared / "manifest.json").exists()
@@ -222,6 +227,7 @@ def test_empty_file_of_a_checkpoint_is_good(tmp_path):
     assert catalog.problems_of(folder) == []
 
 
+@pytest.mark.quick
 def test_later_and_unfinished_checkpoints_are_moved_away(tmp_path):
     cfg = run_config(tmp_path)
     make_checkpoint(cfg, 10)
@@ -236,6 +242,7 @@ def test_later_and_unfinished_checkpoints_are_moved_away(tmp_path):
     assert names_in(cfg) == sorted([*names, ".step-1.tmp", "mine.tmp"])
 
 
+@pytest.mark.quick
 def test_param_dtype_auto_is_that_of_the_checkpoint(tmp_path):
     def save(step: int, dtype: str) -> pathlib.Path:
         return make_checkpoint(run_config(tmp_path, parallel={"param_dtype": dtype}), step)
@@ -252,6 +259,7 @@ def test_param_dtype_auto_is_that_of_the_checkpoint(tmp_path):
     assert resumed() == "bfloat16"
 
 
+@pytest.mark.quick
 @distributed(ranks=1)
 def test_checkpoint_of_another_run_meanwhile_is_not_set_aside(world, tmp_path):
     cfg = run_config(tmp_path)
@@ -266,6 +274,7 @@ def test_checkpoint_of_another_run_meanwhile_is_not_set_aside(world, tmp_path):
     assert names_in(cfg) == ["step-00000001", "step-00000002.superseded"]
 
 
+@pytest.mark.quick
 @distributed(ranks=1)
 def test_progress_is_restored(world, tmp_path, monkeypatch):
     cfg = run_config(tmp_path)
@@ -285,6 +294,7 @@ def test_state_of_another_version_is_refused(world, tmp_path, monkeypatch):
         Checkpointer(cfg, world, no_data(cfg)).restore(None, None)
 
 
+@pytest.mark.quick
 @distributed(ranks=1)
 def test_adapters_are_restored_over_their_own_base_alone(world, tmp_path):
     cfg = run_config(tmp_path)
@@ -293,6 +303,7 @@ def test_adapters_are_restored_over_their_own_base_alone(world, tmp_path):
         Checkpointer(cfg, world, no_data(cfg)).restore(None, None, base="B")
 
 
+@pytest.mark.quick
 @distributed(ranks=1)
 def test_save_is_due_at_intervals_at_the_end_and_when_stopping(world, tmp_path):
     def due(**checkpoint: int) -> list[int]:

@@ -63,6 +63,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
 def test_metadata_that_runs_code_is_refused(folder, tmp_path, bomb):
     canary = tmp_path / "canary"
@@ -74,6 +75,7 @@ def test_metadata_that_runs_code_is_refused(folder, tmp_path, bomb):
     assert not canary.exists()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "content", [b"", b"\x80", b"\x80\x04N.", b"X\xff\xff\xff\x7fa", b"(" * 10**6]
 )
@@ -99,8 +101,8 @@ def of_embedding(how: Callable) -> Callable:
     return lambda metadata, first: how(metadata.state_dict_metadata, "model.embedding.weight")
 
 
-def move_first_chunk(item) -> None:
-    item.chunks[0].offsets = torch.Size([10**6, 0])
+def move_first_chunk(item, row: int) -> None:
+    item.chunks[0].offsets = torch.Size([row, 0])
 
 
 NOT_COVERED = "the chunks of model.embedding.weight do not make up its shape"
@@ -115,11 +117,13 @@ WRONG = {
     "bytes": (of_embedding(lambda d, n: d.update({n: BytesStorageMetadata()})), "BytesStorage"),
     "number": (of_embedding(lambda d, n: d.update({n: 5})), "is not a tensor"),
     "gap": (of_embedding(lambda d, n: d[n].chunks.pop()), NOT_COVERED),
-    "chunk outside": (of_embedding(lambda d, n: move_first_chunk(d[n])), NOT_COVERED),
+    "chunk outside": (of_embedding(lambda d, n: move_first_chunk(d[n], 10**6)), NOT_COVERED),
+    "chunk before row 0": (of_embedding(lambda d, n: move_first_chunk(d[n], -1)), NOT_COVERED),
     "nothing": (lambda metadata, first: metadata.__dict__.clear(), "expected DCP's metadata"),
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("how, words", WRONG.values(), ids=WRONG)
 def test_wrong_metadata_is_refused(folder, how, words):
     change(folder, how)
@@ -127,6 +131,7 @@ def test_wrong_metadata_is_refused(folder, how, words):
         load(folder)
 
 
+@pytest.mark.quick
 def test_enums_are_read_as_python_3_11_0_pickles_them(folder, monkeypatch):
     """And as 3.11.3 still does: by getattr."""
     by_getattr = lambda member, protocol: (getattr, (type(member), member.name))  # noqa: E731
@@ -136,6 +141,7 @@ def test_enums_are_read_as_python_3_11_0_pickles_them(folder, monkeypatch):
     load(folder)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", ["bomb", "another shape"])
 def test_wrong_tensor_is_refused(folder, tmp_path, kind):
     canary = tmp_path / "canary"
@@ -149,6 +155,7 @@ def test_wrong_tensor_is_refused(folder, tmp_path, kind):
     assert not canary.exists()
 
 
+@pytest.mark.quick
 def test_file_elsewhere_is_refused_even_if_the_manifest_lists_it(folder, tmp_path):
     (folder / "__0_0.distcp").rename(tmp_path / "__0_0.distcp")
 
@@ -166,6 +173,7 @@ def test_file_elsewhere_is_refused_even_if_the_manifest_lists_it(folder, tmp_pat
         load(folder)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", [".metadata", "state.json", "__1_0.distcp"])
 def test_file_that_the_manifest_does_not_list_is_not_read(folder, name):
     load(folder)
@@ -213,6 +221,7 @@ def test_another_optimizer_is_refused_in_one_line(folder):
         restore(folder, model, build_optimizer(model, make_config().optim))
 
 
+@pytest.mark.quick
 def test_plain_model_reads_it(saved):
     folder, wanted = saved[2]
     model = Llama(make_config().model)

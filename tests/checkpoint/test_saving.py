@@ -176,6 +176,7 @@ def test_plan_is_made_once_and_again_after_a_change(world, tmp_path):
 # Failures
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("asynchronous", [False, True])
 @distributed(ranks=2)
 def test_failed_save_fails_on_all_ranks_and_training_continues(world, tmp_path, asynchronous):
@@ -190,8 +191,9 @@ def test_failed_save_fails_on_all_ranks_and_training_continues(world, tmp_path, 
     state = catalog.read_state(catalog.path_of(run.cfg, 3))
     expected = (3, 21, 2, torch.__version__)
     assert tuple(state[key] for key in ("step", "tokens", "ranks", "torch")) == expected
-    with fails, pytest.raises(SaveFailed, match="the last checkpoint was not saved: .*rank 0"):
-        run.save(4, stopping=True)
+    for step, stopping in (4, True), (run.cfg.train.steps, False):
+        with fails, pytest.raises(SaveFailed, match="the last checkpoint was not saved: .*rank 0"):
+            run.save(step, stopping)
     if world.rank == 0:
         (one, two, three, four) = run.reports
         assert (one, three) == ((1, None), (3, None))
@@ -219,6 +221,7 @@ def test_one_value_that_is_not_finite_is_seen(dtype):
         assert _all_finite(tensors) == finite
 
 
+@pytest.mark.quick
 @distributed(ranks=2)
 def test_save_needs_room_for_the_shards_of_all_ranks(world, tmp_path):
     run = Run(world, tmp_path)
@@ -232,6 +235,7 @@ def test_save_needs_room_for_the_shards_of_all_ranks(world, tmp_path):
                 run.save(1, stopping=True)
 
 
+@pytest.mark.quick
 @distributed(ranks=2)
 def test_checkpoint_is_published_after_what_must_be_on_disk_first(world, tmp_path):
     run = Run(world, tmp_path)
@@ -284,6 +288,7 @@ def test_asynchronous_save_holds_the_weights_at_its_call(world, tmp_path):
     assert run.reports == ([(1, None), (2, None)] if world.rank == 0 else [])
 
 
+@pytest.mark.quick
 @distributed(ranks=1)
 def test_copies_are_complete_before_the_write_begins(world, tmp_path):
     """The device makes them while the host goes on; and the saver's thread has a current device of its own."""
@@ -333,6 +338,7 @@ def test_asynchronous_save_uses_a_process_group_of_its_own(world, tmp_path, owne
 # Which stay
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "options, corrupt, left",
     [
@@ -347,7 +353,7 @@ def test_asynchronous_save_uses_a_process_group_of_its_own(world, tmp_path, owne
 )
 @distributed(ranks=2)
 def test_purge_counts_good_checkpoints(world, tmp_path, options, corrupt, left):
-    """Of earlier launches; each is hashed once, unless it is corrupt, and never what this launch has written."""
+    """Checkpoints of earlier launches are hashed once before they count, and what this launch wrote never."""
     earlier = Run(world, tmp_path)
     for step in (10, 20, 30):
         earlier.save(step)
@@ -379,6 +385,7 @@ def test_purge_counts_good_checkpoints(world, tmp_path, options, corrupt, left):
     assert len(noted) == 2 * len(set(corrupt) & set(left))
 
 
+@pytest.mark.quick
 @distributed(ranks=1)
 def test_checkpoint_that_cannot_be_removed_fails_no_save(world, tmp_path):
     run = Run(world, tmp_path, keep_last=1)

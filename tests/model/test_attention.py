@@ -27,6 +27,19 @@ from tests.reference import fresh_model
 LENGTHS = [[5, 1, 26], [32], [1, 1, 15, 15]]  # of the documents of each row
 
 
+@pytest.mark.quick
+@torch.no_grad()
+def test_no_token_sees_a_later_one():
+    llama = fresh_model(make_config())
+    ids = token_ids(1, 32)
+    changed = ids.clone()
+    changed[:, 20:] = (ids[:, 20:] + 1) % 300
+    before, after = llama(ids), llama(changed)
+    assert torch.equal(before[:, :20], after[:, :20])
+    assert not torch.equal(before[:, 20:], after[:, 20:])
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("model", [{}, {"tie_embeddings": True, "qk_norm": True}])
 def test_documents_are_computed_as_if_alone(model):
     """Loss and every gradient; a target in the next document counts nowhere."""
@@ -41,15 +54,15 @@ def test_documents_are_computed_as_if_alone(model):
     sums["loss"].backward()
     together = gradients_of(llama)
     llama.zero_grad()
-    total = torch.zeros(())
+    alone = torch.zeros(())
     for row, lengths in zip(rows, LENGTHS):
         for document in row[:-1].split(lengths):
             if len(document) > 1:
                 logits = llama(document[None, :-1])[0]
-                total = total + F.cross_entropy(logits, document[1:], reduction="sum")
-    total.backward()
+                alone = alone + F.cross_entropy(logits, document[1:], reduction="sum")
+    alone.backward()
     assert count == sum(length - 1 for row in LENGTHS for length in row)
-    assert sums["loss"].item() == pytest.approx(total.item(), rel=1e-6)
+    assert sums["loss"].item() == pytest.approx(alone.item(), rel=1e-6)
     for name, gradient in gradients_of(llama).items():
         assert is_near(together[name], gradient, 1e-4), name
 
@@ -59,6 +72,7 @@ def positions_of(rank: int, cp: int, length: int) -> torch.Tensor:
     return local_positions(World(rank, cp, torch.device("cpu"), mesh), length)
 
 
+@pytest.mark.quick
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("cp", [1, 2])
@@ -120,6 +134,7 @@ def test_no_groups_in_float32_on_a_gpu(monkeypatch):
     assert asked == [(4, False), (2, True)]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("ranks", [2, 4])
 @distributed()
 def test_context_parallel_attention_is_that_of_the_whole_sequence(world, ranks):

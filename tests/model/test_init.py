@@ -26,6 +26,7 @@ from tests.reference import fresh_model
 CPU = torch.device("cpu")
 
 
+@pytest.mark.quick
 def test_declared_values_of_each_kind():
     with forks.with_parameters():
         model = fresh_model(make_config())
@@ -68,6 +69,7 @@ def with_norm(init: dict[str, Fill] | None, **parameters: Tensor) -> Llama:
     return model
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("init", [None, {}])
 def test_a_parameter_without_a_declaration_is_refused_with_a_remedy_that_works(init):
     model = with_norm(init, offset=torch.empty(48))
@@ -118,6 +120,7 @@ def test_a_buffer_without_a_declaration_is_refused():
         materialize(model, 0, CPU)
 
 
+@pytest.mark.quick
 @distributed(ranks=1)
 def test_a_parameter_without_dimensions_is_refused(world):
     model = with_norm(None, gate=torch.empty(()))
@@ -129,6 +132,7 @@ def tensor_parallel(world: World) -> World:
     return mesh_for(make_config(parallel={"tp": 2}), world)
 
 
+@pytest.mark.quick
 @distributed(ranks=2, fake=True)
 def test_tensor_parallelism_refuses_what_it_cannot_place(world):
     model = with_norm(None, offset=torch.empty(48))
@@ -139,6 +143,7 @@ def test_tensor_parallelism_refuses_what_it_cannot_place(world):
     check_tp_plan(model, tensor_parallel(world))
 
 
+@pytest.mark.quick
 @distributed(ranks=2, fake=True)
 def test_tensor_parallelism_refuses_a_dimension_that_it_does_not_divide(world):
     model = with_norm(None, offset=torch.empty(3))
@@ -147,6 +152,7 @@ def test_tensor_parallelism_refuses_a_dimension_that_it_does_not_divide(world):
         check_tp_plan(model, tensor_parallel(world))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("of_torch", [False, True])
 @distributed(ranks=2, fake=True)
 def test_tensor_parallelism_refuses_a_bias_that_it_would_add_on_each_rank(world, of_torch):

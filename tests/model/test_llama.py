@@ -74,6 +74,7 @@ def with_weights_of(theirs: PreTrainedModel, m: config.Model) -> Llama:
     return ours
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "changes",
     [
@@ -128,6 +129,7 @@ def test_every_shipped_model_is_compared():
     assert shipped == {"tiny", "tiny-chat", *names}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("published", PUBLISHED, ids=PUBLISHED.values())
 def test_shipped_models_are_the_published_ones(published):
     readable = {path.stem: path for path in shipped_configs()}
@@ -150,6 +152,7 @@ def test_rope_tables_are_in_float32_and_the_same_for_all_heads():
         assert (table.dtype, table.shape) == (torch.float32, (64, 1, m.width_per_head))
 
 
+@pytest.mark.quick
 def test_flops_per_token():
     """Llama 3 8B at 8,192 tokens: 6 N + 6 L H E S without the embedding and the norms."""
     model = meta_model(config.load(str(REPO / "configs/llama8b.toml")).model)
@@ -189,6 +192,7 @@ def test_initial_distributions(tied):
         assert weight.abs().max() <= cutoff * std, name
 
 
+@pytest.mark.quick
 @torch.no_grad()
 def test_every_norm_has_its_statistics_in_float32():
     """Of bfloat16 inputs and weights: rounded once, by at most half of the last place."""

@@ -92,6 +92,7 @@ def test_one_of_both_may_be_frozen(trained, chunk):
     assert is_near(learns.grad, wanted[trained == "weight"], 1e-5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("chunk", [16, 64])
 @pytest.mark.parametrize("scale, scaled", [(1.0, 0), (60.0, 0), (60.0, 72)])
 @pytest.mark.parametrize("shards", [2, 4])
@@ -130,6 +131,7 @@ def test_shards_of_the_vocabulary_give_the_loss_of_the_whole(shards, scale, scal
         assert is_near(ours, x.grad, bound)
 
 
+@pytest.mark.quick
 def test_weight_gradient_is_summed_in_float32_and_rounded_once():
     x, weight, targets = problem(torch.bfloat16, tokens=512)
     _, _, found = gradients(chunked, x, weight, targets, 8, scale=1.0)
@@ -173,6 +175,7 @@ def test_one_chunk_of_logits_lives_at_a_time(trains):
     assert trains or made.largest == 32 * 96  # and no gradient
 
 
+@pytest.mark.quick
 def test_logits_of_the_full_batch_never_exist(monkeypatch):
     def loss(x, weight, targets, **options):
         return chunked_cross_entropy(x, weight, targets, 16, **options)

@@ -101,6 +101,7 @@ def step(mode: str | int, backend: str | None = None) -> tuple[dict[str, Tensor]
     return gradients_of(model), size
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("mode", [2, "elementwise", "selective", "full"])
 def test_gradients_are_bitwise_those_without(mode):
     expected, found = step("none")[0], step(mode)[0]
@@ -133,11 +134,29 @@ def test_compiler_keeps_the_products_of_the_mode():
             assert torch.equal(step(mode, backend)[0][name], gradient), (mode, name)
 
 
+@pytest.mark.quick
 def test_of_every_n_blocks_the_last_is_checkpointed():
     plain = type(built("none").blocks[0])
     for n, checkpointed in (1, [0, 1, 2, 3]), (2, [1, 3]), (3, [2]), (5, []):
         blocks = built(n).blocks
         assert [i for i in range(LAYERS) if type(blocks[i]) is not plain] == checkpointed
+
+
+@pytest.mark.parametrize(
+    "frozen, checkpointed",
+    [
+        (["embedding*"], [0, 1, 2, 3]),
+        (["embedding*", "blocks.0.*"], [1, 2, 3]),
+        (["embedding*", "blocks.[012].*"], [3]),
+        (["embedding*", "blocks.0.*", "blocks.2.*"], [1, 2, 3]),
+        (["blocks.0.*"], [0, 1, 2, 3]),
+    ],
+)
+def test_blocks_that_backward_reaches_are_checkpointed(frozen, checkpointed):
+    model = meta_model(make_config(model={"n_layers": 4, "freeze": frozen}).model, None)
+    plain = type(model.blocks[0])
+    apply_activation_checkpointing(model, "full", compiled=False)
+    assert [i for i in range(4) if type(model.blocks[i]) is not plain] == checkpointed
 
 
 def test_frozen_first_blocks_compile_without_a_checkpoint():
@@ -171,6 +190,7 @@ class InPlace(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "base, float8",
     [
@@ -288,6 +308,7 @@ def one_more(f, x):
     return out @ f.gate_proj.weight[:DIM].t()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("mode", ["elementwise", "selective"])
 @pytest.mark.parametrize(
     "forward, words",
@@ -316,6 +337,7 @@ def test_order_of_matmuls_does_not_matter_to_other_modes(monkeypatch, mode):
     parallelize.parallelize(meta_model(cfg.model), cfg, world)
 
 
+@pytest.mark.quick
 def test_matmuls_are_checked_in_one_block_of_each_kind(monkeypatch):
     model = meta_model(make_config(model={"n_layers": 6}).model)
 
@@ -373,6 +395,7 @@ def test_attention_of_every_library_is_known():
     assert not is_attention("aten._softmax.default")
 
 
+@pytest.mark.quick
 def test_what_backward_gathers_again_is_freed():
     """Each backward gathers once; what it gathered, and what no backward used, goes."""
     gathered = []

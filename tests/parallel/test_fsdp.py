@@ -75,6 +75,7 @@ def recorded(model: Llama, events: list[str]) -> Iterator[None]:
         yield
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "forward, backward, tied, order",
     [
@@ -100,6 +101,7 @@ def test_all_gathers_are_issued_ahead(world, forward, backward, tied, order):
     assert " ".join(events) == order
 
 
+@pytest.mark.quick
 @distributed(ranks=2)
 def test_next_micro_batch_finds_the_first_units_gathered(world):
     """The embedding too, before its gradient is reduced. The step's last micro-batch leaves no unit unsharded."""
@@ -126,6 +128,7 @@ def test_next_micro_batch_finds_the_first_units_gathered(world):
     assert orders[True] == "+1 E +H 0 1 H +1 ~H +0 ~1 ~0 ~E"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("tied", [False, True])
 @distributed(ranks=1)
 def test_residual_stream_has_one_dtype(world, tied):
@@ -271,6 +274,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("ranks", [1, 2])
 @distributed()
 def test_materialize_holds_its_shard_and_one_block_of_rows(world, ranks):
@@ -283,6 +287,7 @@ def test_materialize_holds_its_shard_and_one_block_of_rows(world, ranks):
     assert made.numel <= shard + 480
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("width", [7, 70000])
 @pytest.mark.parametrize("cutoff", [float("inf"), 3.0])
 def test_any_rectangle_of_a_parameter_is_that_part_of_the_whole(width, cutoff):
@@ -304,6 +309,7 @@ def test_any_rectangle_of_a_parameter_is_that_part_of_the_whole(width, cutoff):
                 assert torch.equal(part, whole[rows][:, columns])
 
 
+@pytest.mark.quick
 @distributed(ranks=1)
 def test_values_that_are_read_and_not_finite_are_named(world):
     def read(name, offset, out) -> None:
@@ -341,6 +347,7 @@ class Streams:
         self.running.pop()
 
 
+@pytest.mark.quick
 @distributed(ranks=2)
 def test_one_memory_pool_allocates_on_the_computing_stream(world):
     """But not what a second micro-batch adds to gradients: FSDP2 drops it while its own stream may still read it."""
@@ -396,6 +403,7 @@ def test_replicated_parameters_must_be_frozen(pattern, words):
         replicated_parameters(meta_model(cfg.model), cfg.parallel)
 
 
+@pytest.mark.quick
 @distributed(ranks=2, fake=True)
 def test_tensor_parallelism_refuses_modules_that_it_does_not_know(world):
     class Experts(nn.Module):
@@ -414,6 +422,7 @@ def test_tensor_parallelism_refuses_modules_that_it_does_not_know(world):
         parallelize(model, cfg, world)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("tp, warnings", [(2, 0), (4, 1)])
 @distributed(ranks=24, fake=True)
 def test_tensor_parallel_groups_that_span_machines_are_reported(world, monkeypatch, tp, warnings):

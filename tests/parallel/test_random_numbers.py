@@ -59,6 +59,7 @@ for drawing in (attention_with_dropout, noisy_attention):
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("operator", [attention_with_dropout, noisy_attention])
 @pytest.mark.parametrize("mode", ["elementwise", "selective"])
 def test_attention_that_draws_is_recomputed(monkeypatch, mode, operator):

@@ -9,6 +9,7 @@ from tests.conftest import make_config, refuses
 from tests.distributed import distributed
 
 
+@pytest.mark.quick
 @distributed(ranks=3)
 def test_error_of_one_rank_is_raised_on_all(world):
     def work() -> int:
@@ -22,6 +23,7 @@ def test_error_of_one_rank_is_raised_on_all(world):
     assert on_rank_zero(lambda: world.rank) == 0
 
 
+@pytest.mark.quick
 @distributed(ranks=3)
 def test_ranks_with_another_value_are_named(world):
     check_same_on_all_ranks("options", {"a": 1})

@@ -274,6 +274,7 @@ def test_replicated_parameters_compute_what_sharded_ones_do(world):
             assert found[0] == found[1], options
 
 
+@pytest.mark.quick
 @distributed(ranks=2)
 def test_step_with_a_nan_on_one_rank_changes_no_weight(world):
     cfg = make_config()

@@ -227,6 +227,7 @@ def test_fingerprint_is_of_the_values_of_a_base():
     assert len(found) == len(others) + 2
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "nf4"])
 def test_merged_weight_is_the_rounded_base_plus_the_adapter(base, dtype):
     lora = {"rank": 3, "alpha": 7.5, "targets": ["q_proj", "down_proj"], "base_dtype": dtype}
@@ -242,6 +243,7 @@ def test_merged_weight_is_the_rounded_base_plus_the_adapter(base, dtype):
         assert is_near(merged(module, weight, {"lora_a": a, "lora_b": b}.__getitem__), wanted)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
 def test_gradients_over_tied_embeddings_are_those_of_peft(tmp_path, kind):
     folder = make_base(tmp_path / "base", kind, tie_word_embeddings=True)
@@ -262,6 +264,7 @@ def test_gradients_over_tied_embeddings_are_those_of_peft(tmp_path, kind):
         assert is_near(found[name], parameter.grad), name
 
 
+@pytest.mark.quick
 def test_new_adapters_change_nothing_at_first(base):
     """B is zero, A is not, with the std of PEFT's kaiming_uniform_(a=sqrt(5)); the base is stored as asked."""
     cfg = lora_config(base, lora={"base_dtype": "bfloat16"})
@@ -290,6 +293,7 @@ def test_weights_and_flops_are_counted_however_they_are_stored(base, dtype):
 # What is read, and what is refused
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "targets, names",
     [
@@ -375,6 +379,7 @@ VARIANTS = {  # settings of PEFT that compute something else
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "changes, words",
     [
@@ -414,6 +419,7 @@ def test_options_that_contradict_the_adapter_are_refused(base, adapter, lora, wo
         weights_to_read(lora_config(base, adapter, lora=lora), 0)
 
 
+@pytest.mark.quick
 def test_unreadable_folders_are_named(base, adapter, tmp_path):
     pickled = shutil.copytree(adapter, tmp_path / "adapter")
     (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")

@@ -27,6 +27,7 @@ def rounded(weights: Tensor) -> Tensor:
     return nf4.dequantize(*quantize(weights), torch.float32)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("rows, columns", [(256, 64), (256, 1024), (16, 28672)])
 @pytest.mark.parametrize("tails", [False, True])
 def test_codes_are_those_of_torchao_and_the_error_is_no_larger(rows, columns, tails):
@@ -40,6 +41,7 @@ def test_codes_are_those_of_torchao_and_the_error_is_no_larger(rows, columns, ta
     assert error < 1.01 * (theirs.get_original_weight() - weights).norm()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("blocks", [1, 255, 256, 257, 512])
 def test_magnitudes_come_back_within_half_a_step_of_their_range(blocks):
     """A range has up to 256 blocks; rows of zeros, and equal magnitudes, come back exactly."""
@@ -90,6 +92,7 @@ def test_product_and_gradient_are_those_of_the_weights():
     torch.testing.assert_close(x.grad, again.grad)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("columns", [192, 64 * 300])  # of the first no row's scales are aligned
 def test_compiled_it_is_one_kernel(columns):
     codes, scales = quantize(random(24, columns))
@@ -131,6 +134,7 @@ def nf4_config(tp: int = 1):
     return make_config(model=model, lora=lora, train=train, parallel={"tp": tp})
 
 
+@pytest.mark.quick
 @distributed(ranks=2)
 def test_each_tp_rank_dequantizes_its_own_columns(world):
     """By the scales of the full rows."""

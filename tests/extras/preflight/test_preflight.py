@@ -298,10 +298,8 @@ def test_how_many_checkpoints_there_are_at_most(steps, every, keep_last, milesto
 def test_a_disk_without_a_size_is_not_full(monkeypatch, tmp_path):
     """As a file system in user space may be that does not say."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, total=0))
-    data = {"source": "python-stdlib", "path": str(tmp_path / "text"), "max_tokens": 1000}
-    cfg = make_config(data=data, run={"output_dir": str(tmp_path)}, checkpoint={})
+    cfg = make_config(run={"output_dir": str(tmp_path)}, checkpoint={})
     assert not list(disks.checkpoints(cfg, ONE))
-    assert not list(disks.prepared_text(cfg, ONE))
 
 
 def test_a_checkpoint_is_as_large_as_is_said(prepared, write_config, tmp_path):
@@ -324,61 +322,6 @@ cfg = config.load({str(REPO / "configs/tiny.toml")!r})
 assert sizes(cfg, 2**33) == (0, 0) and "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_room_for_prepared_text(monkeypatch, tmp_path):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(3 * GIB))
-    monkeypatch.chdir(tmp_path)
-    data = {"source": "python-stdlib", "path": None, "max_tokens": 2 * GIB}
-    text = one(disks.prepared_text(make_config(data=data), ONE), False)
-    assert "[data] max_tokens: up to 4.0 GiB of token files, and 3.0 GiB are free" in text
-    assert not list(disks.prepared_text(make_config(data=data | {"max_tokens": GIB}), ONE))
-    assert not list(disks.prepared_text(make_config(data=data | {"max_tokens": None}), ONE))
-    # two bytes a token, or four of a vocabulary beyond 2^16
-    for vocab_size, tokens, is_enough in (
-        (2**16, 3 * GIB // 2, True),
-        (2**16, 3 * GIB // 2 + 1, False),
-        (2**16 + 1, 3 * GIB // 4, True),
-        (2**16 + 1, 3 * GIB // 4 + 1, False),
-    ):
-        cfg = make_config(model={"vocab_size": vocab_size}, data=data | {"max_tokens": tokens})
-        assert (not list(disks.prepared_text(cfg, ONE))) is is_enough, (vocab_size, tokens)
-    # of a mixture the sum, each source's own limit first; one without a limit is unlimited
-    sources = [
-        {"source": "python-stdlib", "weight": 1, "max_tokens": GIB // 2},
-        {"source": "texts.jsonl", "weight": 3},
-    ]
-    (tmp_path / "tokenizer.model").write_bytes(b"any")
-    mixture = {"sources": sources, "tokenizer": str(tmp_path / "tokenizer.model")}
-    for tokens, is_enough in ((GIB, True), (GIB + 1, False)):
-        cfg = make_config(data=mixture | {"max_tokens": tokens})
-        assert (not list(disks.prepared_text(cfg, ONE))) is is_enough, tokens
-    sources[0]["max_tokens"] = 2 * GIB
-    assert not list(disks.prepared_text(make_config(data=mixture), ONE))
-
-
-def test_what_was_prepared_of_a_text_needs_no_more_room(monkeypatch, tmp_path):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000))
-    data = {"source": "python-stdlib", "path": str(tmp_path)}
-    cfg = make_config(data=data | {"max_tokens": 1000})
-    assert "max_tokens" in one(disks.prepared_text(cfg, ONE), False)
-    for name, size in (("train.bin", 700), ("heldout.bin", 299)):
-        (tmp_path / name).write_bytes(bytes(size))
-    assert "max_tokens" in one(disks.prepared_text(cfg, ONE), False)
-    (tmp_path / "more.bin").write_bytes(b"x")
-    assert not list(disks.prepared_text(cfg, ONE))
-
-
-def test_room_is_that_of_the_disk_of_data_path(monkeypatch, tmp_path):
-    """The folder may be a disk of its own."""
-    asked = []
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or usage(3 * GIB))
-    folder = tmp_path / "text"
-    data = {"source": "python-stdlib", "path": str(folder), "max_tokens": 1000}
-    assert not list(disks.prepared_text(make_config(data=data), ONE))
-    folder.mkdir()
-    assert not list(disks.prepared_text(make_config(data=data), ONE))
-    assert asked == [tmp_path, folder]
 
 
 @pytest.fixture

@@ -1,0 +1,221 @@
+"""Begins a source's folder: lists its files, and writes its tokenizer and a record of no text.
+
+Checks a folder that exists against the configuration and the source's files.
+"""
+
+import functools
+import glob
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import filelock
+
+import config
+import files
+from config import ConfigError
+from data.folder import (
+    MANIFEST,
+    check_identity,
+    common_tokenizer,
+    identity,
+    manifest_of,
+    prepared_folders,
+    sources_of,
+    write_manifest,
+)
+from data.row_format import row_format
+from data.source import SourceFile, list_files, local_paths
+from data.tokenizer import Tokenizer, tokenizer_hash
+from data.tokenizer_training import train_on_sources
+
+POLL_SECONDS = 0.5  # between looks at what another process begins
+
+
+def begin_all(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
+    """Begins the folder of each source, or checks the one that exists. Returns prepared_folders().
+    Raises ConfigError and OSError."""
+    path = common_tokenizer(cfg)
+    if path:
+        make_once(path, path, functools.partial(_train_common_tokenizer, cfg, path))
+    sources = prepared_folders(cfg)
+    for folder, source_cfg in sources:
+        make_once(folder, folder / MANIFEST, functools.partial(_begin, folder, source_cfg))
+        manifest = manifest_of(folder)
+        check_identity(folder, manifest, source_cfg)
+        check_files(folder, manifest, source_cfg.data)
+    return sources
+
+
+def make_once(path: pathlib.Path, marker: pathlib.Path, make: Callable[[], None]) -> None:
+    """Calls make() in one process alone. path: what it makes. marker: the file that exists once it
+    has. Raises ConfigError and OSError."""
+    while not marker.exists():
+        lock = take_lock(path)
+        if lock is None:
+            time.sleep(POLL_SECONDS)
+            continue
+        try:
+            if not marker.exists():
+                make()
+        finally:
+            lock.release()
+
+
+def take_lock(path: pathlib.Path) -> filelock.BaseFileLock | None:
+    """The lock of what is prepared at `path`; None while another process holds it, which is printed
+    once. Raises ConfigError and OSError."""
+    if not path.name:
+        raise ConfigError(f"[data] path = {path}: is the current folder or /; name one in it")
+    lock_file = path.with_name(f".{path.name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = files.lock(lock_file)
+    except TimeoutError:
+        holder = lock_file.read_text() or "another process"
+        files.warn_once(f"waiting for {holder}, which prepares {path}")
+        return None
+    lock_file.write_text(files.process_name())
+    return lock
+
+
+def _train_common_tokenizer(cfg: config.Config, path: pathlib.Path) -> None:
+    weights = [source.weight for source in cfg.data.sources]
+    files.write_atomic(path, train_on_sources(sources_of(cfg, None), weights))
+
+
+def _begin(folder: pathlib.Path, cfg: config.Config) -> None:
+    """Makes a folder next to it, then renames: the folder exists with its record, or not at all.
+    Raises ConfigError and OSError."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder}: exists but holds no prepared data; move it away")
+    d = cfg.data
+    source_files, revision = list_files(d)
+    validation_files = _validation_files(d, revision)
+    tokenizer, vocab_size = _tokenizer_of(cfg)
+    rows = row_format(d)
+    manifest = {
+        "identity": identity(cfg),
+        "revision": revision,
+        "tokenizer": tokenizer_hash(tokenizer),
+        "vocab_size": vocab_size,
+        "dtype": rows.dtype(vocab_size),
+        "complete": False,
+        "tokens": {"train": 0, "heldout": 0},
+        "documents": {"train": 0, "heldout": 0},
+        "left_out": 0,
+        "position": [0, 0],
+        "file_start": None,
+        "validation": None,
+        "segments": [],
+        "validation_files": validation_files,
+        "files": source_files,
+    }
+    for killed in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
+        shutil.rmtree(killed, ignore_errors=True)
+    temporary = folder.with_name(f".{folder.name}.{files.process_name()}.tmp")
+    temporary.mkdir()
+    for name, content in (tokenizer | rows.files()).items():
+        files.write_atomic(temporary / name, content)
+    write_manifest(temporary, manifest)
+    files.publish(temporary, folder)
+
+
+def _tokenizer_of(cfg: config.Config) -> tuple[dict[str, bytes], int]:
+    """(the content of the files of a source's tokenizer by name, its vocabulary's size). Raises
+    ConfigError."""
+    name = cfg.data.tokenizer
+    rows = cfg.model.vocab_size
+    if not name:
+        return {"tokenizer.model": train_on_sources([cfg])}, rows
+    tokenizer = Tokenizer(name)
+    if not tokenizer.eos:
+        files.print_error(f"{name}: has no EOS token that is known, so nothing separates documents")
+    if tokenizer.vocab_size > rows:
+        raise ConfigError(
+            f"[model] vocab_size = {rows}: smaller than the tokenizer {name}, of "
+            f"{tokenizer.vocab_size} entries"
+        )
+    return tokenizer.files, tokenizer.vocab_size
+
+
+def validation_source(d: config.Data) -> config.Data | None:
+    """The options of the source that data.validation names: files or, of a dataset, a split. None
+    without that option. Raises ConfigError."""
+    if not d.validation:
+        return None
+    d_validation = replace(d, validation=None, max_tokens=None)
+    if local_paths(d.validation, None) is not None:
+        return replace(d_validation, source=d.validation)
+    return replace(d_validation, split=d.validation)
+
+
+def _validation_files(d: config.Data, revision: str | None) -> list[SourceFile]:
+    """Those of data.validation. Raises ConfigError."""
+    validation = validation_source(d)
+    if validation is None:
+        return []
+    paths = local_paths(d.source, d.split)
+    if validation.source == d.source and paths and paths == local_paths(d.source, validation.split):
+        raise ConfigError(
+            f"[data] validation = {d.validation}: no such file, folder or pattern, and {d.source} "
+            "has no such split"
+        )
+    return list_files(validation, revision)[0]
+
+
+# A source's files, before and now
+
+
+def check_files(folder: pathlib.Path, manifest: dict, d: config.Data) -> None:
+    """Raises ConfigError if a local source's files that were read have other sizes now, or files
+    were added. They may be gone; what was not read yet may differ, and the file that reading
+    stopped in is compared by whoever resumes (data/prepare.py)."""
+    read = manifest["files"][: manifest["position"][0]]
+    _compare(folder, d, manifest["files"], read)
+    validation = validation_source(d)
+    if validation and manifest["validation"]:
+        _compare(folder, validation, manifest["validation_files"], manifest["validation_files"])
+
+
+def _compare(folder: pathlib.Path, d: config.Data, recorded: list, read: list) -> None:
+    """recorded, read: lists of SourceFile, or of lists of its fields."""
+    if not local_paths(d.source, d.split):  # a dataset's commit does not change; or they are gone
+        return
+    now = {file.path: file for file in list_files(d)[0]}
+    added = sorted(now.keys() - {path for path, *_ in recorded})
+    if added and len(added) < len(now):  # else all of them were moved
+        raise _changed(folder, f"{added[0]} was added")
+    newer = []
+    for path, size, time_modified in read:
+        current = now.get(path, SourceFile(path, size, time_modified))
+        if current.size != size:
+            raise _changed(folder, f"{path} was changed")
+        if current.time != time_modified:
+            newer.append(path)
+    if newer:
+        others = f" (and {len(newer) - 1} more files)" if len(newer) > 1 else ""
+        files.warn_once(
+            f"{newer[0]}{others}: has another time than when {folder} was begun, and the same size: "
+            "taken for unchanged"
+        )
+
+
+def _changed(folder: pathlib.Path, problem: str) -> ConfigError:
+    return ConfigError(
+        f"{problem} after {folder} was begun: restore the source, delete the folder to prepare all "
+        "anew, or name another data.path"
+    )
+
+
+def file_now(file: SourceFile) -> SourceFile:
+    """A file of a source with its size and time as of now; unchanged if it is a dataset's, or
+    gone."""
+    try:
+        status = os.stat(file.path)
+    except OSError:
+        return file
+    return SourceFile(file.path, status.st_size, status.st_mtime_ns)

@@ -1,0 +1,366 @@
+"""Files of every kind are read as the rows that were written, from any row on; what is wrong is
+named by file and row."""
+
+import codecs
+import gzip
+import hashlib
+import json
+import pathlib
+import sysconfig
+from collections.abc import Callable
+
+import pytest
+
+import config
+from data import row_format, rows
+from data.source import Position, Source, list_files
+from tests.conftest import make_config, prepare_one, refuses, words
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+pytestmark = pytest.mark.quick
+
+TEXTS = ["plain", "two\nlines\r\n", 'é猫😀 \\ " {[', " \t", "2001-02-03", words(0, 30_000), "last"]
+BOM = codecs.BOM_UTF8
+
+
+def options(source: object, **data: object) -> config.Data:
+    return make_config(data={"source": str(source), **data}).data
+
+
+def documents(source: object, position: Position | None = None, **data: object) -> list[str]:
+    d = options(source, **data)
+    return list(Source(d, list_files(d)[0], position))
+
+
+def lines(texts: list[str], end: str = "\n", **style: bool) -> bytes:
+    written = [json.dumps({"id": i, "text": text}, **style) for i, text in enumerate(texts)]
+    return "".join(line + end for line in written).encode()
+
+
+def array(texts: list[str], **style: object) -> bytes:
+    return json.dumps([{"text": text, "more": [{}, None]} for text in texts], **style).encode()
+
+
+def zstd(content: bytes) -> bytes:
+    return pyarrow.compress(content, "zstd", asbytes=True)
+
+
+def table(texts: list[str], kind: object = "string") -> "pyarrow.Table":
+    """With columns that nobody reads."""
+    days = pyarrow.array(range(len(texts)), pyarrow.date32())
+    return pyarrow.table({"day": days, "text": pyarrow.array(texts).cast(kind)})
+
+
+def as_parquet(texts: list[str], kind: object = "string", rows_in_group: int = 2) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(table(texts, kind), sink, row_group_size=rows_in_group)
+    return sink.getvalue().to_pybytes()
+
+
+def as_arrow(texts: list[str], new: Callable = pyarrow.ipc.new_stream) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    with new(sink, table(texts).schema) as writer:
+        writer.write_table(table(texts), max_chunksize=3)
+    return sink.getvalue().to_pybytes()
+
+
+FORMS = {
+    "lines.jsonl": lines(TEXTS),
+    "lines.json": lines(TEXTS, ensure_ascii=False),
+    "mark-and-crlf.jsonl": BOM + lines(TEXTS, "\r\n"),
+    "blank-lines.jsonl": b" \n" + lines(TEXTS, "\n\n"),
+    "without-end.jsonl": lines(TEXTS).rstrip(),
+    "array.json": array(TEXTS),
+    "indented.json": BOM + b"\n".join([array(TEXTS, indent=3, ensure_ascii=False), b"\n"]),
+    "two-members.jsonl.gz": gzip.compress(lines(TEXTS[:3])) + gzip.compress(lines(TEXTS[3:])),
+    "array.json.gz": gzip.compress(array(TEXTS)),
+    "two-frames.json.zst": zstd(lines(TEXTS[:3])) + zstd(lines(TEXTS[3:])),
+    "groups.parquet": as_parquet(TEXTS),
+    "large.parquet": as_parquet(TEXTS, pyarrow.large_string(), rows_in_group=100),
+    "dictionary.parquet": as_parquet(TEXTS, pyarrow.dictionary(pyarrow.int32(), "string")),
+    "stream.arrow": as_arrow(TEXTS),
+    "indexed.arrow": as_arrow(TEXTS, pyarrow.ipc.new_file),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_rows_are_those_that_were_written_from_any_row_on(name, tmp_path):
+    (tmp_path / name).write_bytes(FORMS[name])
+    d = options(tmp_path / name)
+    source = Source(d, list_files(d)[0])
+    positions = [source.position]
+    texts = []
+    for text in source:
+        texts.append(text)
+        positions.append(source.position)
+    assert texts == TEXTS
+    for read, position in enumerate(positions):
+        assert documents(tmp_path / name, position) == TEXTS[read:]
+
+
+def test_a_long_table_is_read_from_inside_its_batches(tmp_path):
+    texts = [f"row {i}" for i in range(1000)]
+    for name, content in (
+        ("long.parquet", as_parquet(texts, rows_in_group=600)),
+        ("long.arrow", as_arrow(texts)),
+    ):
+        (tmp_path / name).write_bytes(content)
+        for row in (1, 127, 128, 129, 600, 999):
+            assert documents(tmp_path / name, Position(0, row)) == texts[row:]
+
+
+def test_how_much_was_read_is_counted_in_files_and_their_bytes(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_bytes(lines([words(i, 900) for i in range(100)]))
+    d = options(tmp_path)
+    source = Source(d, list_files(d)[0])
+    shares = [source.share_read() for _ in source]
+    assert shares == sorted(shares)
+    assert shares[50] == pytest.approx(0.25, abs=0.05) and shares[150] == pytest.approx(
+        0.75, abs=0.05
+    )
+
+
+# Texts without columns
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
+@pytest.mark.parametrize("unit", ["x", "é", "日本", "a😀é日", "the cat sat\r\n"])
+def test_long_text_is_cut_at_a_line_s_end_or_between_characters(unit, suffix, tmp_path):
+    text = unit * (300_000 // len(unit.encode()))
+    content = BOM + text.encode()
+    path = tmp_path / f"long{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix == ".txt.gz" else content)
+    pieces = documents(path, text_field="body")
+    assert "".join(pieces) == text and len(pieces) > 2
+    assert max(len(piece.encode()) for piece in pieces) <= 2 * rows.TEXT_BYTES + 3
+    if "\n" in unit:
+        assert all(piece.endswith("\n") for piece in pieces)
+    assert documents(path, Position(0, 2)) == pieces[2:]
+
+
+def test_a_module_is_one_document_unless_it_is_not_utf8(tmp_path):
+    for name, content in (("a", "x = '\ufffd'"), ("b", "y = 1\n" * 99_999), ("c", "")):
+        (tmp_path / f"{name}.py").write_text(content)
+    (tmp_path / "latin.py").write_bytes("# é".encode("latin-1"))
+    assert sorted(documents(tmp_path / "*.py")) == ["x = '\ufffd'", "y = 1\n" * 99_999]
+
+
+def test_of_the_library_tests_and_packages_are_left_out(tmp_path, monkeypatch):
+    names = ("a.py", "email/b.py", "email/test.py", "email/c.txt", "site-packages/d.py")
+    for name in (*names, "dist-packages/e.py", "test/f.py", "email/tests/g.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert sorted(documents("python-stdlib")) == ["a.py", "email/b.py", "email/test.py"]
+
+
+# Which files
+
+
+@pytest.mark.parametrize("pattern", ["", "*.txt", "*", "**/*.txt"])
+def test_files_are_read_by_the_hash_of_their_names(pattern, tmp_path):
+    names = [f"{n}.txt" for n in range(30)]
+    if pattern == "**/*.txt":
+        names = [f"{n % 3}/{n}.txt" for n in range(30)]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    in_order = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
+    assert documents(tmp_path / pattern) == in_order
+    assert documents(tmp_path / pattern, Position(20)) == in_order[20:]
+
+
+@pytest.mark.parametrize(
+    "names, excluded",
+    [
+        ("train.jsonl val.jsonl", "train.jsonl and val.jsonl"),
+        (
+            "train-00000-of-2.parquet train-00001-of-2.parquet test.parquet",
+            "train-00000.* and test",
+        ),
+        ("my_training_set.txt my_dev_set.txt", "my_training_set.txt and my_dev_set.txt"),
+        ("a.jsonl b.jsonl README.txt", "a.jsonl and README.txt"),
+        ("train.jsonl pretest.jsonl", None),
+        ("test.jsonl latest.jsonl", None),
+        ("a.txt b.txt", ".c.jsonl"),
+        ("a.jsonl", "._a.jsonl .ipynb_checkpoints/a.jsonl cache-123.arrow load.py more/b.jsonl"),
+        ("a.jsonl", "folder.jsonl/b.jsonl README.md"),
+    ],
+)
+def test_a_folder_is_its_files_or_refused_with_another_split_or_a_license(
+    names, excluded, tmp_path
+):
+    others = excluded.split() if excluded and " and " not in excluded else []
+    for name in [*names.split(), *others]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    if excluded and not others:
+        with refuses("holds", *excluded.split(" and "), r"--data.source='.*/\*'"):
+            list_files(options(tmp_path))
+        assert len(list_files(options(tmp_path / "*"))[0]) == len(names.split())
+    else:
+        read = [pathlib.Path(file.path).name for file in list_files(options(tmp_path))[0]]
+        assert sorted(read) == sorted(names.split())
+
+
+def test_save_to_disk_s_splits_are_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    made = {}
+    for split in ("train", "test"):
+        texts = [f"{split} {i}" for i in range(9)]
+        made[split] = datasets.Dataset.from_dict({"other": texts, "text": texts})
+    saved = tmp_path / "saved"
+    datasets.DatasetDict(made).save_to_disk(saved, num_shards={"train": 3, "test": 1})
+    for split in made:
+        expected = [f"{split} {i}" for i in range(9)]
+        assert sorted(documents(saved, split=split)) == expected
+        assert sorted(documents(saved / split)) == expected
+    with refuses("split = dev", "saved has train, test"):
+        documents(saved, split="dev")
+    (saved / "train/state.json").write_text("{}")
+    with refuses("train/state.json: cannot be read: KeyError"):
+        documents(saved)
+
+
+@pytest.mark.parametrize(
+    "source", ["my.csv", "no/such/path/at.all", "./thing", "a-*.jsonl", "b.txt.gz"]
+)
+def test_what_looks_like_a_file_is_not_looked_for_on_a_hub(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with refuses(f"source = {source}".replace("*", "."), "no such file", ".jsonl, .json, .parquet"):
+        documents(source)
+
+
+@pytest.mark.parametrize("name", ["notes.csv", "notes.*", "notes.parquet.gz", "notes"])
+def test_a_file_of_another_kind_is_refused(name, tmp_path):
+    (tmp_path / name.replace("*", "csv")).write_text('{"text": "a line of JSON"}\n')
+    with refuses("source = .*notes", "must be one of .jsonl, .json, .parquet"):
+        documents(tmp_path / name)
+
+
+@pytest.mark.parametrize("source", ["folder", "folder/*.jsonl"])
+def test_a_link_to_nothing_is_refused(source, tmp_path):
+    """As in a cache that was cleared: without that file the text would be another."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "folder/b.jsonl").symlink_to("nowhere.jsonl")
+    with refuses("b.jsonl: cannot be read: FileNotFoundError"):
+        documents(tmp_path / source)
+
+
+# Nothing to read, or what is wrong
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 98\n"
+CUT = gzip.compress(lines([words(i, 900) for i in range(99)]))[:9000]
+
+
+def test_files_without_rows_are_skipped(tmp_path, prepared):
+    for name, content in {
+        "a.jsonl": b"",
+        "b.json": b"[ ]\n",
+        "c.jsonl": b"\n\n",
+        "d.jsonl.gz": gzip.compress(b""),
+        "e.parquet": as_parquet([]),
+        "f.jsonl": b'{"text": ""}',
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    assert documents(tmp_path) == []
+    tokenizer = str(prepared / "tokenizer.model")
+    data = {"source": str(tmp_path), "tokenizer": tokenizer, "path": str(tmp_path / "out")}
+    with refuses("source = .*: holds no text"):
+        prepare_one(make_config(data=data))
+    (tmp_path / "g.jsonl").write_bytes(lines(["a"]))
+    assert documents(tmp_path) == ["a"]
+
+
+WRONG = [
+    ("a.jsonl", b'{"text": "a"}\n\n{"text" 2}', "row 3: is not valid JSON, as each line"),
+    ("a.jsonl", b'{"text": "\xff"}', "row 1: .*decode byte 0xff"),
+    ("a.jsonl", b'{"a":' * 100_000, "row 1: is not valid JSON.*recursion"),
+    ("a.jsonl", b'{"text": "a"}\n3', "row 2: is no object, but of type int"),
+    (
+        "a.jsonl",
+        b'{"body": "a", "title": 1}',
+        r"row 1: has no field 'text' \(.*\), but body, title",
+    ),
+    ("a.jsonl", b'{"text": null}', "row 1: field 'text' must be text, not NoneType"),
+    ("a.jsonl", rb'{"text": "\ud800"}', "row 1: is not valid Unicode"),
+    ("a.jsonl", POINTER, "is a git-lfs pointer.*lfs pull"),
+    ("a.json", b'{\n"text": "a"\n}', "row 1: is not valid JSON, as each line must be"),
+    ("a.json", b'[{"text": "a"},\n {"text" 2}]', "row 2: is not valid JSON.*line 2"),
+    ("a.json", b'[{"text": "a"}\n{"text": "b"}]', "row 1: needs a comma or the array's end after"),
+    ("a.json", b'[\n{"text": "a"}', "row 1: needs a comma or the array's end after it"),
+    ("a.json", b'[{"text": "a"}, ', "row 2: is not valid JSON"),
+    ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', "row 2: stands behind the end of the array"),
+    ("a.json", b'[{"text": "a"},\n"\xff"]', "line 2: is not UTF-8"),
+    ("a.json", b'[{"text": "a"}, ["b"]]', "row 2: is no object, but of type list"),
+    ("a.txt", b"good\n\xff\n", "line 2: is not UTF-8"),
+    ("a.txt", b"good\n" * 40_000 + b"\xe6\x97", "line 40001: is not UTF-8"),
+    ("a.jsonl.gz", CUT, r"rows from \d+ on: cannot be read: OSError: Truncated"),
+    ("a.jsonl.gz", lines(["a"]), "rows from 1 on: cannot be read"),
+    ("a.json.zst", zstd(lines(TEXTS))[:-9], r"rows from \d+ on: cannot be read"),
+    ("a.parquet", b"PAR1 or not", "rows from 1 on: cannot be read: Arrow"),
+    ("a.parquet", as_parquet(TEXTS)[:-9], "rows from 1 on: cannot be read: Arrow"),
+    ("a.parquet", as_parquet(["a", "b", None]), "row 3: field 'text' must be text, not NoneType"),
+    ("a.parquet", POINTER, "is a git-lfs pointer"),
+    ("a.arrow", as_arrow(TEXTS)[:-2000], r"rows from \d+ on: cannot be read"),
+    ("a.arrow", b"", "rows from 1 on: cannot be read: Arrow"),
+]
+
+
+@pytest.mark.parametrize("name, content, problem", WRONG)
+def test_what_is_wrong_is_named_by_file_and_row(name, content, problem, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with refuses(f"{name}: {problem}") as refused:
+        documents(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_wrong_row_has_the_same_number_if_reading_resumes(tmp_path):
+    for name, content, row in (
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"}\n{"text": 3}\n', 4),
+        ("a.json", b'[{"text": "a"}, {"text": "b"}, {"text": 3}]', 3),
+        ("a.parquet", as_parquet(["a", "b", None]), 3),
+    ):
+        (tmp_path / name).write_bytes(content)
+        d = options(tmp_path / name)
+        source = Source(d, list_files(d)[0])
+        documents_of_source = iter(source)
+        assert [next(documents_of_source), next(documents_of_source)] == ["a", "b"]
+        for position in (None, source.position):
+            with refuses(f"{name}: row {row}: field 'text' must be text"):
+                documents(tmp_path / name, position)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.jsonl.gz"])
+def test_a_row_of_more_than_64_mib_is_refused(name, tmp_path, monkeypatch):
+    assert rows.LARGEST_ROW == row_format.LARGEST_ROW == 64 << 20
+    for module in (rows, row_format):
+        monkeypatch.setattr(module, "LARGEST_ROW", 1 << 20)
+    long = "é" * (1 << 19)  # of 2 bytes each
+    contents = {
+        "a.jsonl": lines(["a", f"{long}b"], ensure_ascii=False),
+        "a.jsonl.gz": gzip.compress(lines(["a", f"{long}b"])),
+        "a.json": array(["a", f"{long}b"]),
+        "a.parquet": as_parquet(["a", f"{long}b"]),
+    }
+    (tmp_path / name).write_bytes(contents[name])
+    with refuses(f"{name}: row 2: is longer than 1 MiB; split it"):
+        documents(tmp_path / name)
+    (tmp_path / "b.parquet").write_bytes(as_parquet([long]))
+    assert documents(tmp_path / "b.parquet") == [long]
+
+
+def test_a_file_that_vanished_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(["a"]))
+    d = options(path)
+    files, _ = list_files(d)
+    path.unlink()
+    with refuses("a.jsonl: rows from 1 on: cannot be read: FileNotFoundError"):
+        list(Source(d, files))
