@@ -4,6 +4,7 @@ It goes on while the ranks train, which only read its record. If it is killed, o
 network fails, it is started again. If the text is wrong, the launcher stops the run.
 """
 
+import contextlib
 import subprocess
 import time
 
@@ -73,8 +74,9 @@ class Preparer:
             self.command, stdin=subprocess.PIPE, start_new_session=True, text=True
         )
         assert self.child.stdin  # a pipe
-        self.child.stdin.write(self.configuration)
-        self.child.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has been killed
+            self.child.stdin.write(self.configuration)
+            self.child.stdin.close()
         self.exit_code = None
         self.next_start = time.monotonic() + self.pause
         self.pause = min(LONGEST_PAUSE, 2 * self.pause)
