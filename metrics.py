@@ -324,7 +324,7 @@ class Recorder:
 
     def log_start(self, model: Llama, units: str, dataset: Dataset, warnings: list[str]) -> None:
         """Logs the warnings, also of a warm-up that the run does not complete; the model's size, its
-        parallelism and where it starts from; the table of units."""
+        parallelism and where it starts from; notes on the data; the table of units."""
         hosts = all_gather_objects(platform.node())
         if self.rows is None:
             return
@@ -368,7 +368,8 @@ class Recorder:
                 f"the warm-up of {warmup:,} steps is longer than the run: the learning rate reaches "
                 f"{100 * steps / warmup:.3g} % of its peak"
             )
-        log.info(units)
+        for text in (*dataset.notes(), units):
+            log.info(text)
 
     def _options(self) -> list[str]:
         """What a run does for memory and speed."""

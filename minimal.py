@@ -173,8 +173,8 @@ def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device
 
 
 # An epoch is a list of segments, each permuted by itself: one, everything, but for the first epoch
-# of growing text, whose segments end at token 2^22, doubling to 2^29, then every 2^28.
-FIRST_BORDER = 1 << 22
+# of growing text, whose segments end at token 2^20, doubling to 2^29, then every 2^28.
+FIRST_BORDER = 1 << 20
 BORDER_STEP = 1 << 28
 
 

@@ -33,7 +33,7 @@ from data.loader import Batch, Loader, inputs_and_targets
 from metrics import peak_flops, peak_memory_gib
 from model.build import meta_model
 from model.llama import Llama, flops_per_token, parameter_count
-from optim import FiniteGuard, build_optimizer
+from optim import FiniteGuard, Progress, build_optimizer
 from parallel.context import shard_sequences
 from parallel.fsdp import unshard_first_units
 from parallel.materialize import materialize
@@ -90,7 +90,7 @@ def build(
         getattr(model, method)(value)
     materialize(model, cfg.run.seed, device)
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, cfg.parallel.compile)
-    return model, optimizer, FiniteGuard(optimizer, device, 0)
+    return model, optimizer, FiniteGuard(optimizer, device, 0, Progress())
 
 
 def random_batch(cfg: config.Config, world: World, accumulation: int) -> Batch:

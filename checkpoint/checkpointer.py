@@ -154,7 +154,7 @@ class Checkpointer:
             "torch": torch.__version__,
         }
 
-        def work() -> str | None:
+        def work(saver: Saver) -> str | None:
             # the current device is per thread, and DCP uses it; torch.cpu has the function too, and
             # it does nothing
             torch.get_device_module(self.world.device).set_device(self.world.device)
@@ -168,7 +168,7 @@ class Checkpointer:
             saver.purge()  # a no-op if the run is stopping
             return problem
 
-        self.pending = self.background.submit(work)
+        self.pending = self.background.submit(work, saver)
         is_last = stopping or step == self.cfg.train.steps
         if is_last or not settings.async_save:
             problem = self.pending.result()

@@ -31,7 +31,7 @@ class Source:
         self.number = number
         self.identity: dict = {}  # what tells it from another before any of it is read
         # of the validation text and of each segment that was read, also by an earlier launch
-        self.hashes: list[str] = []
+        self.hashes: list[str | None] = []
         self.stream: TextStream | None = None  # None: no segment can be read yet
         self.validation: TextStream | None = None  # None: not decided yet
         self.order = SourceOrder(cfg.run.seed, number, Windows(cfg.train.seq_len), [], False)
@@ -43,15 +43,16 @@ class Source:
         windows = Windows(self.cfg.train.seq_len, stream.validation)
         self.order = SourceOrder(self.cfg.run.seed, self.number, windows, borders, is_complete)
 
-    def refresh(self) -> None:
-        """Finds out how much text can be read now. Raises ConfigError and OSError."""
+    def has_text(self, index: int, evaluates: bool) -> bool:
+        """Whether the sample `index` can be read; evaluates: and the validation text."""
+        return self.order.covers(index) and (not evaluates or self.validation is not None)
 
-    def compare(self, hashes: list[str]) -> None:
+    def compare(self, hashes: list[str | None]) -> None:
         """Raises ConfigError if text differs from the one that was read before. hashes: of a folder
         or a checkpoint."""
         for number, (one, other) in enumerate(zip(hashes, self.hashes)):
-            if one != other:
-                text = f"segment {number}" if number else "the validation text"
+            if one and other and one != other:
+                text = f"segment {number - 1}" if number else "the validation text"
                 raise ConfigError(
                     f"{self.cfg.data.source}: {text} is not the one that the run has read before; "
                     "restore the source and prepare it anew, or choose another run.name"
@@ -120,7 +121,9 @@ class PreparedSource(Source):
         if manifest["validation"] and self.validation is None:
             self.validation = self._open("validation", manifest)
         segments = len(manifest["segments"])
-        if segments:
+        # where no document is held out, the last tokens of the first segments may be
+        is_decided = manifest["validation"] or manifest["tokens"]["heldout"] > 1
+        if segments and is_decided:
             # opened again: a network's file system shows new bytes to a new open() only
             stream = self._open("train", manifest)
             tokens = stream.length if manifest["complete"] else border_of(segments - 1)
@@ -130,11 +133,10 @@ class PreparedSource(Source):
         return row_format(self.cfg.data).open(self.folder, manifest, split, self.cfg)
 
 
-def hashes_of(manifest: dict) -> list[str]:
-    """Of the validation text and of each segment, as far as a record has them."""
-    if not manifest["validation"]:
-        return []
-    return [manifest["validation"][-1], *manifest["segments"]]
+def hashes_of(manifest: dict) -> list[str | None]:
+    """Of the validation text, None while it is not decided, and of each segment."""
+    validation = manifest["validation"]
+    return [validation[-1] if validation else None, *manifest["segments"]]
 
 
 @dataclass
@@ -161,30 +163,38 @@ class Dataset:
         return Span(stream, start, start + self.cfg.train.seq_len + 1)
 
     def covers(self, step: int) -> bool:
-        """Whether a step's batch can be read, on all ranks, and all validation text. Raises
-        ConfigError if the text ended, and is too little, and OSError."""
+        """Whether a step's batch can be read, on all ranks. Raises ConfigError if the text ended,
+        and is too little, and OSError."""
         return self.missing(step) is None
 
-    def missing(self, step: int) -> Source | None:
-        """The source whose text a step waits for, as of now. Raises as covers()."""
+    def missing(self, step: int, evaluates: bool = False) -> PreparedSource | None:
+        """The source whose text a step waits for, as of now. evaluates: it also waits for the
+        validation text. Raises as covers()."""
         samples = step * self.cfg.train.global_batch_size
         for source in self.sources:
             last = self.mixture.count(source.number, samples) - 1  # within the source; -1: none
-            if not source.order.covers(last):
-                source.refresh()
-                source.require_size(self.mixture)
-            if not source.order.covers(last):
+            if source.has_text(last, evaluates):
+                continue
+            assert isinstance(source, PreparedSource)  # token files are complete
+            source.refresh()
+            source.require_size(self.mixture)
+            if not source.has_text(last, evaluates):
                 return source
         return None
 
     def waits_for(self, step: int) -> str:
         """What a step waits for, for a log."""
         source = self.missing(step)
-        if not isinstance(source, PreparedSource):
+        if source is None:
             return "nothing"
         tokens = source.manifest["tokens"]["train"]
         end = border_of(len(source.manifest["segments"]))
         return f"{source.folder}: {tokens:,} of {end:,} tokens are prepared"
+
+    def notes(self) -> list[str]:
+        """Lines for a launch's log."""
+        streams = [source.stream for source in self.sources if source.stream]
+        return row_format(self.cfg.data).notes(streams)
 
     def epochs(self, step: int) -> float | dict[str, float | None] | None:
         """How often the text has been read after a step; of a mixture, by source. None where it is
@@ -198,7 +208,7 @@ class Dataset:
 
     @property
     def validation(self) -> list[TextStream]:
-        """The validation text of each source. Where a step's batch can be read, it is decided."""
+        """The validation text of each source, as far as it is decided: see missing()."""
         return [source.validation for source in self.sources if source.validation]
 
     @property

@@ -33,10 +33,10 @@ def complete(args: argparse.Namespace, cfg: config.Config) -> tuple[config.Confi
     source_cfgs = [cfg]
     if d.sources:
         source_cfgs = sources_of(cfg, d.tokenizer or str(common_tokenizer(cfg)))
+    root = pathlib.Path(d.path or "prepared")
     formats = []
     for source_cfg in source_cfgs:
-        name = source_cfg.data.format or recorded_format(source_cfg, cfg.data.path)
-        formats.append(name or format_of(source_cfg.data, args.dry_run))
+        formats.append(source_cfg.data.format or format_of(source_cfg, root, args.dry_run))
     if set(formats) == {"text"} and not d.chat_template:  # which is refused with text
         return cfg, []
     options = [f"--data.format={formats[0]}"]
@@ -47,25 +47,16 @@ def complete(args: argparse.Namespace, cfg: config.Config) -> tuple[config.Confi
     return config.load(args.config, args.overrides), options
 
 
-def recorded_format(cfg: config.Config, path: str | None) -> RowFormat | None:
-    """The format that a source was prepared in, even if its rows are gone; None if it was not.
-    path: data.path, of all sources."""
-    with contextlib.suppress(ConfigError):  # a tokenizer that is still to be trained, perhaps
-        options = identity(cfg).items()
-        root = pathlib.Path(path or "prepared")
-        name = folder_name(cfg).rpartition("-")[0]
-        for folder in [root, *root.glob(f"{name}-*")]:
-            manifest = read_manifest(folder)
-            if manifest and options <= manifest["identity"].items():
-                return manifest["identity"].get("data.format", "text")
-    return None
-
-
-def format_of(d: config.Data, is_plan: bool) -> RowFormat:
-    """The format of a source's rows, by its first one. is_plan: for a plan, which does not need the
-    rows to be here. Raises ConfigError and OSError."""
-    if d.text_field != config.Data.text_field or (is_plan and not local_paths(d.source, d.split)):
+def format_of(cfg: config.Config, root: pathlib.Path, is_plan: bool) -> RowFormat:
+    """The format of a source's rows, by its first one. root: of the prepared folders. is_plan: for
+    a plan, which does not need rows. Raises ConfigError and OSError."""
+    d = cfg.data
+    if d.text_field != config.Data.text_field:
         return "text"
+    if not local_paths(d.source, d.split):
+        name = recorded_format(cfg, root)
+        if name or is_plan:
+            return name or "text"
     files, _ = list_files(d)
     _, row = next(Source(d, files).rows(), ("", {d.text_field: ""}))
     formats = formats_with(row)
@@ -80,6 +71,19 @@ def format_of(d: config.Data, is_plan: bool) -> RowFormat:
     if formats != ["text"]:
         print_error(f'{d.source}: data.format = "{formats[0]}", by its columns {", ".join(row)}')
     return formats[0]
+
+
+def recorded_format(cfg: config.Config, root: pathlib.Path) -> RowFormat | None:
+    """The format in which a source was prepared whose rows are on a hub, or gone."""
+    with contextlib.suppress(ConfigError):  # a tokenizer that is still to be trained, perhaps
+        options = identity(cfg).items()
+        name = folder_name(cfg)
+        others = root.glob(f"{name.rpartition('-')[0]}-*")
+        for folder in (root, root / name, *others):  # as texts first
+            manifest = read_manifest(folder)
+            if manifest and options <= manifest["identity"].items():
+                return manifest["identity"].get("data.format", "text")
+    return None
 
 
 def formats_with(row: dict[str, Any]) -> list[RowFormat]:

@@ -59,10 +59,12 @@ class Loader:
         return self.pending.popleft().result()
 
     def is_ready(self, step: int) -> bool:
-        """Whether the text of a step, the next or the one after it, is prepared, and all validation
-        text. Past the last step: that of the last. Raises ConfigError and OSError."""
+        """Whether the text of a step, the next or the one after it, is prepared and, where an
+        evaluation comes before it, the validation text. Past the last step: that of the last.
+        Raises ConfigError and OSError."""
         self._read_ahead()
-        return self.dataset.covers(min(step, self.cfg.train.steps))
+        evaluates = config.evaluation_is_due(self.cfg, step - 1)
+        return self.dataset.missing(min(step, self.cfg.train.steps), evaluates) is None
 
     def _read_ahead(self) -> None:
         """Has the thread read the next steps' batches, as far as their text is prepared."""

@@ -4,7 +4,7 @@ only state. Nothing depends on the number of ranks.
 The mixture (data/mixture.py) says which source a sample comes from, and that it is the source's
 sample k. An epoch of a source is a list of segments, each permuted by itself. Every epoch is one
 segment, everything, except the first one with data.order = "growing": there segments end at token
-2^22, doubling to 2^29, then every 2^28, so that training may begin while text is prepared.
+2^20, doubling to 2^29, then every 2^28, so that training may begin while text is prepared.
 
 S: sequence length (train.seq_len).
 """
@@ -14,8 +14,9 @@ import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-FIRST_BORDER = 1 << 22  # tokens; also: of how many the documents are held out
+FIRST_BORDER = 1 << 20  # tokens
 BORDER_STEP = 1 << 28  # tokens
+HELD_OUT_OF = 1 << 22  # tokens: documents of the first ones are held out; a border, too
 MASK64 = (1 << 64) - 1
 
 
@@ -43,8 +44,8 @@ def growing_borders(tokens: int) -> list[int]:
 
 def last_hundredth(tokens: int) -> tuple[int, int]:
     """(first, one past the last) of the tokens that are held out of a text where nothing else is:
-    the last hundredth up to the first border."""
-    end = min(FIRST_BORDER, tokens)
+    the last hundredth of the first ones."""
+    end = min(HELD_OUT_OF, tokens)
     return max(0, end - max(2, end // 100)), end
 
 
@@ -98,11 +99,8 @@ class SourceOrder:
         self.epoch_length = max(self.segment_ends, default=0) if is_complete else None
 
     def covers(self, index: int) -> bool:
-        """Whether the source's sample `index` can be located. -1, no sample: whether the first
-        segment can be read, and so the validation text."""
-        if self.epoch_length is not None:
-            return True
-        return bool(self.segment_ends) and index < self.segment_ends[-1]
+        """Whether the source's sample `index` can be located; -1, no sample, can."""
+        return self.epoch_length is not None or index < max(self.segment_ends, default=0)
 
     def locate(self, index: int) -> SamplePosition:
         """The source's sample `index`, which covers() it."""

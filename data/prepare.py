@@ -31,7 +31,7 @@ from data import formats
 from data.begin import begin_all, check_files, file_now, take_lock, validation_source
 from data.cores import usable_cores
 from data.folder import manifest_of
-from data.order import FIRST_BORDER
+from data.order import HELD_OUT_OF
 from data.row_format import Encoded, row_format
 from data.source import Position, Source, SourceFile
 from data.writer import TokenWriter, check_hashes
@@ -262,7 +262,7 @@ class Preparation:
         for is_held_out, ids in encoded:
             if self.is_full():
                 return
-            is_first_text = self.manifest["tokens"]["train"] < FIRST_BORDER
+            is_first_text = self.manifest["tokens"]["train"] < HELD_OUT_OF
             if not ids:  # a tokenizer may produce no tokens for some texts
                 self.manifest["left_out"] += 1
             elif is_validation or (is_held_out and is_first_text and not self.validation):

@@ -92,18 +92,20 @@ class Texts:
     def lines(self, span: "Span", tokenizer: "Tokenizer") -> Iterator[str]:
         """Yields two lines for each document in a window: what of it is there, and its text."""
         stream, start, stop = span
-        _, ids = stream.read(start, stop)
-        for number, document_start, document_stop in stream.documents(start, stop):
-            first = max(document_start, start)
-            end = min(document_stop, stop)
-            size = document_stop - document_start
-            line = f"--- document {number}, {end - first} of its {size} tokens"
-            if document_start < start:
+        ids = stream.read(start, stop)
+        around = stream.documents(max(0, start - 1), min(stop + 1, stream.length))
+        for begin, end in around:
+            first = max(begin, start)
+            last = min(end, stop)
+            if first >= last:
+                continue
+            line = f"--- document, {last - first} tokens"
+            if begin < start:
                 line += " (begins before)"
-            if document_stop > stop:
+            if end > stop:
                 line += " (continues)"
             yield line
-            yield tokenizer.decode(ids[first - start : end - start].tolist())
+            yield tokenizer.decode(ids[first - start : last - start].tolist())
 
 
 def check_text(text: str) -> None:

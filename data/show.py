@@ -28,7 +28,9 @@ def samples(cfg: config.Config, step: int) -> Iterator[str]:
             f"--step {step}: its text is not prepared yet ({dataset.waits_for(step)}); `python -m "
             "data.prepare CONFIG` prepares it"
         )
-    tokenizer = Tokenizer(dataset.sources[0].folder)
+    if not dataset.tokenizer_files:
+        raise ConfigError("[data] tokenizer: is needed to print token files as text")
+    tokenizer = Tokenizer(dataset.tokenizer_files[0].parent)
     rows = row_format(cfg.data)
     batch_size = cfg.train.global_batch_size
     for number in range((step - 1) * batch_size, step * batch_size):

@@ -1,5 +1,6 @@
 """What a source names: its files, in the order in which they are read, and their documents."""
 
+import collections
 import errno
 import glob
 import hashlib
@@ -21,6 +22,7 @@ from data.rows import READERS, is_plain_text, is_readable, read_rows
 from files import TRANSIENT_ERRORS
 
 HUB = "hf://"
+CONVERTED = "refs/convert/parquet"  # the hub's own copy of a dataset of other files
 HUB_SECONDS = 10.0  # until the hub has to answer
 DATASET_ID = re.compile(r"(?P<repo>[\w-][\w.-]*(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?")
 # files that datasets.save_to_disk() writes
@@ -249,13 +251,11 @@ def hub_files(d: config.Data, revision: str | None) -> tuple[list[SourceFile], s
     assert match
     repo = match["repo"]
     try:
-        import datasets
         import huggingface_hub
 
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         revision = revision or match["revision"]
         info = huggingface_hub.HfApi().dataset_info(repo, revision=revision, timeout=HUB_SECONDS)
-        options = datasets.load_dataset_builder(repo, d.subset, revision=info.sha).config
+        splits = dataset_splits(repo, d.subset, info.sha, is_converted=revision == CONVERTED)
     except Exception as error:
         raise ConfigError(
             f"[data] source = {d.source}: is neither {STDLIB} nor a local file, and as a Hugging "
@@ -264,15 +264,38 @@ def hub_files(d: config.Data, revision: str | None) -> tuple[list[SourceFile], s
             f"--repo-type dataset {repo} --local-dir FOLDER` where there is one, and name the "
             "files in it: --data.source='FOLDER/...'"
         ) from None
-    splits = options.data_files
     if d.split not in splits:
-        raise ConfigError(f"[data] split = {d.split}: {d.source} has {', '.join(map(str, splits))}")
-    paths = [str(path) for path in splits[d.split]]
+        raise ConfigError(f"[data] split = {d.split}: {d.source} has {', '.join(splits)}")
+    paths = splits[d.split]
     for path in paths:
         if not (path.startswith(HUB) and is_readable(path)):
             raise ConfigError(
                 f"[data] source = {d.source}: has {path}; of a dataset, {', '.join(READERS)} are "
-                f"read: try --data.source={repo}@refs/convert/parquet"
+                f"read: try --data.source={repo}@{CONVERTED}"
             )
     paths.sort(key=lambda path: name_hash(path.partition(f"{info.sha}/")[2]))
     return [SourceFile(path) for path in paths], info.sha
+
+
+def dataset_splits(
+    repo: str, subset: str | None, commit: str, is_converted: bool
+) -> dict[str, list[str]]:
+    """The files of a dataset by split. Raises whatever the libraries raise."""
+    if not is_converted:
+        import datasets
+
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+        files = datasets.load_dataset_builder(repo, subset, revision=commit).config.data_files
+        return {str(split): [*map(str, paths)] for split, paths in files.items()}
+    from huggingface_hub import HfFileSystem
+
+    # SUBSET/SPLIT/0000.parquet, which `datasets` would take for one subset
+    splits = collections.defaultdict(list)
+    subsets = set()
+    for path in HfFileSystem().glob(f"datasets/{repo}@{commit}/{subset or '*'}/*/*.parquet"):
+        *_, name, split, _ = path.split("/")
+        subsets.add(name)
+        splits[split].append(f"{HUB}{path}")
+    if len(subsets) > 1:
+        raise ValueError(f"data.subset must select one of {', '.join(sorted(subsets))}")
+    return splits

@@ -24,9 +24,13 @@ OPEN_FILES = 256  # a corpus may have more files than a process may open
 class TextStream(Protocol):
     """One split of one source."""
 
-    length: int  # tokens
-    # of a training stream, the tokens that are held out of it: first, one past the last
-    validation: tuple[int, int]
+    @property
+    def length(self) -> int: ...  # tokens
+
+    @property
+    def validation(self) -> tuple[int, int]:
+        """Of a training stream, the tokens that are held out of it: first, one past the last."""
+        ...
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """The ids of tokens start ... stop-1 as int64. A token without a loss is returned as its
@@ -160,7 +164,8 @@ class TokenStream:
 def stream_of(folder: pathlib.Path, manifest: dict, split: str, vocab_size: int) -> TokenStream:
     """The stream "train" or "validation" of a prepared folder, as far as `manifest` records it.
     Raises ConfigError and OSError."""
-    held_out_of, first, end, _ = manifest["validation"]
+    # while it is not decided, documents have been held out, and so no training tokens will be
+    held_out_of, first, end, _ = manifest["validation"] or ("heldout", 0, 0, "")
     if split == "validation":
         file = file_of(folder, manifest, held_out_of, vocab_size)
         return TokenStream([file], vocab_size, first, end)

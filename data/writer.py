@@ -19,7 +19,7 @@ import numpy as np
 import files
 from config import ConfigError
 from data.folder import MANIFEST, damaged, manifest_of, write_manifest
-from data.order import FIRST_BORDER, border_of
+from data.order import HELD_OUT_OF, border_of
 
 SPLITS = ("train", "heldout")
 WIDTH = {"uint16": 2, "int32": 4}  # bytes per token
@@ -118,18 +118,20 @@ class TokenWriter:
         self.manifest["segments"].append(self.hash.hexdigest())
         self.hash = hashlib.sha256()
         self.is_due = True
-        if not self.manifest["validation"]:
+        if border_of(len(self.manifest["segments"]) - 1) >= HELD_OUT_OF:
             self.decide_validation()
 
     def decide_validation(self) -> None:
-        """Holds out what is in heldout.bin. If no document is held out, holds out the last
+        """Unless it is decided already: holds out what is in heldout.bin. If no document is held out, holds out the last
         hundredth of the first tokens: of conversations, the last ones in these tokens."""
+        if self.manifest["validation"]:
+            return
         split = "heldout"
         first = 0
         end = self.manifest["tokens"]["heldout"]
         if end < 2:  # an input and its target
             split = "train"
-            end = min(FIRST_BORDER, self.manifest["tokens"]["train"])
+            end = min(HELD_OUT_OF, self.manifest["tokens"]["train"])
             first = max(0, end - max(2, end // 100))
             if self.whole_documents:
                 first, end = self._document_borders(first, end)
@@ -155,6 +157,7 @@ class TokenWriter:
         if any(self.manifest["tokens"][split] < self.written[split] for split in SPLITS):
             raise self._other_text()
         self._end_segment()
+        self.decide_validation()
         self.manifest["file_start"] = None
         for file in self.files:
             file.truncate()  # of an attempt that wrote text that was mended since

@@ -38,9 +38,10 @@ COUNTS = (
     "PMI_SIZE",
     "SLURM_STEP_NUM_TASKS",
 )
-# what torchrun and other launchers of one process leave, and torchrun or a rank would read
+# what another launcher may leave, and torchrun or a rank would read
 OF_A_LAUNCHER = re.compile(
-    "(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|(TORCHELASTIC|PET)_.*"
+    "(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|"
+    f"(TORCHELASTIC|PET)_.*|{LAUNCH}|{PARENT}"
 )
 
 

@@ -86,6 +86,7 @@ def check(cfg: Config, ranks: Ranks, evaluates: bool = False) -> int:
     (_, start, _), *_ = together(
         lambda: compare.starting_point(cfg, evaluates),
         lambda: config.mesh_shape(cfg, ranks.total),
+        lambda: ranks.command(""),
         lambda: check_machine(cfg, ranks, evaluates),
         lambda: evaluates or check_folder(config.run_folder(cfg)),
     )
@@ -133,7 +134,7 @@ class Attempts:
     what became of them."""
 
     def __init__(self, cfg: Config, ranks: Ranks, words: list[str], preparer: Preparer):
-        """words: the command line. Raises ConfigError."""
+        """words: the command line."""
         self.cfg = cfg
         self.ranks = ranks
         self.words = words
@@ -145,7 +146,6 @@ class Attempts:
         self.child: Any = None  # a subprocess.Popen
         self.id = ""
         self.folder = pathlib.Path()  # of its configuration and the ranks' reports
-        self.has_begun = False  # the ranks took the run's folder
         self.is_final = False  # a restart cannot help
         self.end: Report | None = None  # of a rank that is through
         self.began = 0.0  # seconds since the epoch
@@ -197,8 +197,6 @@ class Attempts:
                 break
             if self.preparer.has_failed():
                 self.forward(signal.SIGTERM, None)
-        if self.signal and not returned:  # torchrun has ended well; the reports say more
-            return 128 + self.signal
         return 128 - returned if returned < 0 else returned
 
     def forward(self, number: int, frame: Any) -> None:
@@ -221,13 +219,13 @@ class Attempts:
         ranks, and writes the status, which they may have been unable to. returned: by run()."""
         reports = read_reports(self.folder)
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.has_begun = any(report.phase not in BEFORE for report in reports)
+        has_begun = any(report.phase not in BEFORE for report in reports)
         failed = [report for report in reports if report.text]
         self.end = next((report for report in reports if report.phase == END), None)
-        asked = self.signal or (not failed and returned - 128 in SIGNALS)
+        was_asked = self.signal or (not failed and returned - 128 in SIGNALS)
         if self.end:
             code = self.end.exit_code
-        elif asked and not self.has_begun:
+        elif was_asked and not has_begun:
             print_error("stopped before the run began")
             code = STOPPED
         else:
@@ -237,7 +235,7 @@ class Attempts:
         if code == STOPPED and self.preparer.exit_code == TEXT_IS_WRONG:
             print_error("the text is wrong, see above; mended, the same command resumes")
             code = INPUT_IS_WRONG
-        if code not in (FINISHED, STOPPED) and (self.has_begun or code != INPUT_IS_WRONG):
+        if code not in (FINISHED, STOPPED) and (has_begun or code != INPUT_IS_WRONG):
             self._mark_failed(code)
         with contextlib.suppress(OSError):
             self.run_folder.rmdir()  # if it is empty: it was made for this launch

@@ -5,7 +5,7 @@ import errno
 import gc
 import signal
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class Run:
         self.launch = launch
         self.folder = config.run_folder(cfg)
         self.agreement = Agreement()
-        self.seconds: Counter[str] = Counter()  # spent in each phase() so far
+        self.seconds: dict[str, float] = defaultdict(float)  # spent in each phase() so far
         self.start = 0  # the step that training resumes after
         self.step = 0  # the last step trained, by this launch or an earlier one
         self.checkpointer: Checkpointer | None = None  # from begin() on
@@ -119,8 +119,8 @@ class Run:
             seconds = self.cfg.run.start_timeout_seconds
         if phase in ("save", "restore"):
             # may wait for the previous save, and then verify every checkpoint that it keeps
-            kept = (self.cfg.checkpoint and self.cfg.checkpoint.keep_last) or 0
-            seconds = self.cfg.run.save_timeout_seconds * (2 + kept)
+            kept = self.cfg.checkpoint.keep_last if self.cfg.checkpoint else 0
+            seconds = self.cfg.run.save_timeout_seconds * (2 + (kept or 0))
         self.watchdog.begin(phase, seconds, step)
 
     def steps(self, first: int, last: int, loader: Loader) -> Iterator[int]:

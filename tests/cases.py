@@ -482,12 +482,12 @@ def bfloat16_updates() -> dict[str, list[str]]:
 
 def nan_on_one_rank() -> tuple[bool, str]:
     """(did any weight change, the error) of a step in which rank 1 alone has a NaN in its gradient."""
-    from optim import FiniteGuard, build_optimizer, clip_gradients
+    from optim import FiniteGuard, Progress, build_optimizer, clip_gradients
 
     with process_group() as world:
         model = build(make_config(), world)
         optimizer = build_optimizer(model, make_config().optim)
-        guard = FiniteGuard(optimizer, world.device, 0)
+        guard = FiniteGuard(optimizer, world.device, 0, Progress())
         before = [p.to_local().clone() for p in model.parameters()]
         ids = torch.zeros((2, 9), dtype=torch.int64)
         model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()

@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor
 
 import config
 from config import ConfigError
-from data.tokens import TextStream
 from model import loss as loss_module
 from model.build import meta_model
 from model.llama import Llama, named_parameters
@@ -296,20 +295,13 @@ def data_rank(rank: int = 0, ranks: int = 1, cp: int = 1) -> SimpleNamespace:
 
 
 def loader_of(
-    cfg: config.Config,
-    *streams: TextStream,
-    rank: int = 0,
-    ranks: int = 1,
-    first_step: int = 1,
-    cp: int = 1,
-):
-    """The Loader of a data rank, for these streams."""
-    from data.dataset import Dataset
+    cfg: config.Config, rank: int = 0, ranks: int = 1, first_step: int = 1, cp: int = 1
+) -> Any:
+    """The Loader of a data rank."""
+    from data.dataset import open_dataset
     from data.loader import Loader
-    from data.order import make_order
 
-    dataset = Dataset(cfg, make_order(cfg, streams), [*streams])
-    return Loader(cfg, dataset, data_rank(rank, ranks, cp), first_step)
+    return Loader(cfg, open_dataset(cfg), data_rank(rank, ranks, cp), first_step)
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ S: sequence length.
 """
 
 import hashlib
-import os
+import itertools
 import pathlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,13 +23,9 @@ import config
 from config import ConfigError
 from data.folder import damaged
 from data.tokenizer import Tokenizer
-from data.tokens import TokenStream, Windows, stream_of
+from data.tokens import TokenFile, file_of
 from extras.chat.conversations import spelled
 
-if TYPE_CHECKING:  # imported where it is used: preparing data needs no torch
-    from torch import Tensor
-
-TOKEN_BYTES = 4  # int32: a token without a loss is negative
 SAMPLED = 2000  # conversations whose tokens with a loss are counted at a launch
 
 
@@ -118,14 +114,14 @@ def best_fit_decreasing(counts: list[int], room: int) -> np.ndarray:
 
 
 class Conversation(NamedTuple):
-    """A conversation in a window. Positions are those in the token stream."""
+    """A conversation in a window. Positions are those in the token file."""
 
     number: int
     begin: int  # first token
     end: int  # one past the last token in the window
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # by identity: a key of caches
 class Packed:
     """A TextStream (data/tokens.py) of the windows of a split, which do not overlap.
 
@@ -133,107 +129,69 @@ class Packed:
     its conversations from the token file.
     """
 
-    stream: TokenStream  # the token file
+    file: TokenFile
+    vocab_size: int  # of the model: ids must be smaller
     seq_len: int
     members: np.ndarray  # numbers of conversations in the token file, window by window
     starts: np.ndarray  # of each window in `members`, and one more
     left_out: int  # conversations without an assistant's turn, or with an empty one
     cut: int  # conversations longer than a window
     filled: int  # tokens that the windows hold
+    validation: tuple[int, int] = (0, 0)  # what is held out is no part of this stream
 
-    @property
-    def path(self) -> pathlib.Path:
-        return self.stream.path
-
-    @property
-    def windows(self) -> int:
-        return len(self.starts) - 1
-
-    @property
-    def length(self) -> int:
-        if not self.windows:
-            return 0
-        return self.windows * self.seq_len + 1  # one more, as a stream's last target
-
-    @property
-    def document_count(self) -> int:
-        return len(self.members)
-
-    def training_windows(self, seq_len: int) -> Windows:
-        """As TextStream.training_windows(): all."""
-        return Windows(seq_len)
+    def __post_init__(self) -> None:
+        self.windows = len(self.starts) - 1
+        # one more, as a stream's last target
+        self.length = self.windows * self.seq_len + 1 if self.windows else 0
 
     def conversation(self, number: int) -> Conversation:
-        begin = int(self.stream.ends[number - 1]) if number else 0
-        end = min(int(self.stream.ends[number]), begin + self.seq_len)
-        return Conversation(number, begin, end)
+        ends = self.file.ends
+        assert ends is not None
+        begin = int(ends[number - 1]) if number else 0
+        return Conversation(number, begin, min(int(ends[number]), begin + self.seq_len))
 
     def conversations(self, window: int) -> list[Conversation]:
         """The conversations in a window, in order."""
         numbers = self.members[self.starts[window] : self.starts[window + 1]]
         return [self.conversation(number) for number in numbers.tolist()]
 
-    def stored(self, begin: int, end: int) -> np.ndarray:
-        """The token file's tokens begin ... end-1. Those without a loss are complements. Raises
-        ConfigError."""
-        size = TOKEN_BYTES * (end - begin)
-        raw = os.pread(self.stream.file.fileno(), size, TOKEN_BYTES * begin)
-        if len(raw) != size:
-            raise damaged(self.path, "was cut while it was in use")
-        return np.frombuffer(raw, "<i4")
-
-    def read(self, start: int, stop: int) -> "tuple[bytes, Tensor]":
-        """(the bytes, the ids (stop - start)) of one window.
-
-        A token without a loss is its complement, padding is -1. Raises ConfigError if an id is
-        outside the model's vocabulary.
-        """
-        import torch
-
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The ids (stop - start) of one window; -1 from the end of its conversations on."""
         conversations = self.conversations(start // self.seq_len)
-        raw = b"".join(self.stored(c.begin, c.end).tobytes() for c in conversations)
-        tokens = torch.frombuffer(bytearray(raw), dtype=torch.int32).to(torch.int64)
-        largest = int(torch.maximum(tokens, ~tokens).max())
-        if largest >= self.stream.vocab_size:
+        tokens = np.concatenate([self.file.read(c.begin, c.end) for c in conversations])
+        largest = int(np.maximum(tokens, ~tokens).max())
+        if largest >= self.vocab_size:
             raise damaged(
-                self.path, f"has id {largest}, but [model] vocab_size = {self.stream.vocab_size}"
+                self.file.path, f"has id {largest}, but [model] vocab_size = {self.vocab_size}"
             )
-        ids = torch.full((stop - start,), -1)
+        ids = np.full(stop - start, -1)
         ids[: len(tokens)] = tokens
-        return raw, ids
+        return ids
 
-    def documents(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """(index in the window, first token, one past the last) of each conversation in a window,
-        and of the padding. Positions are those in this stream."""
-        documents = []
-        position = start
-        conversations = self.conversations(start // self.seq_len)
-        for index, conversation in enumerate(conversations):
-            end = position + conversation.end - conversation.begin
-            documents.append((index, position, end))
-            position = end
-        documents.append((len(conversations), position, stop))  # padding
-        return documents
+    def documents(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Of one window: its conversations, and its padding."""
+        lengths = [c.end - c.begin for c in self.conversations(start // self.seq_len)]
+        ends = itertools.accumulate(lengths, initial=start)
+        return list(itertools.pairwise([*ends, stop]))
 
     def targets_without_loss(self, start: int, stop: int) -> int:
-        """How many of a window's seq_len targets have no loss: tokens that are not the assistant's,
-        padding, and each conversation's first token."""
-        _, ids = self.read(start, stop)
-        firsts = [begin - start for _, begin, _ in self.documents(start, stop)[:-1]]
-        has_loss = ids >= 0
-        targets = int(has_loss.sum()) - int(has_loss[firsts].sum())
-        return self.seq_len - targets
+        """Of one window: tokens that are not the assistant's, padding, and each conversation's
+        first token."""
+        has_loss = self.read(start, stop) >= 0
+        has_loss[[begin - start for begin, _ in self.documents(start, stop)]] = False
+        return self.seq_len - int(has_loss.sum())
 
     def summary(self) -> str:
         """The line that a launch logs."""
-        step = max(1, -(-self.document_count // SAMPLED))
+        count = len(self.members)
+        step = max(1, -(-count // SAMPLED))
         sampled = np.sort(self.members)[::step].tolist()
         learned = 0
         tokens = 0
         without_target = 0  # conversations
         for number in sampled:
             conversation = self.conversation(number)
-            ids = self.stored(conversation.begin, conversation.end)
+            ids = self.file.read(conversation.begin, conversation.end)
             with_loss = int((ids >= 0).sum())
             learned += with_loss
             tokens += len(ids)
@@ -241,7 +199,7 @@ class Packed:
         about = "about " if step > 1 else ""
         full = self.filled / (self.windows * self.seq_len)
         line = (
-            f"{self.path.parent}: {self.document_count:,} conversations in {self.windows:,} "
+            f"{self.file.path.parent}: {count:,} conversations in {self.windows:,} "
             f"windows of {self.seq_len:,} tokens, {full:.1%} full; "
             f"{self.cut:,} cut at a window's end; {self.left_out:,} left out, without an "
             f"assistant's turn to learn or with an empty one; {about}{learned / tokens:.0%} of the tokens "
@@ -253,18 +211,22 @@ class Packed:
 
 
 def open_packed(folder: pathlib.Path, manifest: dict, split: str, cfg: config.Config) -> Packed:
-    """Opens "train" or "validation" and plans its windows. Raises ConfigError."""
+    """Opens "train" or "validation" and plans its windows. Raises ConfigError and OSError."""
     held_out_of, first, end, _ = manifest["validation"]
     one_file = held_out_of == "train"  # of few conversations, those for validation are at its end
-    stream = stream_of(folder, manifest, "train" if one_file else split, cfg.model.vocab_size)
-    ends = np.array(stream.ends)
+    name = "train" if one_file or split == "train" else "heldout"
+    file = file_of(folder, manifest, name, cfg.model.vocab_size)
+    ends = np.array(file.ends)
     numbers = np.arange(len(ends))
     if one_file:
         is_validation = (ends > first) & (ends <= end)
         numbers = numbers[is_validation == (split == "validation")]
-    left_out = manifest.get("left_out", 0)
+    left_out = manifest["left_out"]
     if split == "train" and not len(numbers):
-        reason = f"all {left_out:,} were left out, without an assistant's turn to learn or with an empty one"
+        reason = (
+            f"all {left_out:,} were left out, without an assistant's turn to learn or with an empty "
+            "one"
+        )
         count = sum(manifest["documents"].values())
         if count:
             reason = (
@@ -276,7 +238,16 @@ def open_packed(folder: pathlib.Path, manifest: dict, split: str, cfg: config.Co
     cut = int((lengths > seq_len).sum())
     lengths = np.minimum(lengths, seq_len)
     members, starts = pack(lengths, seq_len, cfg.run.seed)
-    return Packed(stream, seq_len, numbers[members], starts, left_out, cut, int(lengths.sum()))
+    return Packed(
+        file,
+        cfg.model.vocab_size,
+        seq_len,
+        numbers[members],
+        starts,
+        left_out,
+        cut,
+        filled=int(lengths.sum()),
+    )
 
 
 def show_conversations(
@@ -284,11 +255,10 @@ def show_conversations(
 ) -> Iterator[str]:
     """Yields the lines of each conversation in a window."""
     for number, begin, end in stream.conversations(first // stream.seq_len):
-        ids = stream.stored(begin, end)
-        length = int(stream.stream.ends[number]) - begin
+        ids = stream.file.read(begin, end)
         learned = int((ids >= 0).sum())
         yield (
-            f"--- conversation {number}, {end - begin} of its {length} tokens, "
-            f"{learned} with a loss, between « and »"
+            f"--- conversation {number}, {end - begin} tokens, {learned} with a loss, between « "
+            "and »"
         )
         yield spelled(tokenizer, ids.tolist())

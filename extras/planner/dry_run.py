@@ -164,5 +164,5 @@ def samples_per_epoch(cfg: config.Config) -> float | None:
     # a source gives `weight` of every `period` samples
     samples = []
     for source, weight in zip(dataset.sources, dataset.mixture.weights):
-        samples.append((source.order.windows or 0) * dataset.mixture.period / weight)
+        samples.append((source.order.epoch_length or 0) * dataset.mixture.period / weight)
     return max(samples)

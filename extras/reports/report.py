@@ -741,7 +741,8 @@ def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
             prompt = ["--prompt", "def "]
         else:
             prompt = ["--prompt", "The "]
-        commands.append(command_line("text from it", "-m", "generate", folder, *prompt))
+        if any(config.run_folder(cfg).glob("tokenizer.*")):  # token files need none
+            commands.append(command_line("text from it", "-m", "generate", folder, *prompt))
 
         # without schedule_steps the learning rate's schedule is as long as the run
         is_stretched = cfg.optim.schedule_steps is None and cfg.optim.schedule != "constant"

@@ -49,8 +49,8 @@ def small_borders(monkeypatch):
     """Some kilobytes of text have several segments and many records."""
     monkeypatch.setattr("data.order.FIRST_BORDER", 4096)
     monkeypatch.setattr("data.order.BORDER_STEP", 8192)
-    monkeypatch.setattr("data.writer.FIRST_BORDER", 4096)
-    monkeypatch.setattr("data.prepare.FIRST_BORDER", 4096)
+    for module in ("order", "writer", "prepare"):
+        monkeypatch.setattr(f"data.{module}.HELD_OUT_OF", 4096)
     monkeypatch.setattr("data.prepare.BATCH_CHARACTERS", 4000)
     monkeypatch.setattr("data.prepare.RECORD_SECONDS", 0.0)
     files.warn_once.cache_clear()
@@ -304,27 +304,49 @@ def in_fork(work: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def kill_at(event: int, folder: pathlib.Path) -> None:
-    """From now on this process kills itself before its event-th change of files in the folder or
-    beside it, or before or after its event-th sync."""
-    events = itertools.count(1)
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches SIGKILL."""
 
-    def count() -> None:
-        if next(events) == event:
-            os.kill(os.getpid(), signal.SIGKILL)
 
-    def audit(name: str, arguments: tuple) -> None:
-        changes = name in ("os.rename", "os.mkdir", "os.remove", "os.rmdir")
-        is_opened = name == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_ACCMODE
-        if (changes or is_opened) and str(arguments[0]).startswith(str(folder.parent)):
-            count()
+class Operations:
+    """Counts changes of files below a folder, and syncs, before and after; kills before one."""
 
-    def fsync(handle: int) -> None:
-        count()
-        count()
+    def __init__(self) -> None:
+        self.folder = "none"
+        self.left = 0  # operations before the one that is killed
+        self.kill: Callable[[], object] = self.stop
+        sys.addaudithook(self.audit)
 
-    sys.addaudithook(audit)
-    os.fsync = fsync
+    def stop(self) -> None:
+        self.folder = "none"
+        raise Killed
+
+    def audit(self, name: str, arguments: tuple) -> None:
+        if name not in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"):
+            return
+        changes = name != "open" or (arguments[2] or 0) & os.O_ACCMODE
+        if changes and str(arguments[0]).startswith(self.folder):
+            self.count()
+
+    def fsync(self, handle: int) -> None:
+        self.count()
+        self.count()
+
+    def count(self) -> None:
+        self.left -= 1
+        if self.left == 0 and self.folder != "none":
+            self.kill()
+
+
+@pytest.fixture(scope="module")
+def installed_operations() -> Operations:
+    return Operations()
+
+
+@pytest.fixture
+def operations(installed_operations, monkeypatch) -> Operations:
+    monkeypatch.setattr(os, "fsync", installed_operations.fsync)
+    return installed_operations
 
 
 def lose_unsynced(folder: pathlib.Path, expected: dict[str, bytes]) -> None:
@@ -347,42 +369,47 @@ def lose_unsynced(folder: pathlib.Path, expected: dict[str, bytes]) -> None:
 
 @pytest.mark.parametrize("validation", [None, "own.jsonl"])
 def test_killed_between_any_two_file_operations_it_resumes_to_equal_bytes(
-    validation, configure, tmp_path, monkeypatch
+    validation, operations, configure, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("data.prepare.BATCH_CHARACTERS", 20_000)
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
     monkeypatch.chdir(tmp_path)
     pathlib.Path("own.jsonl").write_text(as_rows(TEXTS[:40]))
     (straight,) = prepare(configure(validation=validation, path=str(tmp_path / "straight")))
-    expected = contents(straight)
     path = tmp_path / "killed/out"
     cfg = configure(validation=validation, path=str(path))
 
-    def killed_prepare() -> None:
-        kill_at(event, path)
-        prepare(cfg, 1)
+    def is_killed_at(operation: int) -> bool:
+        operations.folder = str(path.parent)
+        operations.left = operation
+        try:
+            prepare(cfg, 1)
+        except Killed:
+            return True
+        operations.folder = "none"
+        return False
 
-    event = 1
-    while in_fork(killed_prepare) == -signal.SIGKILL:
-        lose_unsynced(path, expected)
-        assert in_fork(lambda: prepare(cfg, 1) and None) == 0
-        assert contents(path) == expected
+    operation = 1
+    while is_killed_at(operation):
+        lose_unsynced(path, contents(straight))
+        prepare(cfg, 1)
+        assert contents(path) == contents(straight)
         assert (path / MANIFEST).read_bytes() == (straight / MANIFEST).read_bytes()
         assert {each.name for each in path.parent.iterdir()} == {"out", ".out.lock"}
         assert not list(path.glob(".*"))
         shutil.rmtree(path.parent)
-        event += 1
-    assert event > 50, event
-    print('EVENTS', event)
+        operation += 1
+    assert operation > 50
 
 
-def test_killed_again_and_again_it_resumes_to_equal_bytes(configure, by_hand):
-    """One or two records further each time."""
+def test_killed_again_and_again_it_resumes_to_equal_bytes(operations, configure, by_hand):
+    """The process, one or two records further each time."""
     cfg = configure()
     ((folder, _),) = begin_all(cfg)
 
     def killed_prepare() -> None:
-        kill_at(30, folder)
+        operations.folder = str(folder.parent)
+        operations.left = 30
+        operations.kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
         prepare(cfg, 1)
 
     records = set()

@@ -6,15 +6,19 @@ import gzip
 import hashlib
 import json
 import pathlib
+import random
+import re
+import sqlite3
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import IO, Any
 
 import pytest
 
 import config
 from data import row_format, rows
 from data.source import Position, Source, list_files
-from tests.conftest import make_config, prepare_one, refuses, words
+from tests.conftest import REPO, make_config, prepare_one, refuses, words
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -25,21 +29,21 @@ TEXTS = ["plain", "two\nlines\r\n", 'é猫😀 \\ " {[', " \t", "2001-02-03", wo
 BOM = codecs.BOM_UTF8
 
 
-def options(source: object, **data: object) -> config.Data:
+def options(source: object, **data: Any) -> config.Data:
     return make_config(data={"source": str(source), **data}).data
 
 
-def documents(source: object, position: Position | None = None, **data: object) -> list[str]:
+def documents(source: object, position: Position | None = None, **data: Any) -> list[str]:
     d = options(source, **data)
     return list(Source(d, list_files(d)[0], position))
 
 
-def lines(texts: list[str], end: str = "\n", **style: bool) -> bytes:
+def lines(texts: list[str], end: str = "\n", **style: Any) -> bytes:
     written = [json.dumps({"id": i, "text": text}, **style) for i, text in enumerate(texts)]
     return "".join(line + end for line in written).encode()
 
 
-def array(texts: list[str], **style: object) -> bytes:
+def array(texts: list[str], **style: Any) -> bytes:
     return json.dumps([{"text": text, "more": [{}, None]} for text in texts], **style).encode()
 
 
@@ -47,13 +51,13 @@ def zstd(content: bytes) -> bytes:
     return pyarrow.compress(content, "zstd", asbytes=True)
 
 
-def table(texts: list[str], kind: object = "string") -> "pyarrow.Table":
+def table(texts: Sequence[str | None], kind: Any = "string") -> "pyarrow.Table":
     """With columns that nobody reads."""
     days = pyarrow.array(range(len(texts)), pyarrow.date32())
     return pyarrow.table({"day": days, "text": pyarrow.array(texts).cast(kind)})
 
 
-def as_parquet(texts: list[str], kind: object = "string", rows_in_group: int = 2) -> bytes:
+def as_parquet(texts: Sequence[str | None], kind: Any = "string", rows_in_group: int = 2) -> bytes:
     sink = pyarrow.BufferOutputStream()
     parquet.write_table(table(texts, kind), sink, row_group_size=rows_in_group)
     return sink.getvalue().to_pybytes()
@@ -364,3 +368,24 @@ def test_a_file_that_vanished_is_named(tmp_path):
     path.unlink()
     with refuses("a.jsonl: rows from 1 on: cannot be read: FileNotFoundError"):
         list(Source(d, files))
+
+
+def test_a_fork_adds_a_kind_of_file(tmp_path, monkeypatch):
+    """The example of docs/fork.md, on articles that are stored in another order than read."""
+    page = (REPO / "docs/fork.md").read_text()
+    (code,) = re.findall(r"^```python fork-source\n(.*?)^```", page, re.M | re.S)
+    names: dict[str, Any] = {"sqlite3": sqlite3, "IO": IO, "Rows": rows.Rows}
+    exec(code, names)
+    monkeypatch.setitem(rows.READERS, ".db", names["article_rows"])
+    articles = [(3 * i + 5, words(i, 20)) for i in range(100)]
+    with sqlite3.connect(tmp_path / "a.db") as database:
+        database.execute("CREATE TABLE articles (id INTEGER, body TEXT)")
+        shuffled = random.Random(0).sample(articles, len(articles))
+        database.executemany("INSERT INTO articles VALUES (?, ?)", shuffled)
+    texts = [body for _, body in articles]
+    assert documents(tmp_path / "a.db") == documents(tmp_path, text_field="text") == texts
+    assert documents(tmp_path / "*.db", Position(0, articles[59][0])) == texts[60:]
+    with sqlite3.connect(tmp_path / "a.db") as database:
+        database.execute("UPDATE articles SET body = NULL WHERE id = 8")
+    with refuses("a.db: row 8: field 'text' must be text, not NoneType"):
+        documents(tmp_path / "a.db")

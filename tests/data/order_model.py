@@ -1,0 +1,59 @@
+"""The order of one source, from docs/data.md ("The order, exactly") alone: whole lists where the
+trainer has a closed form."""
+
+import hashlib
+
+
+def first_epoch_borders(tokens: int, order: str) -> list[int]:
+    """The token at which each segment of the first epoch ends."""
+    borders = []
+    if order == "growing":
+        border = 2**20
+        while border < tokens:
+            borders.append(border)
+            border = 2 * border if border < 2**29 else border + 2**28
+    return [*borders, tokens]
+
+
+def training_windows(tokens: int, seq_len: int, validation: range) -> list[int]:
+    """The windows that hold no token of the validation range."""
+    windows = []
+    for k in range((tokens - 1) // seq_len):
+        last = k * seq_len + seq_len
+        if last < validation.start or k * seq_len >= validation.stop:
+            windows.append(k)
+    return windows
+
+
+def epoch_order(
+    tokens: int, seq_len: int, validation: range, order: str, seed: int, epoch: int, source: int
+) -> list[int]:
+    """The windows of an epoch in the order in which a run reads them."""
+    borders = first_epoch_borders(tokens, order) if epoch == 0 else [tokens]
+    remaining = training_windows(tokens, seq_len, validation)
+    windows = []
+    for i, border in enumerate(borders):
+        segment = [k for k in remaining if k * seq_len + seq_len < border]
+        remaining = remaining[len(segment) :]
+        key = f"{seed}/{epoch}/{source}/{i}"
+        windows += [segment[permuted(j, len(segment), key)] for j in range(len(segment))]
+    return windows
+
+
+def permuted(j: int, n: int, key: str) -> int:
+    """P(j)."""
+    digest = hashlib.blake2b(key.encode(), digest_size=64).digest()
+    h = max(1, -(-(n - 1).bit_length() // 2))
+    while True:
+        left, right = divmod(j, 2**h)
+        for r in range(8):
+            x = right ^ int.from_bytes(digest[8 * r : 8 * r + 8], "big")
+            x ^= x >> 30
+            x = x * 0xBF58476D1CE4E5B9 % 2**64
+            x ^= x >> 27
+            x = x * 0x94D049BB133111EB % 2**64
+            x ^= x >> 31
+            left, right = right, left ^ x % 2**h
+        j = left * 2**h + right
+        if j < n:
+            return j

@@ -1,0 +1,175 @@
+"""Which window of which source each sample is, against a model that keeps whole lists."""
+
+import itertools
+import math
+import random
+from fractions import Fraction
+
+import pytest
+import torch
+
+from config import LONGEST_PERIOD
+from data.mixture import Mixture, integer_weights
+from data.order import (
+    SourceOrder,
+    Windows,
+    border_of,
+    growing_borders,
+    last_hundredth,
+    permute,
+    rank_samples,
+)
+from tests.conftest import make_config, refuses
+from tests.data import order_model
+
+ORDERS = ("global", "growing")
+# tokens, tokens of a window; with "growing" the first epoch has 1, 1, 1, 2 and 5 segments
+SIZES = [(700, 30), (65_537, 257), (1 << 22, 10_000), (5_000_000, 9999), (60_000_000, 123_456)]
+
+
+def source_order(tokens: int, seq_len: int, order: str, seed: int, source: int = 0) -> SourceOrder:
+    """Of a text whose last hundredth up to the first border is held out."""
+    borders = growing_borders(tokens) if order == "growing" else [tokens]
+    windows = Windows(seq_len, last_hundredth(tokens))
+    return SourceOrder(seed, source, windows, borders, is_complete=True)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("tokens, seq_len", SIZES)
+def test_three_epochs_are_those_of_the_model(tokens, seq_len, seed, order):
+    ours = source_order(tokens, seq_len, order, seed, source=3)
+    end = min(tokens, 2**22)
+    validation = range(end - max(2, end // 100), end)
+    every = order_model.training_windows(tokens, seq_len, validation)
+    index = 0
+    for epoch in range(3):
+        expected = order_model.epoch_order(tokens, seq_len, validation, order, seed, epoch, 3)
+        located = [ours.locate(index + i) for i in range(len(every))]
+        assert located == [(3, epoch, window) for window in expected]
+        assert sorted(expected) == every != expected  # each once, in another order
+        index += len(every)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("held_out", [(0, 0), (0, 1), (29, 31), (30, 31), (60, 61), (693, 700)])
+def test_no_window_to_train_on_holds_a_validation_token(held_out):
+    windows = Windows(30, held_out)
+    numbers = range(windows.count(700))
+    expected = []
+    for k in range(23):
+        if {*range(30 * k, 30 * k + 31)}.isdisjoint(range(*held_out)):
+            expected.append(k)
+    assert [windows(number) for number in numbers] == expected
+
+
+@pytest.mark.quick
+def test_borders_double_and_then_are_equally_far_apart():
+    millions = [border_of(i) >> 20 for i in (-1, 0, 1, 2, 8, 9, 10, 11, 12)]
+    assert millions == [0, 1, 2, 4, 256, 512, 768, 1024, 1280]
+    assert growing_borders(1 << 21) == [1 << 20, 1 << 21]
+    assert growing_borders((1 << 21) + 1) == [1 << 20, 1 << 21, (1 << 21) + 1]
+    assert growing_borders(9) == [9] and growing_borders(0) == []
+
+
+@pytest.mark.quick
+def test_text_that_is_complete_later_keeps_the_samples_of_its_first_segments():
+    tokens, seq_len = 40_000_000, 9999
+    complete = source_order(tokens, seq_len, "growing", 5)
+    windows = Windows(seq_len, last_hundredth(tokens))
+    nothing = SourceOrder(5, 0, windows, [], is_complete=False)
+    assert nothing.covers(-1) and not nothing.covers(0)
+    for segments in range(1, 6):
+        borders = [border_of(i) for i in range(segments)]
+        growing = SourceOrder(5, 0, windows, borders, is_complete=False)
+        covered = [index for index in range(complete.epoch_length) if growing.covers(index)]
+        assert growing.epoch_length is None and growing.covers(-1)
+        assert covered == [*range(windows.count(borders[-1]))]
+        assert list(map(growing.locate, covered)) == list(map(complete.locate, covered))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 64, 65, 1000, 4096, 5003])
+def test_permutation_has_each_element_once(n):
+    for key in ("0/0/0/0", "7/1/0/0"):
+        assert sorted(permute(index, n, key) for index in range(n)) == [*range(n)]
+
+
+def test_permutation_far_out():
+    n = 10**15 + 37
+    elements = {permute(index, n, "0/0/0/0") for index in (*range(1000), *range(n - 1000, n))}
+    assert len(elements) == 2000 and max(elements) < n
+
+
+@pytest.mark.parametrize("n", [10_007, 16_384])
+def test_permutation_looks_random(n):
+    order = [permute(index, n, "1/2/0/0") for index in range(n)]
+    # |element - index|, and |difference of neighbors|, of a random order: mean n/3 with a standard
+    # error of about 0.24 n / sqrt(n)
+    displacements = [abs(element - index) for index, element in enumerate(order)]
+    steps = [abs(a - b) for a, b in itertools.pairwise(order)]
+    for distances in (displacements, steps):
+        mean = sum(distances) / len(distances)
+        assert abs(mean - n / 3) < 5 * 0.24 * math.sqrt(n)
+    assert sum(step == 1 for step in steps) < 12  # 2 expected
+    x = torch.tensor(order, dtype=torch.float64)
+    for lag in (1, 2, 3, 16, 128):
+        correlation = torch.corrcoef(torch.stack([x[lag:], x[:-lag]]))[0, 1]
+        assert abs(correlation) < 5 / math.sqrt(n)
+    # of two independent orders one element in n agrees on average
+    for key in ("1/3/0/0", "2/2/0/0", "1/2/1/0", "1/2/0/1"):
+        agree = sum(permute(index, n, key) == element for index, element in enumerate(order))
+        assert agree < 10
+
+
+@pytest.mark.quick
+def test_a_window_has_a_target_for_its_last_token():
+    counts = [Windows(32).count(tokens) for tokens in (0, 1, 32, 33, 64, 65)]
+    assert counts == [0, 0, 0, 1, 1, 2]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("ranks, micro", [(1, 1), (1, 12), (2, 3), (3, 2), (4, 1), (12, 1)])
+def test_ranks_share_the_samples_of_a_step(ranks, micro):
+    for step in (1, 2, 9):
+        by_rank = [rank_samples(step, 12, micro, rank, ranks) for rank in range(ranks)]
+        for micro_batches in by_rank:
+            assert [len(numbers) for numbers in micro_batches] == [micro] * (12 // (ranks * micro))
+        numbers = sorted(itertools.chain(*itertools.chain(*by_rank)))
+        assert numbers == [*range(12 * step - 12, 12 * step)]
+
+
+WEIGHTS = [
+    [1],
+    [3, 1],
+    [0.7, 0.2, 0.1],
+    [1, 1, 1],
+    [1 / 6, 5 / 6],
+    [10_000, 1],
+    [random.Random(0).random() for _ in range(7)],
+]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_each_prefix_of_a_mixture_has_its_weights(weights):
+    mixture = Mixture(weights)
+    total = sum(Fraction(repr(weight)) for weight in weights)
+    shares = [Fraction(weight, mixture.period) for weight in mixture.weights]
+    for share, weight in zip(shares, weights):
+        assert abs(share - Fraction(repr(weight)) / total) <= Fraction(1, LONGEST_PERIOD)
+    counts = [0] * len(weights)
+    for number in range(min(3 * mixture.period, 40_000)):
+        source, index = mixture(number)
+        assert index == counts[source] == mixture.count(source, number)
+        counts[source] += 1
+        for count, share in zip(counts, shares):
+            assert abs(count - share * (number + 1)) < 1
+
+
+@pytest.mark.quick
+def test_weights_are_exact_where_they_can_be():
+    assert integer_weights([0.7, 0.2, 0.1]) == [7, 2, 1]
+    assert integer_weights([1 / 3, 2 / 3]) == [1, 2]
+    assert sum(integer_weights([0.123456789, math.pi, math.e])) == LONGEST_PERIOD
+    with refuses("a weight must be at least 1/65536 of the sum"):
+        make_config(data={"sources": [{"source": "a", "weight": 1e-9}, {"source": "b"}]})

@@ -1,0 +1,454 @@
+"""data.format = "tokens": files as other programs write them, read as they are."""
+
+import functools
+import itertools
+import os
+import pathlib
+import resource
+import struct
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import config
+from data.dataset import Dataset, open_dataset
+from data.loader import Loader
+from data.prepare import prepare
+from parallel.ranks import on_rank_zero
+from tests.conftest import data_rank, make_config, refuses, rows, train_run
+from tests.distributed import distributed
+
+EOS = 2
+
+
+def documents(seed: int, count: int = 60) -> list[list[int]]:
+    """Documents of random ids, each with EOS at its end."""
+    draw = np.random.default_rng(seed)
+    sizes = draw.integers(1, 90, count)
+    return [[*draw.integers(3, 320, size).tolist(), EOS] for size in sizes]
+
+
+def flat(texts: list[list[int]]) -> list[int]:
+    return [token for text in texts for token in text]
+
+
+# As each program writes its files
+
+
+def nanogpt(path: pathlib.Path, texts: list[list[int]]) -> None:
+    """data/openwebtext/prepare.py: ids alone, in uint16."""
+    array = np.memmap(path, np.uint16, "w+", shape=(len(flat(texts)),))
+    array[:] = flat(texts)
+    array.flush()
+
+
+def olmo(path: pathlib.Path, texts: list[list[int]], dtype: type = np.uint32) -> None:
+    """dolma tokens: ids alone, in a file that is called .npy."""
+    np.array(flat(texts), dtype).tofile(path)
+
+
+def numpy_save(path: pathlib.Path, texts: list[list[int]], dtype: type = np.int64) -> None:
+    np.save(path, np.array(flat(texts), dtype))
+
+
+def llmc(
+    path: pathlib.Path, texts: list[list[int]], magic: int = 20240520, dtype: type = np.uint16
+) -> None:
+    """dev/data/data_common.py: a header of 256 numbers, of which three are used."""
+    header = np.zeros(256, np.int32)
+    header[:3] = magic, 1, len(flat(texts))
+    path.write_bytes(header.tobytes() + np.array(flat(texts), dtype).tobytes())
+
+
+def megatron(
+    path: pathlib.Path, texts: list[list[int]], code: int = 8, dtype: type = np.uint16
+) -> None:
+    """core/datasets/indexed_dataset.py."""
+    np.array(flat(texts), dtype).tofile(path)
+    lengths = np.array([len(text) for text in texts], np.int32)
+    pointers = np.zeros(len(texts), np.int64)
+    np.cumsum(lengths[:-1] * np.dtype(dtype).itemsize, out=pointers[1:])
+    with path.with_suffix(".idx").open("wb") as index:
+        index.write(b"MMIDIDX\x00\x00" + struct.pack("<QB", 1, code))
+        index.write(struct.pack("<QQ", len(texts), len(texts) + 1))
+        index.write(lengths.tobytes() + pointers.tobytes())
+        index.write(np.arange(len(texts) + 1, dtype=np.int64).tobytes())
+
+
+RAW = {"token_dtype": "uint16", "eos_id": EOS}
+PROGRAMS: list[tuple[str, Callable, dict]] = [
+    ("nanogpt.bin", nanogpt, RAW),
+    ("olmo.npy", olmo, {"token_dtype": "uint32", "eos_id": EOS}),
+    ("olmo-16.npy", functools.partial(olmo, dtype=np.uint16), RAW),
+    ("raw-int32.bin", functools.partial(olmo, dtype=np.int32), RAW | {"token_dtype": "int32"}),
+    ("numpy.npy", numpy_save, {"eos_id": EOS}),
+    ("big-endian.npy", functools.partial(numpy_save, dtype=np.dtype(">u2")), {"eos_id": EOS}),
+    ("llmc.bin", llmc, {"eos_id": EOS}),
+    ("llama3.bin", functools.partial(llmc, magic=20240801, dtype=np.uint32), {"eos_id": EOS}),
+    ("megatron_text_document.bin", megatron, {}),
+    ("megatron-int32.bin", functools.partial(megatron, code=4, dtype=np.int32), {}),
+]
+
+
+def tokens_config(source: object, train: dict | None = None, **data: object) -> config.Config:
+    section = {"source": str(source), "format": "tokens", **data}
+    return make_config(data=section, train=train or {}, eval={})
+
+
+def digests(dataset: Dataset, steps: range, rank: int = 0, ranks: int = 1) -> list[int]:
+    loader = Loader(dataset.cfg, dataset, data_rank(rank, ranks), steps.start)
+    batches = [loader.batch(step) for step in steps]
+    loader.close()
+    return [batch.digest for batch in batches]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name, write, options", PROGRAMS, ids=lambda value: str(value)[:30])
+def test_each_programs_files_have_its_tokens_and_documents(tmp_path, name, write, options):
+    texts = documents(0)
+    write(tmp_path / name, texts)
+    dataset = open_dataset(tokens_config(tmp_path / name, document_mask=True, **options))
+    stream = dataset.sources[0].stream
+    assert stream.read(0, stream.length).tolist() == flat(texts)
+    begins = np.cumsum([0, *map(len, texts)]).tolist()
+    assert stream.documents(0, stream.length) == [*itertools.pairwise(begins)]
+    for start, stop in [(0, 1), (5, 40), (begins[3], begins[5]), (begins[3] + 1, begins[5] + 1)]:
+        inside = [begin for begin in begins if start < begin < stop]
+        assert stream.documents(start, stop) == [*zip([start, *inside], [*inside, stop])]
+        assert stream.targets_without_loss(start, stop) == len(inside)
+
+
+@pytest.mark.parametrize("order", ["global", "growing"])
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_digests_and_targets_are_those_of_the_text(corpus, tmp_path, document_mask, order):
+    validation = tmp_path / "validation.jsonl"
+    validation.write_text('{"text": "the cat sat on the mat"}\n')
+    data = {"document_mask": document_mask, "order": order}
+    folder = tmp_path / "prepared"
+    options = {"source": str(corpus), "path": str(folder), "validation": str(validation), **data}
+    text = make_config(data=options, eval={})
+    prepare(text)
+    files = {"validation": str(folder / "heldout.bin"), **RAW, **data}
+    tokens = tokens_config(folder / "train.bin", **files)
+    batches = []
+    for cfg in (text, tokens):
+        dataset = open_dataset(cfg)
+        loader = Loader(cfg, dataset, data_rank(), 1)
+        batches.append([(batch.digest, batch.valid_tokens) for batch in map(loader.batch, (1, 99))])
+        (stream,) = dataset.validation
+        batches.append(stream.read(0, stream.length).tolist())
+        loader.close()
+    assert batches[:2] == batches[2:]
+
+
+@pytest.mark.quick
+def test_several_files_are_read_in_the_order_of_their_names_hashes(tmp_path):
+    names = ["a/part.bin", "b/part.bin", "c.bin", "d.bin"]
+    texts = {}
+    for seed, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        texts[name] = documents(seed)[:-1] + [[7, 8, 9]]  # the last document has no EOS
+        nanogpt(tmp_path / name, texts[name])
+    (tmp_path / "empty.bin").write_bytes(b"")
+    (tmp_path / "notes.txt").write_text("no tokens")
+    dataset = open_dataset(tokens_config(tmp_path / "**/*", **RAW, document_mask=True))
+    stream = dataset.sources[0].stream
+    # sorted by the SHA-256 of these names, as sha256sum prints it
+    expected = [texts[name] for name in ("c.bin", "b/part.bin", "d.bin", "a/part.bin")]
+    assert stream.read(0, stream.length).tolist() == flat(map(flat, expected))
+    border = len(flat(expected[0]))
+    assert stream.documents(border - 3, border + 2) == [(border - 3, border), (border, border + 2)]
+    assert stream.read(border - 1, border + 1).tolist() == [9, flat(expected[1])[0]]
+
+
+@pytest.mark.quick
+def test_an_empty_sequence_of_megatrons_is_no_document(tmp_path):
+    texts = [[5, 6], [], [], [7], []]
+    megatron(tmp_path / "a.bin", texts)
+    cfg = tokens_config(tmp_path / "a.bin", document_mask=True, train={"seq_len": 1})
+    (source,) = open_dataset(cfg, train=False).sources
+    assert source.stream.documents(0, 3) == [(0, 2), (2, 3)]
+    assert source.stream.targets_without_loss(0, 3) == 1
+
+
+@pytest.mark.quick
+def test_last_hundredth_of_the_first_tokens_is_held_out(tmp_path):
+    ids = np.arange(5_000_000) % 320
+    for number, part in enumerate(np.split(ids, [1_000_000, 4_190_000])):
+        olmo(tmp_path / f"{number}.bin", [part.tolist()], np.uint16)
+    cfg = tokens_config(tmp_path / "*.bin", token_dtype="uint16")
+    dataset = open_dataset(cfg)
+    (validation,) = dataset.validation
+    training = dataset.sources[0].stream
+    first = 2**22 - 2**22 // 100
+    assert training.validation == (first, 2**22)
+    assert validation.length == 2**22 // 100
+    assert (validation.read(0, 9) == training.read(first, first + 9)).all()
+    limited = open_dataset(tokens_config(tmp_path / "*.bin", token_dtype="uint16", max_tokens=5000))
+    assert limited.sources[0].stream.length == 5000 and limited.validation[0].length == 50
+
+
+@pytest.mark.quick
+def test_resume_on_other_ranks_reads_the_same_samples(tmp_path):
+    """Over the end of an epoch, 59 windows and 8 samples a step."""
+    nanogpt(tmp_path / "a.bin", documents(0))
+    cfg = tokens_config(tmp_path / "a.bin", token_dtype="uint16")
+    alone = digests(open_dataset(cfg), range(1, 20))
+    on_two = [digests(open_dataset(cfg), range(5, 20), rank, 2) for rank in range(2)]
+    assert [sum(pair) % 2**53 for pair in zip(*on_two)] == alone[4:]
+
+
+@pytest.mark.quick
+def test_identity_is_names_and_sizes(tmp_path):
+    nanogpt(tmp_path / "a.bin", documents(0))
+    olmo(tmp_path / "b.bin", documents(1))
+    cfg = tokens_config(
+        tmp_path / "a.bin", token_dtype="uint16", validation=str(tmp_path / "b.bin")
+    )
+    assert open_dataset(cfg).fingerprint() == [
+        {
+            "files": {str(tmp_path / "a.bin"): len(flat(documents(0)))},
+            "validation_files": {str(tmp_path / "b.bin"): 2 * len(flat(documents(1)))},
+            "hashes": [],
+        }
+    ]
+
+
+# What is refused
+
+
+def npy_of_floats(path: pathlib.Path) -> None:
+    np.save(path, np.zeros(9))
+
+
+def cut_npy(path: pathlib.Path) -> None:
+    np.save(path, np.zeros(99, np.uint16))
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def cut_megatron(path: pathlib.Path) -> None:
+    megatron(path, documents(0))
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def other_index(path: pathlib.Path) -> None:
+    megatron(path, documents(0))
+    path.with_suffix(".idx").write_bytes(b"an index of something else, long enough to be one")
+
+
+def pointer(path: pathlib.Path) -> None:
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+
+
+REFUSED: list[tuple[str, Callable, dict, tuple[str, ...]]] = [
+    ("a.bin", lambda path: None, RAW, ("source", "names no file", r"\.bin or \.npy")),
+    ("a.txt", lambda path: path.write_bytes(b"ab"), RAW, ("source", "names no file")),
+    ("a.bin", lambda path: path.write_bytes(b""), RAW, ("a.bin", "no tokens")),
+    ("a.bin", lambda path: path.write_bytes(b"abc"), RAW, ("a.bin", "no multiple", "uint16")),
+    ("a.bin", pointer, RAW, ("a.bin", "git-lfs")),
+    ("a.bin", lambda path: nanogpt(path, documents(0)), {}, ("token_dtype", "a.bin")),
+    ("a.npy", npy_of_floats, {}, ("a.npy", "float64")),
+    ("a.npy", cut_npy, {}, ("a.npy", "cannot be read")),
+    ("a.bin", cut_megatron, {}, ("a.bin", "bytes", r"a\.idx")),
+    ("a.bin", other_index, {}, (r"a\.idx", "no index of Megatron")),
+    ("a.bin", functools.partial(megatron, texts=documents(0), code=5), {}, (r"a\.idx", "uint16")),
+    (
+        "a.bin",
+        lambda path: nanogpt(path, documents(0)),
+        {"token_dtype": "uint16", "document_mask": True},
+        ("document_mask", "eos_id", "a.bin"),
+    ),
+    (
+        "a.bin",
+        lambda path: nanogpt(path, documents(0)),
+        RAW | {"validation": "no.bin"},
+        ("validation", "names no file"),
+    ),
+    (
+        "a.bin",
+        lambda path: nanogpt(path, documents(0)[:2]),
+        RAW,
+        ("source", "samples", "train.seq_len = 32", "global_batch_size"),
+    ),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name, write, options, words", REFUSED)
+def test_wrong_files_are_refused(tmp_path, name, write, options, words):
+    write(tmp_path / name)
+    with refuses(*words):
+        open_dataset(tokens_config(tmp_path / name, **options))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        ({"token_dtype": "uint16"}, ("token_dtype", 'format = "tokens"')),
+        ({"eos_id": 1}, ("eos_id", 'format = "tokens"')),
+        ({"format": "tokens", "eos_id": 320}, ("eos_id = 320", "vocab_size = 320")),
+        ({"format": "tokens", "token_dtype": "int8"}, ("token_dtype", "uint16")),
+        (
+            {"sources": [{"source": "a.bin", "format": "tokens"}, {"source": "b.jsonl"}]},
+            ("data.tokenizer|tokenizer", "mix texts with token files"),
+        ),
+    ],
+)
+def test_wrong_options_are_refused(data, words):
+    with refuses(*words):
+        make_config(data=data)
+
+
+@pytest.mark.quick
+def test_an_id_outside_the_vocabulary_is_named_when_it_is_read(tmp_path):
+    ids = [1, 2, 3, 320, 4] + [5] * 500
+    olmo(tmp_path / "a.npy", [ids], np.uint32)
+    stream = open_dataset(tokens_config(tmp_path / "a.npy", token_dtype="uint32")).sources[0].stream
+    assert stream.read(0, 3).tolist() == [1, 2, 3]
+    with refuses(r"a\.npy: token 3 has id 320", "vocab_size = 320"):
+        stream.read(2, 5)
+
+
+@pytest.mark.quick
+def test_a_file_that_is_cut_in_use_is_named(tmp_path):
+    nanogpt(tmp_path / "a.bin", documents(0))
+    stream = open_dataset(tokens_config(tmp_path / "a.bin", **RAW)).sources[0].stream
+    os.truncate(tmp_path / "a.bin", 100)
+    with refuses(r"a\.bin: ends before token 60", "cut"):
+        stream.read(40, 60)
+
+
+# Large files, many files
+
+
+@pytest.mark.quick
+def test_100_gb_open_at_once_in_flat_memory(tmp_path):
+    with (tmp_path / "a.bin").open("wb") as file:
+        file.truncate(100 << 30)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.monotonic()
+    cfg = tokens_config(tmp_path / "a.bin", **RAW, document_mask=True, order="growing")
+    assert digests(open_dataset(cfg), range(10**7, 10**7 + 5))
+    assert time.monotonic() - began < 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # KiB
+
+
+@pytest.mark.quick
+def test_more_files_than_a_process_may_open(tmp_path):
+    for number in range(400):
+        nanogpt(tmp_path / f"{number}.bin", [[number % 320] * 40])
+    dataset = open_dataset(tokens_config(tmp_path / "*.bin", **RAW))
+    stream = dataset.sources[0].stream
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+    try:
+        assert sorted(stream.read(0, 16_000)[::40].tolist()) == sorted(n % 320 for n in range(400))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# In runs
+
+
+@distributed(ranks=2)
+def test_a_run_without_a_tokenizer_has_no_bits_per_byte(world, tmp_path):
+    cfg = make_config(
+        data={"source": str(tmp_path / "a.bin"), "format": "tokens", **RAW},
+        run={"output_dir": str(tmp_path / "runs")},
+        train={"steps": 100, "seq_len": 8, "micro_batch_size": 4},
+        eval={},
+        checkpoint={},
+        log={"every_steps": 100},
+    )
+    on_rank_zero(lambda: nanogpt(tmp_path / "a.bin", documents(0)))
+    with mock.patch("generate.log.info") as info:
+        train_run(cfg, world)
+    folder = config.run_folder(cfg)
+    (row,) = rows(folder, "eval")
+    assert row["loss"] > 0 and row["bits_per_byte"] is None
+    assert not [*folder.rglob("tokenizer*")]
+    assert any("no sample: data.tokenizer" in call.args[0] for call in info.call_args_list)
+
+
+@distributed(ranks=2)
+def test_a_run_equals_that_on_the_text(world, corpus, prepared, tmp_path):
+    """With the tokenizer, also its bits per byte; the checkpoint holds it."""
+    tokens = {
+        "source": str(prepared / "train.bin"),
+        "validation": str(prepared / "heldout.bin"),
+        "tokenizer": str(prepared),
+        "format": "tokens",
+        **RAW,
+    }
+    all_rows = []
+    for name, data in {
+        "text": {"source": str(corpus), "path": str(prepared)},
+        "tokens": tokens,
+    }.items():
+        cfg = make_config(
+            data={**data, "document_mask": True},
+            run={"name": name, "output_dir": str(tmp_path)},
+            eval={"batches": 2},
+            checkpoint={},
+        )
+        train_run(cfg, world)
+        folder = config.run_folder(cfg)
+        evaluation = rows(folder, "eval")[0]
+        assert evaluation["bits_per_byte"] > 0
+        keys = ("loss", "grad_norm", "batch_digest", "epochs")
+        all_rows.append([evaluation, [[row[key] for key in keys] for row in rows(folder)]])
+        saved = folder / "checkpoints/step-00000004/tokenizer.model"
+        assert saved.read_bytes() == (prepared / "tokenizer.model").read_bytes()
+    assert all_rows[0] == all_rows[1]
+
+
+@distributed(ranks=1)
+def test_a_resume_refuses_files_of_other_sizes(world, tmp_path):
+    nanogpt(tmp_path / "a.bin", documents(0))
+    sections = {
+        "data": {"source": str(tmp_path / "a.bin"), "format": "tokens", **RAW},
+        "run": {"output_dir": str(tmp_path / "runs")},
+        "checkpoint": {},
+    }
+    train_run(make_config(**sections), world)
+    nanogpt(tmp_path / "a.bin", documents(1))
+    with refuses("step-00000004", r"files\S*a\.bin was 2758, is 2732"):
+        train_run(make_config(**sections, train={"steps": 5}), world)
+
+
+@pytest.mark.quick
+def test_a_mixture_of_texts_and_token_files(corpus, prepared, tmp_path):
+    nanogpt(tmp_path / "a.bin", documents(0))
+    sources = [
+        {"source": str(corpus), "weight": 3.0},
+        {"source": str(tmp_path / "a.bin"), "format": "tokens"},
+    ]
+    data = {"source": None, "sources": sources, "tokenizer": str(prepared), **RAW}
+    cfg = make_config(data={**data, "path": str(tmp_path / "prepared")})
+    prepare(cfg)
+    dataset = open_dataset(cfg)
+    assert [path.name for path in dataset.tokenizer_files] == ["tokenizer.model"]
+    assert dataset.names == [str(corpus), str(tmp_path / "a.bin")]
+    positions = [dataset.position(number) for number in range(80)]
+    assert [position.source for position in positions].count(1) == 20
+    span = dataset.span([position.source for position in positions].index(1))
+    assert (
+        span.stream.read(span.start, span.stop).tolist()
+        == flat(documents(0))[span.start : span.stop]
+    )
+
+
+def test_a_mixture_of_token_files_needs_no_tokenizer(tmp_path):
+    sources = []
+    for seed in range(2):
+        nanogpt(tmp_path / f"{seed}.bin", documents(seed))
+        sources.append({"source": str(tmp_path / f"{seed}.bin")})
+    cfg = make_config(data={"source": None, "sources": sources, "format": "tokens", **RAW})
+    prepare(cfg)  # does nothing
+    dataset = open_dataset(cfg)
+    assert dataset.tokenizer_files == []
+    assert [stream.length for stream in dataset.validation] == [27, 27]
