@@ -1024,7 +1024,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     is invalid."""
     parser = argparse.ArgumentParser(prog="run_train.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("--launch")  # the launcher's id for this launch
     mode = parser.add_mutually_exclusive_group()
     for flag in ("--dry-run", "--eval-only"):
         mode.add_argument(flag, action="store_true")

@@ -100,6 +100,15 @@ def _open_inside(folder: int, path: str, flags: int) -> int:
     return os.open(os.path.basename(path), flags, 0o666, dir_fd=folder)
 
 
+def write_if_possible(path: pathlib.Path, content: bytes | str) -> None:
+    """Replaces a small file beside a run atomically. One that cannot be written costs a line, never
+    the run."""
+    try:
+        write_atomic(path, content)
+    except OSError as error:
+        print_error(f"{path}: not written: {error.strerror}")
+
+
 def read_json(path: pathlib.Path) -> dict:
     """The object in a JSON file; {} if there is none, or none that can be read."""
     with contextlib.suppress(OSError, ValueError):

@@ -1,26 +1,20 @@
 """Sample text from a checkpoint, or from a run's newest one, with the tokenizer in its folder.
 
-    python -m generate outputs/tiny --prompt "def "
-    python -m generate outputs/tiny --prompt "def " --prompt "class " --top-p 0.9 --tokens 64
+    python -m generate outputs/tiny --prompt "def " --tokens 64
     python -m generate outputs/tiny-chat --chat        a conversation in the terminal
 
-A single prompt's text is streamed. Several prompts form one batch and are printed at the end, one
-after the other.
-
-Shapes: B batch, T tokens, S cached positions (columns), K key/value heads, E head dimension,
-V vocabulary.
+Shapes: T tokens, S cached positions, K key/value heads, E head dimension, V vocabulary.
 """
 
 import argparse
 import itertools
 import json
 import math
-import os
 import pathlib
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -44,189 +38,86 @@ MIN_SAMPLED_STEPS = 100  # or after fewer steps: the text would be noise
 
 
 class KVCache:
-    """Implements model/attention.py's KVCache. The first pass allocates (B, K, S, E), in its
-    dtype."""
+    """Implements model/attention.py's KVCache."""
 
-    def __init__(self, capacity: int):
-        self.capacity = capacity  # columns
-        self.filled = 0
-        self.keys = torch.empty(0)
-        self.values = torch.empty(0)
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None  # (1, K, S, E)
+        self.values: Tensor | None = None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        batch, heads, new, head_dim = k.shape
-        if not self.filled:
-            shape = (batch, heads, self.capacity, head_dim)
-            self.keys = k.new_empty(shape)
-            self.values = v.new_empty(shape)
-        begin = self.filled
-        self.filled += new
-        self.keys[:, :, begin : self.filled] = k
-        self.values[:, :, begin : self.filled] = v
-        return self.keys[:, :, : self.filled], self.values[:, :, : self.filled]
+        if self.keys is not None and self.values is not None:
+            k = torch.cat([self.keys, k], dim=2)
+            v = torch.cat([self.values, v], dim=2)
+        self.keys = k
+        self.values = v
+        return k, v
 
 
 class Cache:
-    """Implements model/attention.py's Cache, without gradients.
+    """Implements model/attention.py's Cache: the first pass takes the prompt, each later one the
+    newest token."""
 
-    The first pass (prefill) takes `lengths` tokens per row, padded at the end, where causal
-    attention ignores padding. Each later pass adds one token per row as one more column. A mask
-    hides the padding, and positions continue from each row's own length. So a row's result does not
-    depend on the other rows.
-    """
-
-    def __init__(self, lengths: list[int], columns: int, n_layers: int, device: torch.device):
-        """columns: the maximum number of tokens per row, including padding."""
-        self.lengths = torch.tensor(lengths, device=device)[:, None]  # (B, 1), prompt lengths
-        self.prefilled = max(lengths)  # columns of the first pass
+    def __init__(self, n_layers: int):
+        self.blocks = [KVCache() for _ in range(n_layers)]
         self.filled = 0
-        self.blocks = [KVCache(columns) for _ in range(n_layers)]
 
-    def advance(self, new: int) -> tuple[Tensor | None, Tensor, Tensor]:
-        begin = self.filled
+    def advance(self, new: int) -> range:
         self.filled += new
-        column = torch.arange(self.filled, device=self.lengths.device)  # (S,)
-        if begin == 0:
-            positions = column.expand(len(self.lengths), -1)  # (B, S)
-            last = self.lengths - 1
-            return None, positions, last
-        is_text = (column < self.lengths) | (column >= self.prefilled)  # (B, S)
-        mask = is_text[:, None, None]  # (B, 1, 1, S)
-        positions = self.lengths + begin - self.prefilled  # (B, 1)
-        last = torch.zeros_like(self.lengths)
-        return mask, positions, last
+        return range(self.filled - new, self.filled)
 
 
 @torch.no_grad()
 def generate(
     model: nn.Module,
-    prompts: list[list[int]],
+    prompt: list[int],
     count: int,
     context: int,
     device: torch.device,
     temperature: float = 0.0,
-    top_p: float = 1.0,
     seed: int = 0,
-) -> Iterator[list[int]]:
-    """Yields the next token of every row, `count` times; the caller may stop early.
+) -> Iterator[int]:
+    """Yields the next token `count` times; the caller may stop early. The prompt must not be empty.
 
-    Prompts must not be empty, and may differ in length. A row's tokens do not depend on the other
-    rows: row i draws from its own generator, seeded by (seed, i). A row that outgrows `context`
-    tokens restarts at position 0 with its newest half, and one pass refills the cache of all rows.
-    Every pass all-gathers the parameters, so all ranks must pass equal arguments and consume
-    equally many tokens.
+    Text that outgrows `context` tokens restarts at position 0 with its newest half. Every pass
+    all-gathers the parameters, so all ranks must pass equal arguments and consume equally many
+    tokens.
     """
-    rows = [list(prompt) for prompt in prompts]  # the tokens that the model attends to
-    cache = None
-    generators = [random.Random(f"{seed} {i}") for i in range(len(rows))]
-    for done in range(count):
-        for row in rows:
-            if len(row) > context:
-                del row[: len(row) - (context + 1) // 2]
-                cache = None
-        if cache is None:
-            lengths = [len(row) for row in rows]
-            longest = max(lengths)
-            columns = min(context, longest + count - done)
-            cache = Cache(lengths, columns, len(model.blocks), device)
-            new = [row + [0] * (longest - len(row)) for row in rows]
-        else:
-            new = [row[-1:] for row in rows]
-        logits = model(torch.tensor(new, device=device), cache=cache)[:, -1]  # (B, V)
-        draws = [generator.random() for generator in generators]
-        tokens = choose(logits, temperature, top_p, draws)
-        for row, token in zip(rows, tokens):
-            row.append(token)
-        yield tokens
+    tokens = list(prompt)  # that the model attends to
+    cache = Cache(len(model.blocks))
+    draws = random.Random(seed)
+    for _ in range(count):
+        if len(tokens) > context:
+            tokens = tokens[-((context + 1) // 2) :]
+            cache = Cache(len(model.blocks))
+        new = tokens[cache.filled :]
+        logits = model(torch.tensor([new], device=device), cache=cache)[0, -1]  # (V)
+        tokens.append(choose(logits, temperature, draws.random()))
+        yield tokens[-1]
 
 
-def choose(logits: Tensor, temperature: float, top_p: float, draws: list[float]) -> list[int]:
-    """One token for each row of logits (B, V).
+def choose(logits: Tensor, temperature: float, draw: float) -> int:
+    """A token by its logits (V): the likeliest at temperature 0, else as `draw` from [0, 1) says.
 
-    Greedy at temperature 0, else nucleus (top-p) sampling (https://arxiv.org/abs/1904.09751) with
-    the row's draw from [0, 1). Samples on the host in float64: deterministic and equal on every
-    device. Raises ConfigError for non-finite logits.
+    On the host, in float64: equal on every device. Raises ConfigError for non-finite logits.
     """
-    if not logits.amax(-1).isfinite().all():
+    if not logits.amax().isfinite():
         raise ConfigError("the model's output is not finite: its weights are corrupt")
     if temperature == 0:
-        return logits.argmax(-1).tolist()
+        return int(logits.argmax())
     logits = logits.cpu().double()
     # subtracting the maximum first: no temperature makes a logit +inf
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
-    probability, token = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)  # (B, V)
-    cumulative = probability.cumsum(-1)  # (B, V), of a token and all likelier ones
-    # of the least likely token in the nucleus
-    last = (cumulative < top_p).sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)  # (B, 1)
-    draw = torch.tensor(draws, dtype=torch.float64)[:, None]  # (B, 1)
-    index = torch.searchsorted(cumulative, draw * cumulative.gather(-1, last))  # (B, 1)
-    return token.gather(-1, index)[:, 0].tolist()
+    cumulative = ((logits - logits.amax()) / temperature).softmax(0).cumsum(0)  # (V)
+    index = torch.searchsorted(cumulative, draw * cumulative[-1], right=True)
+    return min(int(index), len(cumulative) - 1)
 
 
 def encode(tokenizer, prompt: str) -> list[int]:
     """Token ids of a prompt, after BOS if the tokenizer has one. Raises ConfigError if there are
     none."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:  # bytes of the command line that the locale cannot decode
-        raise ConfigError(
-            f"--prompt: is not valid Unicode: {error.reason} at character {error.start}"
-        ) from None
     ids = [*tokenizer.bos, *tokenizer.encode([prompt])[0]]
     if not ids:
         raise ConfigError("--prompt: is empty, and the tokenizer has no BOS token to start from")
     return ids
-
-
-def continue_text(
-    model: nn.Module,
-    tokenizer,
-    prompt: str,
-    count: int,
-    temperature: float,
-    context: int,
-    device: torch.device,
-    seed: int = 0,
-) -> str:
-    """The prompt and its continuation up to the first EOS token. Every rank runs all `count`
-    passes."""
-    ids = encode(tokenizer, prompt)
-    steps = generate(model, [ids], count, context, device, temperature, seed=seed)
-    new = [token for (token,) in steps]
-    text = itertools.takewhile(lambda token: token not in tokenizer.eos, new)
-    return tokenizer.decode([*ids, *text])
-
-
-def print_stream(
-    tokenizer, rows: list[list[int]], steps: Iterable[list[int]], write: Callable[[str], None]
-) -> None:
-    """Appends each step's tokens to the rows, to each up to its EOS token, and writes the text.
-
-    Writes a single row as it grows, several rows once all have ended. Also writes the text so far
-    if `steps` raises, as on Ctrl-C.
-    """
-    unfinished = set(range(len(rows)))
-    written = 0  # characters, of a single row
-    try:
-        for tokens in itertools.chain([[]], steps):  # first the prompt alone
-            for i, token in enumerate(tokens):
-                if token in tokenizer.eos:
-                    unfinished.discard(i)
-                elif i in unfinished:
-                    rows[i].append(token)
-            if len(rows) == 1:
-                # hold back an incomplete UTF-8 character, which decodes as this one
-                text = tokenizer.decode(rows[0]).rstrip("\N{REPLACEMENT CHARACTER}")
-                write(text[written:])
-                written = len(text)
-            if not unfinished:
-                break
-    finally:
-        for i, row in enumerate(rows, 1):
-            text = tokenizer.decode(row)[written:] + "\n"
-            if len(rows) > 1:
-                text = f"=== prompt {i} of {len(rows)}\n{text}"
-            write(text)
 
 
 @torch.no_grad()
@@ -253,14 +144,15 @@ def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset)
     tokenizer = tokenizer_for(prompt, dataset)
     if not all(all_gather_objects(tokenizer is not None)):
         return
+    ids = encode(tokenizer, prompt)
     model.eval()
     with torch.compiler.set_stance("force_eager"):  # each length would trigger a recompilation
-        text = continue_text(
-            model, tokenizer, prompt, 64, 0.8, cfg.train.seq_len, world.device, cfg.run.seed
-        )
+        steps = generate(model, ids, 64, cfg.train.seq_len, world.device, 0.8, cfg.run.seed)
+        new = list(steps)  # all of them: every rank makes every pass
     reshard(model)
     if world.rank == 0:
-        log.info("a sample:\n%s", printable(text))
+        end = next((i for i, token in enumerate(new) if token in tokenizer.eos), len(new))
+        log.info("a sample:\n%s", printable(tokenizer.decode([*ids, *new[:end]])))
 
 
 def tokenizer_for(prompt: str, dataset: Dataset) -> Tokenizer | None:
@@ -282,39 +174,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="CKPT_OR_RUN")
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="several make a batch"
-    )
+    prompt.add_argument("--prompt", metavar="TEXT")
     prompt.add_argument(
         "--chat", action="store_true", help="a conversation, with the checkpoint's chat template"
     )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=128,
-        metavar="N",
-        help="at most; an EOS token ends a text (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="T",
-        help="0: greedy (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="of the likeliest, of this probability (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="default: param_dtype; float32 on a CPU"
-    )
+    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="at most")
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws")
     parser.add_argument(
         "--base",
         metavar="HF_DIR",
@@ -325,52 +191,21 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--tokens {args.tokens}: must be at least 1")
     if not 0 <= args.temperature < math.inf:
         parser.error(f"--temperature {args.temperature}: must be at least 0, and finite")
-    if not 0 < args.top_p <= 1:
-        parser.error(f"--top-p {args.top_p}: must be greater than 0, and at most 1")
     return args
 
 
 def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
-    """A checkpoint's tokenizer. In an imported folder several tokens may end a text.
-
-    Raises ConfigError.
-    """
+    """A checkpoint's tokenizer. In an imported folder several tokens may end a text."""
     tokenizer = Tokenizer(folder)
     settings = folder / "generation_config.json"
     if settings.is_file():
-        tokenizer.eos = [*tokenizer.eos, *eos_tokens(settings)]
+        eos = json.loads(settings.read_bytes()).get("eos_token_id")
+        tokenizer.eos = [*tokenizer.eos, *(eos if isinstance(eos, list) else [eos])]
     return tokenizer
 
 
-def eos_tokens(settings: pathlib.Path) -> list[int]:
-    """eos_token_id of a generation_config.json: a number, a list of them, or absent. Raises
-    ConfigError."""
-    try:
-        eos = json.loads(settings.read_bytes()).get("eos_token_id")
-    except OSError as error:
-        raise ConfigError(f"{settings}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError, AttributeError) as error:
-        raise ConfigError(f"{settings}: cannot be read: {error}") from None
-    return eos if isinstance(eos, list) else [eos]
-
-
-def check_vocabulary(rows: list[list[int]], vocab_size: int) -> None:
-    """Raises ConfigError if the model has no embedding for an id of a prompt."""
-    largest = max(map(max, rows), default=0)
-    if largest >= vocab_size:
-        raise ConfigError(
-            f"--prompt: has id {largest}, but the model's vocab_size is {vocab_size}: the "
-            "tokenizer in its folder is larger than the model"
-        )
-
-
-def load_model(
-    folder: pathlib.Path, cfg: config.Config, device: torch.device, dtype: str | None
-) -> Llama:
-    """A checkpoint's model in `dtype`. By default in param_dtype on a GPU, else in float32.
-
-    Raises ConfigError.
-    """
+def load_model(folder: pathlib.Path, cfg: config.Config, device: torch.device) -> Llama:
+    """A checkpoint's model, in param_dtype on a GPU, else in float32. Raises ConfigError."""
     if cfg.lora:  # the checkpoint stores the adapters alone
         model = load_base(folder, cfg, device)
     else:
@@ -378,8 +213,7 @@ def load_model(
             model = Llama(cfg.model)
         initialize_buffers(model, cfg.run.seed)
     load.restore(folder, model, None)
-    if dtype is None:
-        dtype = cfg.parallel.param_dtype if device.type == "cuda" else "float32"
+    dtype = cfg.parallel.param_dtype if device.type == "cuda" else "float32"
     return model.to(getattr(torch, dtype)).eval()
 
 
@@ -396,21 +230,39 @@ def load_base(folder: pathlib.Path, cfg: config.Config, device: torch.device) ->
     return model
 
 
-def generate_from_checkpoint(args: argparse.Namespace) -> None:
-    """Prints the prompts' texts, or holds a conversation. Raises ConfigError."""
+def print_stream(tokenizer, ids: list[int], steps: Iterator[int]) -> None:
+    """Prints the text as it grows, up to the first EOS token."""
+    ids = list(ids)
+    written = 0  # characters
+    try:
+        for new in itertools.chain([[]], ([token] for token in steps)):  # first the prompt alone
+            if new and new[0] in tokenizer.eos:
+                break
+            ids += new
+            # hold back an incomplete UTF-8 character, which decodes as this one
+            text = tokenizer.decode(ids).rstrip("\N{REPLACEMENT CHARACTER}")
+            print(printable(text[written:]), end="", flush=True)
+            written = len(text)
+    finally:
+        print(printable(tokenizer.decode(ids)[written:]), flush=True)
+
+
+def main(argv: list[str]) -> int:
+    args = parse_arguments(argv)
     folder = catalog.find(args.checkpoint)
     cfg = catalog.read_config(folder, args.base)
     context = cfg.train.seq_len
     tokenizer = load_tokenizer(folder)
-    prompts = [encode(tokenizer, prompt) for prompt in args.prompt]
-    check_vocabulary(prompts, cfg.model.vocab_size)
+    ids = [] if args.chat else encode(tokenizer, args.prompt)
+    if max(ids, default=0) >= cfg.model.vocab_size:
+        raise ConfigError(f"--prompt: has id {max(ids)}, and the model {cfg.model.vocab_size}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(folder, cfg, device, args.dtype)
+    # a single process is intended
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    model = load_model(folder, cfg, device)
 
-    def steps(rows: list[list[int]], count: int) -> Iterator[list[int]]:
-        return generate(
-            model, rows, count, context, device, args.temperature, args.top_p, args.seed
-        )
+    def steps(ids: list[int], count: int) -> Iterator[int]:
+        return generate(model, ids, count, context, device, args.temperature, args.seed)
 
     # for characters that the terminal's encoding lacks
     # pyrefly: ignore[missing-attribute]  # typeshed declares a TextIO, which lacks it
@@ -419,38 +271,9 @@ def generate_from_checkpoint(args: argparse.Namespace) -> None:
         config.require_extra("chat", "--chat")
         from extras.chat.terminal import converse
 
-        converse(
-            folder, tokenizer.eos, context, args.tokens, lambda ids, count: steps([ids], count)
-        )
-        return
-    longest = max(map(len, prompts))
-    if longest + args.tokens - 1 > context:  # the last token is printed, not read
-        print(
-            f"beyond {context} tokens (train.seq_len) the older half of the context is dropped",
-            file=sys.stderr,
-        )
-    print_stream(tokenizer, prompts, steps(prompts, args.tokens), print_text)
-
-
-def print_text(text: str) -> None:
-    print(printable(text), end="", flush=True)
-
-
-def main(argv: list[str]) -> int:
-    args = parse_arguments(argv)
-    # a single process is intended
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    try:
-        if sys.stdout is None:
-            raise OSError("is closed")
-        generate_from_checkpoint(args)
-    except OSError as error:
-        if sys.stdout:  # Python flushes stdout once more at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):  # the reader has closed the pipe, as `head` does
-            return 0
-        print(f"{error.filename or 'stdout'}: {error.strerror or error}", file=sys.stderr)
-        return 1
+        converse(folder, tokenizer.eos, context, args.tokens, steps)
+        return 0
+    print_stream(tokenizer, ids, steps(ids, args.tokens))
     return 0
 
 

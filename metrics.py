@@ -1,6 +1,7 @@
 """What a run reports: console, metrics.jsonl, a log per rank, environment.json."""
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
@@ -19,6 +20,8 @@ import torch
 import config
 import files
 import schema
+from data.dataset import Dataset
+from model.llama import Llama, flops_per_token, parameter_count
 from parallel.mesh import World
 from parallel.ranks import all_gather_objects, on_rank_zero
 
@@ -83,12 +86,16 @@ class Accent(logging.Formatter):
         return re.sub(r"^(step .*?loss +)([^\s,]+)", rf"\g<1>{ACCENT}\2{NO_ACCENT}", line)
 
 
-def start_logging(folder: pathlib.Path, rank: int, color: bool) -> pathlib.Path:
+def start_logging(folder: pathlib.Path, rank: int) -> None:
     """Every rank logs to logs/rank-N.log; rank 0 also to the console, the others redirect stdout
-    and stderr to it. Returns the log's path."""
-    (folder / "logs").mkdir(exist_ok=True)
+    and stderr to it."""
     path = folder / "logs" / f"rank-{rank}.log"
-    in_file = logging.FileHandler(path)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        in_file = logging.FileHandler(path)
+    except OSError as error:  # a full disk
+        files.print_error(f"{path}: {error.strerror}; this launch has none")
+        in_file = logging.FileHandler(os.devnull)
     in_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -96,25 +103,26 @@ def start_logging(folder: pathlib.Path, rank: int, color: bool) -> pathlib.Path:
     logging.raiseExceptions = False
     if rank == 0:
         console = logging.StreamHandler(sys.stdout)
-        console.setFormatter(Accent() if color else None)
+        if os.isatty(1) and not os.environ.get("NO_COLOR"):  # no-color.org
+            console.setFormatter(Accent())
         log.handlers = [in_file, console]
-        return path
+        return
     log.handlers = [in_file]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         # pyrefly: ignore[missing-attribute]  # it is open
         os.dup2(in_file.stream.fileno(), stream.fileno())
-    return path
 
 
 def environment(hosts: list[str], device: torch.device) -> dict:
-    """The machines and versions of a launch. hosts: the host of each rank."""
+    """The machines, versions and code of a launch. hosts: the host of each rank."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
         "commit": git("rev-parse", "HEAD"),
         "uncommitted": git("diff", "HEAD"),
+        "code": code(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -125,6 +133,26 @@ def environment(hosts: list[str], device: torch.device) -> dict:
         "threads": torch.get_num_threads(),
         "ranks": len(hosts),
     }
+
+
+def code() -> dict[str, str]:
+    """A hash of each of this repository's files that this process has imported, by path."""
+    repo = pathlib.Path(__file__).parent
+    hashes = {}
+    for module in list(sys.modules.values()):
+        path = pathlib.Path(getattr(module, "__file__", None) or "/")
+        if path.is_relative_to(repo) and "site-packages" not in path.parts:
+            digest = hashlib.blake2b(path.read_bytes(), digest_size=8)
+            hashes[str(path.relative_to(repo))] = digest.hexdigest()
+    return dict(sorted(hashes.items()))
+
+
+def changed_code(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """A warning, if there is one, that a launch has other code than the launch before."""
+    changed = [path for path, digest in before.items() if now.get(path, digest) != digest]
+    if not changed:
+        return []
+    return [f"other code than the launch before: {', '.join(changed)} (environment.json)"]
 
 
 def git(*words: str) -> str | None:
@@ -152,7 +180,7 @@ class Recorder:
         world: World,
         folder: pathlib.Path,
         start: int,
-        flops_per_token: int,
+        model: Llama,
         seconds: dict[str, float],
     ):
         """start: the step that training resumes after; seconds: Run.seconds, of which "data", the
@@ -161,7 +189,7 @@ class Recorder:
         self.world = world
         self.folder = folder
         self.start = start
-        self.flops_per_token = flops_per_token
+        self.flops_per_token = flops_per_token(model, cfg.train.seq_len)
         self.seconds = seconds
         self.rows: Rows | None = None  # on rank 0
         self.plan: Any = None  # on rank 0 of a run on GPUs: extras.planner.check.PlanCheck
@@ -294,12 +322,21 @@ class Recorder:
             line += f", {result['bits_per_byte']:.4f} bits per byte"
         log.info(line)
 
-    def log_start(self, parameters: int, units: str, epochs: Any, notes: list[str]) -> None:
-        """Logs the model's size, its parallelism and where it starts from; a warm-up that the run
-        does not complete; notes on the data; the table of units. epochs: that all steps read, as
-        Dataset.epochs()."""
+    def log_start(self, model: Llama, units: str, dataset: Dataset, warnings: list[str]) -> None:
+        """Logs the warnings, also of a warm-up that the run does not complete; the model's size, its
+        parallelism and where it starts from; notes on the data; the table of units."""
+        hosts = all_gather_objects(platform.node())
         if self.rows is None:
             return
+        path = self.folder / "environment.json"
+        before = files.read_json(path)
+        launched = environment(hosts, self.world.device)
+        launched["earlier"] = [*before.pop("earlier", []), before] if before else []
+        files.write_if_possible(path, json.dumps(launched, indent=2))
+        for text in (*warnings, *changed_code(before.get("code", {}), launched["code"])):
+            log.warning(text)
+        parameters = parameter_count(model)
+        epochs = dataset.epochs(self.cfg.train.steps)
         world = self.world
         parallel = self.cfg.parallel
         mesh = f"{world.dp_replicate} replicas x {world.dp_shard} shards"
@@ -331,7 +368,7 @@ class Recorder:
                 f"the warm-up of {warmup:,} steps is longer than the run: the learning rate reaches "
                 f"{100 * steps / warmup:.3g} % of its peak"
             )
-        for text in (*notes, units):
+        for text in (*dataset.notes(), units):
             log.info(text)
 
     def _options(self) -> list[str]:

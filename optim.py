@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal, Protocol, TypeGuard
 
 import torch
@@ -113,8 +114,6 @@ class FiniteGuard:
     this flag one step late, and before every save. Optimizers of other kinds ignore the flag: for
     them the host waits, and skips their step.
 
-    skipped counts the updates skipped so far in the run, in_a_row those at the end of it. Both lag
-    behind by the last update.
     """
 
     def __init__(
@@ -122,13 +121,12 @@ class FiniteGuard:
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         limit: int,
-        skipped: int = 0,
-        in_a_row: int = 0,
+        progress: "Progress",
     ):
-        """limit: updates in a row that may be skipped; one more stops the run."""
+        """limit: updates in a row that may be skipped; one more stops the run. progress: counts the
+        skipped updates, all but the last."""
         self.limit = limit
-        self.skipped = skipped
-        self.in_a_row = in_a_row
+        self.progress = progress
         self.found_inf = torch.zeros((), device=device)
         self.on_host = torch.zeros((), pin_memory=device.type == "cuda")
         # a CPU's event does nothing: the host's copies are synchronous
@@ -155,11 +153,6 @@ class FiniteGuard:
         self.copied.synchronize()
         return bool(self.on_host.item())
 
-    def counts(self) -> tuple[int, int]:
-        """(skipped, in_a_row), including the last update: waits for it."""
-        self.check()
-        return self.skipped, self.in_a_row
-
     def check(self) -> None:
         """Counts the last update if it was skipped: waits for it.
 
@@ -170,11 +163,11 @@ class FiniteGuard:
         step = self.pending_step
         self.pending_step = None
         if not self._wait_for_flag():
-            self.in_a_row = 0
+            self.progress.skipped_in_a_row = 0
             return
-        self.in_a_row += 1
-        self.skipped += 1
-        if self.in_a_row <= self.limit:
+        self.progress.skipped_in_a_row += 1
+        self.progress.skipped_steps += 1
+        if self.progress.skipped_in_a_row <= self.limit:
             return
         if self.limit:
             advice = f"train.skip_nonfinite = {self.limit} steps in a row were skipped already"
@@ -193,40 +186,44 @@ class NoTargets(Exception):
     """
 
 
-class StepsWithoutTarget:
-    """Counts the steps in which no token has a loss: in the run so far, and in a row at its end.
+@dataclass
+class Progress:
+    """What counts over a run. Each checkpoint has it, as it is; the data order is a function of the
+    step."""
 
-    Such steps update nothing.
-    """
+    step: int = 0  # the last one trained
+    tokens: int = 0  # trained on; batch size and sequence length may have changed on the way
+    skipped_steps: int = 0  # their gradient was not finite (FiniteGuard)
+    skipped_in_a_row: int = 0
+    targetless_steps: int = 0  # no token had a loss: nothing was updated
+    targetless_in_a_row: int = 0
 
-    def __init__(self, total: int = 0, in_a_row: int = 0):
-        self.total = total
-        self.in_a_row = in_a_row
-
-    def count(self, step: int, valid_tokens: int) -> None:
+    def count_step(self, step: int, tokens: int, valid_tokens: int) -> None:
         """valid_tokens: of the step's global batch, so that all ranks count the same.
 
-        Raises NoTargets after TARGETLESS_LIMIT such steps in a row.
+        Raises NoTargets after TARGETLESS_LIMIT steps in a row without a target.
         """
+        self.step = step
+        self.tokens += tokens
         if valid_tokens:
-            self.in_a_row = 0
+            self.targetless_in_a_row = 0
             return
-        self.total += 1
-        self.in_a_row += 1
-        if self.in_a_row >= TARGETLESS_LIMIT:
+        self.targetless_steps += 1
+        self.targetless_in_a_row += 1
+        if self.targetless_in_a_row >= TARGETLESS_LIMIT:
             raise NoTargets(
-                f"step {step}: no token of the last {self.in_a_row} steps has a loss, and nothing "
-                "was updated; usual causes: train.seq_len cuts conversations before the "
+                f"step {step}: no token of the last {self.targetless_in_a_row} steps has a loss, and "
+                "nothing was updated; usual causes: train.seq_len cuts conversations before the "
                 "assistant's turn, or data.document_mask meets documents of one token; raise "
                 "train.seq_len, or look at the data: ./run_train.sh -m data.show CONFIG "
                 f"--step {step}"
             )
-        if self.total.bit_count() == 1:  # 1, 2, 4, 8, ...
+        if self.targetless_steps.bit_count() == 1:  # 1, 2, 4, 8, ...
             log.warning(
                 "step %d: no token of the batch has a loss, nothing was updated "
                 "(such steps so far: %d)",
                 step,
-                self.total,
+                self.targetless_steps,
             )
 
 

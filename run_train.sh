@@ -16,9 +16,9 @@
 #   ./run_train.sh --help [SECTION or OPTION]             with the tools' names
 #   sbatch --nodes=N --gpus-per-node=8 run_train.sh CONFIG ...
 #
-# PYTHON=... chooses the Python. Else the active one serves if its torch is supported and what the run needs is there;
-# else .venv is made from requirements.txt, and made again when that file changes.
-# MAX_RESTARTS=... is how often torchrun restarts the processes after a crash: 3 times under SLURM, else 0.
+# PYTHON=... chooses the Python. Else the active one serves if its torch is supported and requirements.txt is there; else
+# .venv is made from requirements.txt, and made again when that file changes.
+# MAX_RESTARTS=... is how often the processes are started again after a failure: 3 times under SLURM, else 0.
 # Under SLURM environment and data are made before: ./run_train.sh --setup; ./run_train.sh -m data.prepare CONFIG
 # With --fetch-only that fetches what the run reads from the Hugging Face hub, for nodes without a network.
 # A job takes whole nodes; a part of one: sbatch --oversubscribe --cpus-per-task=16 --gpus-per-node=2 ...
@@ -28,7 +28,7 @@ if [ -z "${BASH_VERSION:-}" ]; then exec bash "$0" "$@"; fi # of `sh run_train.s
 set -euo pipefail
 
 # Valid until exec replaces this process by the launcher, which has its own handlers. SLURM signals the batch script.
-trap 'echo "stopped before the run began" >&2; exit 75' TERM INT USR1 HUP
+trap 'echo "stopped before the run began" >&2; exit 75' TERM INT HUP USR1 USR2
 fail() { echo "run_train.sh: $1" >&2; exit 2; }
 
 repo=$(CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd)
@@ -36,10 +36,9 @@ repo=$(CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" &
 [[ -f $repo/train.py ]] || repo=${SLURM_SUBMIT_DIR:-$repo}
 [[ -f $repo/train.py ]] || fail "$repo: no train.py here; it must lie in the repository, and be submitted from there"
 
-# Stay in the caller's folder, which relative paths refer to, but import modules from the repository. Python 3.10, which
-# does not know PYTHONSAFEPATH, would search the caller's folder first: with `-c` it stands in sys.path as "".
-export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
-module='import sys; sys.path[:] = filter(None, sys.path); import runpy; del sys.argv[0]
+# Stay in the caller's folder, which relative paths refer to, but import modules from the repository. With `-c` Python
+# 3.10 has the caller's folder in sys.path, as "". (PYTHONPATH would split the repository's path at a colon.)
+module='import sys; sys.path[:] = [sys.argv[1], *filter(None, sys.path)]; import runpy; del sys.argv[:2]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)'
 case ${PYTHONOPTIMIZE:-} in [2-9]*) export PYTHONOPTIMIZE=1 ;; esac # 2 would remove the help texts, too
 unset PIP_TARGET PIP_PREFIX PIP_ROOT # with these, as with PIP_USER=1, .venv's packages would be installed elsewhere
@@ -83,20 +82,32 @@ make_venv() {
     exec 9>&-
 }
 
-# Which of the packages that every run imports a Python lacks.
-list_missing='import sys, importlib.util as util
-missing = [name for name in ("torch", "numpy", "filelock", "tomli") if not util.find_spec(name)]
+# Which packages a Python lacks.
+list_missing='import sys, importlib.metadata as packages
+missing = []
+for name in sys.argv[1:]:
+    try:
+        packages.version(name)
+    except packages.PackageNotFoundError:
+        missing.append(name)
 print(*missing, sep=", ")
 sys.exit(bool(missing) or sys.version_info < (3, 10))'
+has_supported_torch='import sys, importlib.metadata as packages
+sys.exit(not (2, 11) <= tuple(map(int, packages.version("torch").split(".")[:2])) <= (2, 15))'
 
-choose_python() {  # takes the run's arguments; none: the Python must suit every tool
-    local missing
+choose_python() {
+    local missing required
     if [[ -n ${PYTHON:-} ]]; then
         python=$(command -v "$PYTHON") || fail "PYTHON=$PYTHON: no such program"
-        missing=$("$python" -c "$list_missing" 2>/dev/null) ||
+        missing=$("$python" -c "$list_missing" torch numpy filelock tomli 2>/dev/null) ||
             fail "PYTHON=$PYTHON: lacks ${missing:-Python 3.10 or later}; without PYTHON=, .venv is made"
-    elif python=$(command -v python3) && "$python" -c "$module" launch.command --usable "$@" 2>/dev/null; then :
-    else make_venv; fi
+        return
+    fi
+    required=$(sed 's/[#;= ].*//' "$repo/requirements.txt")
+    # shellcheck disable=SC2086  # a word for each package
+    if python=$(command -v python3) && "$python" -c "$has_supported_torch" 2>/dev/null &&
+        "$python" -c "$list_missing" $required >/dev/null 2>&1; then return; fi
+    make_venv
 }
 
 # A tool of extras/ has a short name: huggingface is extras.huggingface, report is extras.reports.report, and so is
@@ -139,7 +150,7 @@ case ${1:-} in
 -m)
     [[ -n ${2:-} ]] || fail "-m needs the name of a tool"
     choose_python
-    exec "$python" -c "$module" "$(module_of "$2")" "${@:3}"
+    exec "$python" -c "$module" "$repo" "$(module_of "$2")" "${@:3}"
     ;;
 "" | --*) set -- "$repo/configs/tiny.toml" "$@" ;;
 esac
@@ -151,12 +162,12 @@ case ${!#} in  # the last word: else it is the section that --help is asked for
     (list_tools) || true
     ;;
 esac
-choose_python "$@"
+choose_python
 if [[ -n $help$plan ]]; then exec "$python" "$repo/train.py" "$@"; fi
 # Open stdout and stderr on /dev/null if a daemon closed them: ranks could not redirect them to their logs.
 { : 3>&2; } || exec 2>/dev/null
 { : 3>&1; } 2>/dev/null || exec >/dev/null
 # Block the signals until the launcher has its handlers. (This needs env of coreutils 8.31 or later.)
-blocked=(env --block-signal=TERM,INT,USR1,HUP)
+blocked=(env --block-signal=TERM,INT,HUP,USR1,USR2)
 "${blocked[@]}" true 2>/dev/null || blocked=()
-exec ${blocked[@]+"${blocked[@]}"} "$python" -c "$module" launch.launch "$@"
+exec ${blocked[@]+"${blocked[@]}"} "$python" -c "$module" "$repo" run.launch "$@"

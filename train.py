@@ -7,11 +7,11 @@ python train.py configs/llama8b.toml --dry-run --world-size 8 [--gpu H100] [--js
 python train.py configs/tiny.toml --eval-only            evaluates the run's newest checkpoint
 """
 
-from lifecycle.rank import RankProcess
+from run.command import begin_rank
 
 if __name__ == "__main__":
-    # signal handlers and arguments first: the imports below take seconds
-    process = RankProcess(__doc__)
+    # before the imports below, which take seconds
+    arguments, configuration = begin_rank(__doc__)
 
 import math
 from typing import Any
@@ -20,20 +20,17 @@ import torch
 from torch import Tensor
 
 import config
-from checkpoint.checkpointer import Checkpointer, State
-from checkpoint.compare import data_before
+from checkpoint.checkpointer import Checkpointer
 from config import Config
 from data.dataset import open_dataset
 from data.loader import Batch, Loader
-from evaluate import evaluate, evaluate_newest
+from evaluate import evaluate_if_due, evaluate_newest
 from generate import log_sample
-from lifecycle.run import Run
 from metrics import Recorder
 from model.build import meta_model
-from model.llama import Llama, flops_per_token, parameter_count
+from model.llama import Llama
 from optim import (
     FiniteGuard,
-    StepsWithoutTarget,
     build_optimizer,
     clip_gradients,
     learning_rate,
@@ -44,23 +41,18 @@ from parallel.materialize import materialize, open_pretrained
 from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
 from parallel.random_numbers import seed_micro_batch, seed_update
-from parallel.ranks import on_each_rank
-from parallel.verify import check_optimizer, refuse_late_state, unit_table, verify_sharding
+from parallel.verify import unit_table, verify
+from run import rank
+from run.run import Run
 
 
 def train(cfg: Config, world: World, run: Run) -> None:
-    """One run. lifecycle/rank.py calls it on every rank, inside of the process group and of `run`,
-    which watches the rank and records how the run ends."""
-    # Open the data and choose the checkpoint to resume from. Nothing is written before both are
-    # validated.
+    """One run, on every rank, inside the process group of all."""
+    # The data, and the checkpoint to resume from. Nothing is written before both are validated.
     dataset = open_dataset(cfg)
-    checkpointer = Checkpointer(
-        cfg, world, dataset.identities, dataset.tokenizer_files, report=run.log_save
-    )
+    checkpointer = Checkpointer(cfg, world, dataset, report=run.log_save)
     start = checkpointer.start  # the step to resume after, 0 for a new run
-    on_each_rank(lambda: dataset.require_same_text(data_before(cfg, start)))
     pretrained = open_pretrained(cfg, start)  # the weights of a Hugging Face folder, or None
-    run.attach(checkpointer)
 
     # 1. Build the plain model on the meta device, so that no rank ever holds the full model.
     model = meta_model(cfg.model, cfg.lora)
@@ -73,30 +65,18 @@ def train(cfg: Config, world: World, run: Run) -> None:
     # 4. Build the optimizer after 2. and 3., which replace every parameter. An optimizer built
     #    earlier would hold the old parameters, which get no gradients: the model would never learn.
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, cfg.parallel.compile)
-    # 5. When resuming, load weights and optimizer state, which overwrite those from above. Then
-    #    verify everything.
+    # 5. When resuming, load weights and optimizer state over those from above. Then verify all.
     with run.phase("restore"):
-        state = checkpointer.restore(model, optimizer, pretrained.base() if pretrained else None)
-    units = verify_sharding(model, cfg.parallel, world)
-    check_optimizer(model, optimizer)
-    refuse_late_state(optimizer)
+        progress = checkpointer.restore(model, optimizer, pretrained.base() if pretrained else None)
+    units = verify(model, optimizer, cfg.parallel, world)
 
-    # From here on, things are written.
-    run.claim_folder(dataset.tokenizer_files)
-    flops = flops_per_token(model, cfg.train.seq_len)
-    recorder = Recorder(cfg, world, run.folder, start, flops, run.seconds)
-    epochs = dataset.epochs(cfg.train.steps)
-    recorder.log_start(parameter_count(model), unit_table(units), epochs, dataset.notes())
-    # skips updates whose gradient is not finite; counts steps in which no token has a target
-    guard = FiniteGuard(
-        optimizer, device, cfg.train.skip_nonfinite, state.skipped_steps, state.skipped_in_a_row
-    )
-    without_target = StepsWithoutTarget(state.targetless_steps, state.targetless_in_a_row)
+    run.begin(checkpointer)  # takes the run's folder: from here on, things are written
+    recorder = Recorder(cfg, world, run.folder, start, model, run.seconds)
+    recorder.log_start(model, unit_table(units), dataset, checkpointer.warnings)
+    guard = FiniteGuard(optimizer, device, cfg.train.skip_nonfinite, progress)
     loader = Loader(cfg, dataset, world, start + 1)
-    is_due = config.evaluation_is_due(cfg, start) and not run.stop.agreed
-    if is_due and not recorder.has_evaluation(start):  # the previous launch was stopped before it
-        with run.phase("evaluation"):
-            recorder.log_evaluation(start, evaluate(model, cfg, world, dataset, run))
+    # the launch before may have been stopped after this step's save, before its evaluation
+    evaluate_if_due(start, model, cfg, world, dataset, run, recorder)
 
     # until all steps are trained, or all ranks agree to stop
     for step in run.steps(start + 1, cfg.train.steps, loader):
@@ -108,36 +88,21 @@ def train(cfg: Config, world: World, run: Run) -> None:
 
         # The host waits for the device only in steps in which a metrics row, an evaluation or a
         # checkpoint is due.
-        tokens = state.tokens + (step - start) * config.tokens_per_step(cfg)
-        recorder.log_step(step, tokens, batch, sums, scalars)
-        without_target.count(step, batch.valid_tokens)  # raises after too many in a row
-        # after SIGTERM to any rank all stop after the same step, this one or the next; also waits
-        # for text that is still being prepared
+        progress.count_step(step, config.tokens_per_step(cfg), batch.valid_tokens)
+        recorder.log_step(step, progress.tokens, batch, sums, scalars)
+        # after a signal to any rank all stop after the same step, this one or the next
         run.agree_to_continue()
-        if config.evaluation_is_due(cfg, step) and not run.stop.agreed:
-            with run.phase("evaluation"):
-                recorder.log_evaluation(step, evaluate(model, cfg, world, dataset, run))
+        evaluate_if_due(step, model, cfg, world, dataset, run, recorder)
         # every save_every_steps, at the last step, and when stopping
-        if checkpointer.is_due(step, run.stop.agreed):
+        if checkpointer.is_due(step, run.stops):
             with run.phase("save"):
-                skipped, skipped_in_a_row = guard.counts()
-                state_now = State(
-                    step=step,
-                    tokens=tokens,
-                    skipped_steps=skipped,
-                    skipped_in_a_row=skipped_in_a_row,
-                    targetless_steps=without_target.total,
-                    targetless_in_a_row=without_target.in_a_row,
-                )
-                data = dataset.fingerprint()
-                # recorder.sync: metrics are flushed to disk before the checkpoint is published
-                checkpointer.save(state_now, model, optimizer, run.stop.agreed, data, recorder.sync)
-        # async_save writes in the background: reported once it is done
-        checkpointer.finish_pending_save()
+                guard.check()  # raises if too many gradients in a row were not finite
+                # recorder.sync: its rows are on disk before the checkpoint is published
+                checkpointer.save(progress, model, optimizer, run.stops, recorder.sync)
 
-    guard.check()  # raises if the last step's gradient was not finite
+    guard.check()
     loader.close()
-    if not run.stop.agreed:
+    if not run.stops:
         checkpointer.purge()  # removes what keep_last and keep_every_steps do not keep
         log_sample(model, cfg, world, dataset)
     recorder.close()
@@ -192,4 +157,4 @@ def training_step(
 
 if __name__ == "__main__":
     # pyrefly: ignore[unbound-name]  # bound above, under the same condition
-    process.main(train, evaluate_newest)
+    rank.main(arguments, configuration, train, evaluate_newest)

@@ -37,13 +37,13 @@ from checkpoint.checkpointer import Checkpointer, State  # noqa: E402
 from checkpoint.load import restore, tensors_of  # noqa: E402
 from checkpoint.manifest import hash_files  # noqa: E402
 from files import sync  # noqa: E402
-from lifecycle.process_group import distributed  # noqa: E402
 from model.build import meta_model  # noqa: E402
 from model.llama import parameter_count  # noqa: E402
 from optim import build_optimizer  # noqa: E402
 from parallel.materialize import materialize  # noqa: E402
 from parallel.mesh import World  # noqa: E402
 from parallel.parallelize import parallelize  # noqa: E402
+from run.rank import distributed  # noqa: E402
 
 
 def configuration(mib: int, folder: str) -> config.Config:

@@ -35,11 +35,11 @@ from torch.distributed.tensor import DTensor
 
 import config
 from extras.migrate.rebind import rebind_optimizer
-from lifecycle.process_group import distributed
 from model.llama import Block, Llama, parameter_count
 from parallel.materialize import materialize
 from parallel.mesh import World
 from parallel.parallelize import parallelize
+from run.rank import distributed
 
 ARMS = ("after", "before", "rebind", "fsdp1")
 STEPS = 3

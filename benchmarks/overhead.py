@@ -29,15 +29,14 @@ from config import ConfigError
 from data.dataset import open_dataset
 from data.loader import Batch, Loader
 from data.prepare import prepare
-from lifecycle import folder
-from lifecycle.process_group import distributed
-from lifecycle.run import Run
-from lifecycle.stop import StopRequest
 from metrics import read_rows
 from model.build import meta_model
 from parallel.materialize import materialize
 from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
+from run.rank import distributed
+from run.run import Run
+from run.watchdog import Watchdog
 from train import train
 
 TINY = pathlib.Path(__file__).parent.parent / "configs/tiny.toml"
@@ -45,7 +44,6 @@ SIZES = {
     "tiny": [],
     "short": ["--train.seq_len=64", "--train.global_batch_size=1", "--train.micro_batch_size=1"],
 }
-LAUNCH = "overhead"  # a launch has a file to look for requests to stop in
 WARM_UP = 10  # steps
 
 
@@ -53,7 +51,7 @@ class Alternating(Run):
     """A run that calls bare_step(step) after each of its own steps, and times both."""
 
     def __init__(self, cfg: config.Config, world: World, bare_step: Callable[[int], None]):
-        super().__init__(cfg, world, LAUNCH, StopRequest())
+        super().__init__(cfg, world, Watchdog(world.rank, None), None)
         self.bare_step = bare_step
         # by step, (ours, bare) by the clock and in CPU time
         self.seconds_of_steps: dict[int, list[tuple[float, float]]] = {}
@@ -120,12 +118,9 @@ def measure(cfg: config.Config, world: World) -> dict[int, list[tuple[float, flo
     loader.close()
     run_folder = config.run_folder(cfg)
     run_folder.mkdir(parents=True, exist_ok=True)
-    folder.stop_file(run_folder, LAUNCH).touch()  # as the launcher does
-    try:
-        with Alternating(cfg, world, bare.step) as run:
-            train(cfg, world, run)
-    except SystemExit:
-        raise ConfigError(folder.failures(run_folder, LAUNCH)[0]["text"]) from None
+    run = Alternating(cfg, world, bare.step)
+    train(cfg, world, run)
+    run.end()
     for row in read_rows(run_folder / "metrics.jsonl"):
         if row["kind"] != "train":
             continue

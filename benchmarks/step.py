@@ -30,16 +30,16 @@ from checkpoint.checkpointer import resolve_param_dtype
 from config import ConfigError
 from data.dataset import open_dataset
 from data.loader import Batch, Loader, inputs_and_targets
-from lifecycle.process_group import distributed
 from metrics import peak_flops, peak_memory_gib
 from model.build import meta_model
 from model.llama import Llama, flops_per_token, parameter_count
-from optim import FiniteGuard, build_optimizer
+from optim import FiniteGuard, Progress, build_optimizer
 from parallel.context import shard_sequences
 from parallel.fsdp import unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
+from run.rank import distributed
 from train import training_step
 
 EXPERIMENTS = {
@@ -90,7 +90,7 @@ def build(
         getattr(model, method)(value)
     materialize(model, cfg.run.seed, device)
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, cfg.parallel.compile)
-    return model, optimizer, FiniteGuard(optimizer, device, 0)
+    return model, optimizer, FiniteGuard(optimizer, device, 0, Progress())
 
 
 def random_batch(cfg: config.Config, world: World, accumulation: int) -> Batch:

@@ -33,14 +33,14 @@ from config import ConfigError
 from data.loader import Batch, inputs_and_targets
 from extras.huggingface import config as hf_config
 from extras.huggingface.weights import hf_name
-from lifecycle.process_group import distributed
 from model.build import meta_model
-from optim import FiniteGuard, build_optimizer
+from optim import FiniteGuard, Progress, build_optimizer
 from parallel.fsdp import unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
 from parallel.ranks import all_gather_objects, rank_and_size
+from run.rank import distributed
 from train import training_step
 
 TINY = pathlib.Path(__file__).parent.parent / "configs/tiny.toml"
@@ -60,7 +60,7 @@ def our_step(cfg: config.Config, world: World, weights: dict[str, Tensor]) -> St
     parallelize(model, cfg, world)
     materialize(model, 0, device, read)
     optimizer = build_optimizer(model, cfg.optim)
-    guard = FiniteGuard(optimizer, device, 0)
+    guard = FiniteGuard(optimizer, device, 0, Progress())
 
     def step(number: int, batch: Batch) -> Tensor:
         unshard_first_units(model, cfg.parallel)

@@ -1,10 +1,10 @@
 """A run's view of checkpoints: choosing where to resume or what to evaluate, restoring, saving when
 due, reporting."""
 
-import dataclasses
 import pathlib
 from collections.abc import Callable
 from concurrent import futures
+from dataclasses import asdict, fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,21 +15,10 @@ from checkpoint import catalog, compare
 from checkpoint.load import restore, tensors_of
 from checkpoint.save import SaveFailed, Saver
 from config import ConfigError
+from data.dataset import Dataset
+from optim import Progress
 from parallel.mesh import World, has_native_bfloat16
 from parallel.ranks import all_gather_objects, check_same_on_all_ranks, on_each_rank, on_rank_zero
-
-
-@dataclasses.dataclass(frozen=True)
-class State:
-    """Training state saved besides weights and optimizer state; the data order is a function of the
-    step."""
-
-    step: int = 0
-    tokens: int = 0  # trained on so far; batch size and sequence length may have changed on the way
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
-    targetless_steps: int = 0
-    targetless_in_a_row: int = 0
 
 
 class Checkpointer:
@@ -40,35 +29,42 @@ class Checkpointer:
         self,
         cfg: config.Config,
         world: World,
-        data: list[dict],
-        tokenizer_files: list[pathlib.Path],
+        dataset: Dataset,
         evaluating: bool = False,
         report: Callable[[int, str | None], None] = lambda step, problem: None,
     ):
-        """Chooses the checkpoint to resume from, or to evaluate; writes nothing. data: the data's
-        identities. report: called on rank 0 after a save with its step and its problem, None if it
+        """Chooses the checkpoint to resume from, or to evaluate; writes nothing. report: called on
+        rank 0, perhaps in another thread, after a save with its step and its problem, None if it
         succeeded. Raises ConfigError if the folder is another run's, none of its checkpoints is
         good, or ranks have different data."""
-        self.cfg, self.world = cfg, world
+        self.cfg, self.world, self.dataset = cfg, world, dataset
+        data, tokenizer_files = dataset.identities, dataset.tokenizer_files
         check_same_on_all_ranks("prepared data", compare.by_source(data))
-        self.found = on_rank_zero(lambda: catalog.steps(cfg))
-        self.start, self.corrupt = catalog.choose(
-            cfg, self.found, self._problems_on_all_ranks, evaluating
+        self.found, self.start, self.corrupt = compare.starting_point(
+            cfg, evaluating, self._problems_on_all_ranks, on_rank_zero
         )
         if evaluating:
-            on_rank_zero(lambda: compare.check_same_run(cfg, self.start, compare.SAME_OUTPUTS))
             on_rank_zero(lambda: compare.check_same_tokenizer(cfg, self.start, tokenizer_files))
         else:
-            on_rank_zero(lambda: compare.check_same_run(cfg, self.start))
             on_rank_zero(lambda: compare.check_same_data(cfg, self.start, data))
+            # of growing text only
+            on_each_rank(lambda: dataset.require_same_text(compare.data_before(cfg, self.start)))
         self.problems = [problem for problems in self.corrupt.values() for problem in problems]
+        self.warnings = [f"corrupt, set aside: {problem}" for problem in self.problems]
+        changes = compare.changes_since(cfg, self.start)
+        if changes:
+            self.warnings.append(compare.describe_changes(self.start, changes))
+        other_tokenizer = compare.other_tokenizer(cfg, self.start, tokenizer_files)
+        if other_tokenizer:  # allow_changed may allow it
+            self.warnings.append(other_tokenizer)
+        if not cfg.checkpoint:
+            self.warnings.append("no [checkpoint]: nothing will be saved")
         self.saver = (
             Saver(cfg, self.start, tokenizer_files) if cfg.checkpoint and not evaluating else None
         )
         self.report = report
         self.background = futures.ThreadPoolExecutor(1, "saver")
-        # (step, its save) until that is reported
-        self.pending: tuple[int, futures.Future] | None = None
+        self.pending: futures.Future | None = None  # the previous save: its problem
         # in host memory: the shards that async_save copied last
         self.buffers: dict[str, Tensor] = {}
         # the fingerprint of the adapters' frozen base; None without adapters
@@ -97,22 +93,24 @@ class Checkpointer:
 
     def restore(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, base: str | None = None
-    ) -> State:
-        """Loads the chosen checkpoint, if any, into model and optimizer. base: the fingerprint of
-        the frozen weights that adapters are trained on. Raises ConfigError if it is not that of the
-        checkpoint's adapters."""
+    ) -> Progress:
+        """Loads the chosen checkpoint, if any, into model and optimizer, and returns its progress.
+        base: the fingerprint of the frozen weights that adapters are trained on. Raises ConfigError
+        if it is not that of the checkpoint's adapters."""
         self.base = base
         if self.start not in self.found:
-            return State()
+            return Progress()
         folder = catalog.path_of(self.cfg, self.start)
         on_rank_zero(lambda: compare.check_base(folder, self.cfg.model.init_from, self.base))
         restore(folder, model, optimizer)
         saved = on_rank_zero(lambda: catalog.read_state(folder))
-        state: dict[str, int] = {"tokens": self.start * config.tokens_per_step(self.cfg)}
-        for field in dataclasses.fields(State):
-            if field.name in saved:  # a version before it did not save it
-                state[field.name] = saved[field.name]
-        return State(**state)
+        try:
+            counts = {field.name: saved[field.name] for field in fields(Progress)}
+        except KeyError as missing:
+            raise ConfigError(
+                f"{folder}: another version saved it: its state has no {missing}"
+            ) from None
+        return Progress(**counts)
 
     def is_due(self, step: int, stopping: bool) -> bool:
         if not (self.saver and self.cfg.checkpoint):
@@ -125,66 +123,57 @@ class Checkpointer:
 
     def save(
         self,
-        state: State,
+        progress: Progress,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         stopping: bool,
-        data: list[dict],
         before_publishing: Callable[[], None] = lambda: None,
     ) -> None:
-        """With async_save, training waits only for the copy of the shards to host memory. Raises
-        SaveFailed if the last checkpoint of a launch cannot be written, and FloatingPointError if
-        weights are not finite.
+        """With async_save, training waits only for the copy of the shards to host memory. A save
+        that fails is reported, and the next one tries again; but raises SaveFailed if it is the last
+        of a launch, and FloatingPointError if weights are not finite.
 
-        stopping: whether the run stops after this step. data: Dataset.fingerprint() of this step.
-        before_publishing: called on rank 0 before the checkpoint is published; an OSError of it
-        fails the save."""
+        stopping: whether the run stops after this step. before_publishing: called on rank 0 before
+        the checkpoint is published; an OSError of it fails the save."""
         saver, settings = self.saver, self.cfg.checkpoint
         assert saver and settings, "save() is for steps in which is_due()"
         # the previous save may still be purging, which may read a lot of data
         saver.stopping = stopping
-        self.finish_pending_save(wait=True)
+        if self.pending:
+            self.pending.result()
         tensors = tensors_of(model, optimizer)
         if settings.async_save:
             tensors = staged(tensors, self.buffers, self.world.device)
+        step = progress.step
         content = {
-            **dataclasses.asdict(state),
+            **asdict(progress),
             "config": config.to_dict(self.cfg),
-            "data": data,
+            "data": self.dataset.fingerprint(),
             "base": self.base,
             "ranks": self.world.size,
             "torch": torch.__version__,
         }
 
-        def work(saver: Saver) -> None:
+        def work(saver: Saver) -> str | None:
             # the current device is per thread, and DCP uses it; torch.cpu has the function too, and
             # it does nothing
             torch.get_device_module(self.world.device).set_device(self.world.device)
-            saver.write(state.step, tensors, content, before_publishing)
+            problem = None
+            try:
+                saver.write(step, tensors, content, before_publishing)
+            except SaveFailed as error:
+                problem = str(error)
+            if self.world.rank == 0:
+                self.report(step, problem)
             saver.purge()  # a no-op if the run is stopping
+            return problem
 
-        self.pending = state.step, self.background.submit(work, saver)
-        last = stopping or state.step == self.cfg.train.steps
-        if last or not settings.async_save:
-            self.finish_pending_save(wait=True, required=last)
-
-    def finish_pending_save(self, wait: bool = False, required: bool = False) -> None:
-        """Reports the previous save once it is done; wait=True blocks until it is. After a failure,
-        training continues and the next save tries again; with `required`, raises SaveFailed
-        instead."""
-        if not self.pending or not (wait or self.pending[1].done()):
-            return
-        step, save = self.pending
-        self.pending = None
-        problem = None
-        try:
-            save.result()
-        except SaveFailed as error:
-            problem = str(error)
-            if required:
-                raise SaveFailed(f"the last checkpoint was not saved: {problem}") from None
-        if self.world.rank == 0:
-            self.report(step, problem)
+        self.pending = self.background.submit(work, saver)
+        is_last = stopping or step == self.cfg.train.steps
+        if is_last or not settings.async_save:
+            problem = self.pending.result()
+            if problem and is_last:
+                raise SaveFailed(f"the last checkpoint was not saved: {problem}")
 
     def purge(self) -> None:
         """At the end of training: removes the checkpoints that keep_last and keep_every_steps do
@@ -192,10 +181,10 @@ class Checkpointer:
         if self.saver:
             self.saver.purge()
 
-    def wait(self, seconds: float | None = None) -> None:
-        """Waits until a pending save has succeeded or failed; callable from any thread."""
-        if pending := self.pending:
-            futures.wait([pending[1]], seconds)
+    def wait(self) -> None:
+        """Waits until a pending save has succeeded or failed."""
+        if self.pending:
+            futures.wait([self.pending])
 
 
 def resolve_param_dtype(cfg: config.Config, world: World) -> config.Config:
@@ -208,7 +197,7 @@ def resolve_param_dtype(cfg: config.Config, world: World) -> config.Config:
     if dtype is None:
         is_native = all(all_gather_objects(has_native_bfloat16(world.device)))
         dtype = "bfloat16" if is_native else "float32"
-    return dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, param_dtype=dtype))
+    return replace(cfg, parallel=replace(cfg.parallel, param_dtype=dtype))
 
 
 def staged(

@@ -3,10 +3,12 @@ of adapters."""
 
 import pathlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import config
 import schema
+from checkpoint import catalog
 from checkpoint.catalog import path_of, read_state
 from config import ConfigError
 
@@ -39,6 +41,25 @@ OF_TRAINING = re.compile(
     r"(model|data|optim|lora)\.(?!path$|tokenizer$|init_from$).*|train\.(?!micro_batch_size$).*|"
     r"parallel\.(\w+_dtype|keep_fp32|float8)|run\.seed"
 )
+
+
+def starting_point(
+    cfg: config.Config,
+    evaluating: bool,
+    problems_with: Callable[[pathlib.Path], list[str]] = catalog.problems_without_hashing,
+    once: Callable[[Callable[[], Any]], Any] = lambda work: work(),
+) -> tuple[list[int], int, dict[int, list[str]]]:
+    """Whether and where a run may start, resume or be evaluated: (the steps of its checkpoints; the
+    step to resume after, 0 for a new run; problems of newer checkpoints, by step).
+
+    The launcher compares sizes; the ranks hash (problems_with), and one of them looks at the disk
+    for all (once). Raises ConfigError if `resume` contradicts the checkpoints, none is good, or the
+    one that is chosen is another run's.
+    """
+    saved = once(lambda: catalog.steps(cfg))
+    step, corrupt = catalog.choose(cfg, saved, problems_with, evaluating)
+    once(lambda: check_same_run(cfg, step, SAME_OUTPUTS if evaluating else GUARDED))
+    return saved, step, corrupt
 
 
 def changed_options(cfg: config.Config, step: int, names: re.Pattern) -> dict[str, tuple[str, str]]:

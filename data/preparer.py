@@ -4,6 +4,7 @@ It goes on while the ranks train, which only read its record. If it is killed, o
 network fails, it is started again. If the text is wrong, the launcher stops the run.
 """
 
+import contextlib
 import subprocess
 import time
 
@@ -28,22 +29,23 @@ class Preparer:
         """ranks: that train on this machine."""
         self.ranks = ranks
         self.command: list[str] = []
+        self.configuration = ""  # as TOML, for its stdin: a file that is edited changes nothing
         self.child: subprocess.Popen | None = None
         self.pause = FIRST_PAUSE
         self.next_start = 0.0  # the earliest time of the next start, by time.monotonic()
         self.exit_code: int | None = 0  # of the process; None while it runs
 
-    def begin(self, cfg: config.Config, words: list[str]) -> None:
+    def begin(self, cfg: config.Config) -> None:
         """Begins or checks the folders. Waits until ranks can start: until all is prepared or, of
-        text that grows, until its first rows have proved to be right.
-
-        words: the command line of the configuration. Raises ConfigError and OSError."""
+        text that grows, until its first rows have proved to be right. Raises ConfigError and
+        OSError."""
         begin_all(cfg)
         if is_prepared(cfg):
             return
         grows = trains_meanwhile(cfg)
         ranks = self.ranks if grows else 0
-        self.command = [*python_command(MAIN), *words, f"--beside={ranks}"]
+        self.command = [*python_command(MAIN), "/dev/stdin", f"--beside={ranks}"]
+        self.configuration = config.to_toml(cfg)
         self._start()
         while not is_prepared(cfg, whole=not grows):
             if self.has_failed():
@@ -68,7 +70,13 @@ class Preparer:
 
     def _start(self) -> None:
         # in a session of its own: Ctrl-C in the terminal reaches only the launcher
-        self.child = subprocess.Popen(self.command, start_new_session=True)
+        self.child = subprocess.Popen(
+            self.command, stdin=subprocess.PIPE, start_new_session=True, text=True
+        )
+        assert self.child.stdin  # a pipe
+        with contextlib.suppress(BrokenPipeError):  # it has been killed
+            self.child.stdin.write(self.configuration)
+            self.child.stdin.close()
         self.exit_code = None
         self.next_start = time.monotonic() + self.pause
         self.pause = min(LONGEST_PAUSE, 2 * self.pause)

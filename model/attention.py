@@ -16,7 +16,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
     """Grouped-query attention of q (B, H, T, E) to k and v (B, K, T, E); returns (B, H, T, E).
 
-    mask comes from make_mask(). None is the plain causal mask.
+    mask comes from make_mask(). None is the plain causal mask; of a single query, in generation, all
+    keys come before it.
     """
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
@@ -33,7 +34,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) 
         v = v.repeat_interleave(groups, dim=1)
         grouped = False
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1, enable_gqa=grouped
     )
 
 
@@ -105,9 +106,5 @@ class Cache(Protocol):
 
     blocks: list[KVCache]
 
-    def advance(self, new: int) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Begins a pass over `new` tokens. Returns (mask, positions, newest).
-
-        mask is None (causal) or (B, 1, 1, S). positions are (B, T). newest (B, 1) is the index of
-        each row's newest token among the new ones: shorter rows are padded.
-        """
+    def advance(self, new: int) -> range:
+        """Begins a pass over `new` tokens, and returns their positions."""

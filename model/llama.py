@@ -217,9 +217,8 @@ class Block(nn.Module):
     exist, and ranks that differ in this would reduce different amounts. An expert without tokens
     still needs a gradient, of zeros.
 
-    __init__ assigns Linear layers in the order in which forward calls them. Selective activation
-    checkpointing saves every n-th output, and numbers the layers in the order of named_modules()
-    (check_matmul_order refuses any other).
+    __init__ assigns Linear layers in the order in which forward calls them: selective activation
+    checkpointing saves every n-th output, and numbers the layers in the order of named_modules().
 
     A forward that only calls the two halves below is compiled in two graphs, any other one whole
     (compile_block in parallel/parallelize.py).
@@ -351,14 +350,12 @@ class Llama(nn.Module):
 
         With context parallelism, tokens, targets and positions are local, documents those of the
         full sequence. With a cache, pass only tokens that it does not hold yet; the logits
-        (B, 1, V) are those of each row's newest token.
+        (B, 1, V) are those of the newest token.
         """
-        mask = self.build_mask(documents)
-        newest = None
-        if cache is not None:
-            mask, positions, newest = cache.advance(tokens.shape[1])
+        mask = None if cache else self.build_mask(documents)
         if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # (1, T)
+            span = cache.advance(tokens.shape[1]) if cache else range(tokens.shape[1])
+            positions = torch.arange(span.start, span.stop, device=tokens.device)[None]  # (1, T)
         cos, sin = rope_tables(self.config, positions)  # (B or 1, T, 1, E)
 
         x = self.embedding(tokens)  # (B, T) -> (B, T, D)
@@ -368,8 +365,8 @@ class Llama(nn.Module):
             if isinstance(x, tuple):
                 x, block_terms = x
                 terms = add_terms(terms, block_terms, f"blocks.{i}")
-        if newest is not None:
-            x = x.take_along_dim(newest[:, :, None], dim=1)  # (B, T, D) -> (B, 1, D)
+        if cache is not None:
+            x = x[:, -1:]  # (B, T, D) -> (B, 1, D)
         return self.head(x, targets, terms if self.training else None, **loss_options)
 
     def build_mask(self, documents: Tensor | None) -> Tensor | BlockMask | None:

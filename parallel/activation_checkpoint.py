@@ -10,33 +10,28 @@ The option `recompute` names a mode:
     "selective"     every block saves the outputs of attention and of every second matmul
 
 The last two are selective: a policy decides for each operator whether to save its output. It tells
-the matmuls of linear layers apart by their number, in the order in which forward calls them. This
-must be the order of named_modules(), which check_matmul_order() verifies. In a compiled model no
-policy is needed for "elementwise" (leave_to_compiler). FlexAttention that is not compiled with its
-block is no operator: eager_attention.py saves it.
+the matmuls of linear layers apart by their number, in the order in which forward calls them, and
+takes that for the order of named_modules(): of a block that calls them in another, it saves other
+outputs, with the same result. In a compiled model no policy is needed for "elementwise"
+(leave_to_compiler). FlexAttention that is not compiled with its block is no operator:
+eager_attention.py saves it.
 """
 
-import contextlib
 import functools
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch._functorch.config
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.func import functional_call
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import config
-from config import ConfigError
 from model.llama import Block, Linear, Llama
 from parallel.eager_attention import with_saved_attention
 from parallel.torch_patches import drop_advice_on_policies
@@ -210,114 +205,3 @@ def save_expensive_ops(
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-# Selective checkpointing: the order of the matmuls
-
-
-def check_matmul_order(model: Llama, recompute: str, seq_len: int) -> None:
-    """Verifies that forward calls a block's matmuls in the order that selective modes count on.
-
-    A block must call each nn.Linear once, in the order of named_modules(), and no other matmul in
-    between. Raises ConfigError if a block does not. Runs the plain model's forward on the meta
-    device.
-    """
-    where = f'[parallel] recompute = "{recompute}": numbers the matmuls of a block'
-    advice = 'or use recompute = "none", "full" or every n-th block'
-    names = {module: name for name, module in model.named_modules()}
-    order = MatmulOrder(matmuls_of(model))
-    try:
-        blocks = run_on_meta(model, order, seq_len)
-    except RuntimeError as error:
-        # Also NotImplementedError, for shapes and branches that depend on values.
-        raise ConfigError(
-            f"{where}, whose order is unknown: {order.operator} in {names[order.running[-1]]} "
-            "fails on the meta device, without values; take an operator whose shapes do not "
-            f"depend on them, {advice}"
-        ) from error
-    for block in blocks:
-        modules = set(block.modules())
-        expected = [names[module] for module in block.modules() if isinstance(module, nn.Linear)]
-        called = [names[module] for module in order.matmuls if module in modules]
-        pairs = itertools.zip_longest(expected, called, fillvalue="nothing")
-        for number, (expected_name, called_name) in enumerate(pairs, 1):
-            if called_name != expected_name:
-                raise ConfigError(
-                    f"{where} in the order of named_modules(), but number {number} of "
-                    f"{names[block]} is of {called_name} in forward, of {expected_name} in that "
-                    "order; assign the linear layers in __init__ in the order in which forward "
-                    f"calls them, each once and with no matmul in between, {advice}"
-                )
-
-
-class MatmulOrder(TorchDispatchMode):
-    """Records the innermost running module of each matmul."""
-
-    def __init__(self, matmul_operators: set):
-        super().__init__()
-        self.matmul_operators = matmul_operators
-        self.running: list[nn.Module] = []  # the innermost last
-        self.matmuls: list[nn.Module] = []
-        self.operator: Any = None  # the last one called, for the error if it fails
-
-    def enter(self, module: nn.Module, args: tuple) -> None:
-        self.running.append(module)
-
-    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.running.pop()
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.operator = operator
-        if operator in self.matmul_operators:
-            self.matmuls.append(self.running[-1])
-        return operator(*args, **(kwargs or {}))
-
-
-def run_on_meta(model: Llama, order: MatmulOrder, seq_len: int) -> list[nn.Module]:
-    """Runs the model's forward on the meta device, recorded by `order`.
-
-    Runs one block of each kind and returns these blocks.
-    """
-    first_of_kind: dict[tuple, nn.Module] = {}
-    outputs: dict[tuple, Any] = {}
-
-    def run_first_of_kind(block: nn.Module, forward: Callable, *args, **kwargs) -> Any:
-        # The output of the first block stands for the others', since meta tensors have no values.
-        kind = kind_of(block)
-        if kind not in outputs:
-            first_of_kind[kind] = block
-            outputs[kind] = forward(*args, **kwargs)
-        return outputs[kind]
-
-    with contextlib.ExitStack() as stack:
-        for block in model.blocks:
-            forward = partial(run_first_of_kind, block, block.forward)
-            stack.enter_context(mock.patch.object(block, "forward", forward))
-        stack.enter_context(order)
-        stack.callback(register_module_forward_pre_hook(order.enter).remove)
-        stack.callback(register_module_forward_hook(order.leave).remove)
-        tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
-        functional_call(model, cast_parameters(model, torch.bfloat16), tokens)
-    return list(first_of_kind.values())
-
-
-def kind_of(block: nn.Module) -> tuple:
-    """Equal for blocks with equal modules and attributes, except tensors and floats."""
-    kind = []
-    for name, module in block.named_modules():
-        attributes = [
-            (key, value)
-            for key, value in vars(module).items()
-            if value is None or isinstance(value, int | str)
-        ]
-        kind.append((name, type(module), *attributes))
-    return tuple(kind)
-
-
-def cast_parameters(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The parameters in the dtype that they compute in, by name: grouped_mm() needs bfloat16."""
-    parameters = {}
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point():
-            parameters[name] = parameter.detach().to(dtype)
-    return parameters

@@ -5,11 +5,7 @@ from torch import nn
 
 import config
 from model.llama import Llama
-from parallel.activation_checkpoint import (
-    apply_activation_checkpointing,
-    check_matmul_order,
-    leave_to_compiler,
-)
+from parallel.activation_checkpoint import apply_activation_checkpointing, leave_to_compiler
 from parallel.fsdp import apply_fsdp
 from parallel.mesh import World
 
@@ -26,11 +22,6 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     if p.compile:
         has_collectives = world.tp > 1 or world.cp > 1
         recompute = leave_to_compiler(recompute, has_collectives)
-
-    # Selective checkpointing identifies matmuls by their order in forward. The check of that order
-    # needs the plain model.
-    if recompute in config.SELECTIVE:
-        check_matmul_order(model, recompute, cfg.train.seq_len)
 
     # 0. Float8 changes what a linear layer computes, and what FSDP2 all-gathers for it.
     if p.float8 != "none":

@@ -30,6 +30,22 @@ def set_default_timeout(timeout: datetime.timedelta) -> None:
     dist.distributed_c10d.default_pg_timeout = timeout
 
 
+def shorten_nccl_timeout(seconds: float) -> None:
+    """Sets the timeout of NCCL's collectives, of all process groups; a no-op without NCCL.
+
+    In all versions a group keeps the timeout that it was made with, and NCCL records what it waits
+    for (its flight recorder) only when that is over.
+    Test: test_torch_patches.py, test_nccl_times_out_before_the_watchdog.
+    """
+    if not dist.is_nccl_available():
+        return
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if torch.device("cuda") in group._device_types:
+            backend = group._get_backend(torch.device("cuda"))
+            if isinstance(backend, dist.ProcessGroupNCCL):
+                backend._set_default_timeout(datetime.timedelta(seconds=seconds))
+
+
 def report_wait_for_nodes() -> None:
     """Has torchrun report that it waits for the torchrun of other nodes.
 

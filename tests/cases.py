@@ -5,10 +5,7 @@ import functools
 import gc
 import hashlib
 import math
-import os
 import pathlib
-import resource
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,14 +20,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
-import files
 import generate
-from checkpoint.catalog import path_of
 from checkpoint.load import Reader, tensors_of
 from checkpoint.save import Saver
 from config import ConfigError
 from data.loader import inputs_and_targets
-from lifecycle.process_group import distributed
 from model.build import meta_model
 from model.llama import Llama, after_weight_update, named_parameters
 from parallel import materialize as materialize_module
@@ -38,6 +32,9 @@ from parallel.fsdp import reshard, set_communication, unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, build_mesh, fsdp_mesh
 from parallel.parallelize import parallelize
+from run.rank import distributed
+from run.run import Run
+from run.watchdog import Watchdog
 from tests import forks
 from tests.conftest import compiled_by, make_config, rows
 
@@ -45,41 +42,6 @@ from tests.conftest import compiled_by, make_config, rows
 def process_group():
     """This process's World, for 1, 2, 3, 4 or 8 ranks."""
     return distributed(make_config(train={"global_batch_size": 24, "micro_batch_size": 1}))
-
-
-def file_limits(limits: tuple[int, int]) -> tuple[int, int]:
-    """The (soft, hard) limit of open files of a rank that was started with these limits."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    with process_group():
-        return resource.getrlimit(resource.RLIMIT_NOFILE)
-
-
-def device_error(types: list[str]) -> str:
-    """The error of a run whose ranks find these types of device, "" for none."""
-    rank = int(os.environ["RANK"])
-
-    def pick(*_: object) -> torch.device:
-        if types[rank] == "none":
-            raise ConfigError(f"rank {rank} has no GPU")
-        return torch.device(types[rank])
-
-    def late(
-        store: dist.Store, key: str
-    ) -> bytes:  # by when rank 0, which serves the store, could be gone
-        time.sleep(rank)
-        return dist.Store.get(store, key)
-
-    with (
-        mock.patch("lifecycle.process_group.pick_device", pick),
-        mock.patch("torch.cuda.set_device"),
-        mock.patch.object(dist.TCPStore, "get", late),
-        mock.patch("lifecycle.process_group.platform.node", lambda: f"node{rank}"),
-    ):
-        try:
-            with process_group():
-                return ""
-        except ConfigError as error:
-            return str(error)
 
 
 def world_for(cfg: config.Config, world: World) -> World:
@@ -156,17 +118,15 @@ def run_training(cfg: config.Config, world: World) -> None:
     """One run in its folder, as train.py's main() does it, but for the sample: to write takes longer than to train."""
     import train
     from checkpoint.checkpointer import resolve_param_dtype
-    from lifecycle.run import Run
-    from lifecycle.stop import StopRequest
 
     cfg = resolve_param_dtype(cfg, world)
-    with (
-        Run(cfg, world, None, StopRequest()) as run,
-        mock.patch("train.log_sample"),
-        mock.patch.multiple("lifecycle.run.gc", freeze=mock.DEFAULT, unfreeze=mock.DEFAULT),
-    ):
-        # parallel/ranks.py has frozen
+    run = Run(cfg, world, Watchdog(world.rank, None), None)
+    with mock.patch("train.log_sample"):
         train.train(cfg, world, run)
+    run.end()
+    assert run.claim or world.rank
+    if run.claim:
+        run.claim.release()  # the next run of this process may have the same folder
 
 
 def modes_of(sections: dict, output: str) -> set[tuple[bool, bool]]:
@@ -180,122 +140,6 @@ def modes_of(sections: dict, output: str) -> set[tuple[bool, bool]]:
     cfg = make_config(**sections, run={"name": "modes", "output_dir": output})
     with process_group() as world, mock.patch.object(Llama, "forward", noting):
         run_training(cfg, world_for(cfg, world))
-    return found
-
-
-def timed_as(sections: dict, output: str) -> set[tuple[str, tuple[str, ...]]]:
-    """(what a run does, what its time counts as) of loading, evaluating and saving."""
-    import train
-    from checkpoint.checkpointer import Checkpointer
-    from data.loader import Loader
-    from lifecycle.run import Run
-
-    found = set()
-    now = []
-    phase = Run.phase
-
-    @contextlib.contextmanager
-    def noted(run: Run, name: str):
-        now.append(name)
-        with phase(run, name):
-            yield
-        now.pop()
-
-    def noting(name: str, function: Callable) -> Callable:
-        return lambda *arguments: (found.add((name, tuple(now))), function(*arguments))[1]
-
-    cfg = make_config(**sections, run={"name": "timed", "output_dir": output})
-    with (
-        process_group() as world,
-        mock.patch.object(Run, "phase", noted),
-        mock.patch.object(Loader, "__next__", noting("load", Loader.__next__)),
-        mock.patch.object(Checkpointer, "save", noting("save", Checkpointer.save)),
-        mock.patch.object(train, "evaluate", noting("evaluate", train.evaluate)),
-    ):
-        run_training(cfg, world_for(cfg, world))
-    return found
-
-
-def phases_of(sections: dict, output: str) -> set[tuple[str, str]]:
-    """(what a run does, the phase whose time limit it has) of two launches, the second of one more step."""
-    from checkpoint.checkpointer import Checkpointer
-    from data.loader import Loader
-    from lifecycle.watchdog import Watchdog
-
-    found = set()
-    now = []
-    phase = Watchdog.phase
-
-    def begun(watchdog: Watchdog, name: str, *arguments) -> None:
-        now[:] = [name]
-        phase(watchdog, name, *arguments)
-
-    def noting(name: str, function: Callable) -> Callable:
-        return lambda *arguments, **options: (
-            found.add((name, *now)),
-            function(*arguments, **options),
-        )[1]
-
-    forward = {
-        mode: noting(name, Llama.forward) for mode, name in ((True, "train"), (False, "evaluate"))
-    }
-    with (
-        process_group() as world,
-        mock.patch.object(Watchdog, "phase", begun),
-        mock.patch.object(
-            Llama,
-            "forward",
-            lambda model, *arguments, **options: forward[model.training](
-                model, *arguments, **options
-            ),
-        ),
-        mock.patch.object(Loader, "__next__", noting("load", Loader.__next__)),
-        mock.patch.object(Checkpointer, "restore", noting("restore", Checkpointer.restore)),
-        mock.patch.object(Checkpointer, "save", noting("save", Checkpointer.save)),
-    ):
-        for steps in (2, 3):
-            cfg = make_config(
-                **sections, train={"steps": steps}, run={"name": "phases", "output_dir": output}
-            )
-            run_training(cfg, world_for(cfg, world))
-    return found
-
-
-def rows_synced_before_publishing(sections: dict, output: str) -> list[tuple[str, list[int]]]:
-    """(each checkpoint, the steps whose rows are on disk when it is published)."""
-    found = []
-    synced = []
-    fsync = os.fsync
-    publish = files.publish
-
-    def noting(handle: int) -> None:
-        fsync(handle)
-        path = pathlib.Path(os.readlink(f"/proc/self/fd/{handle}"))
-        if path.name == "metrics.jsonl":
-            synced[:] = [row["step"] for row in rows(path.parent)]
-
-    def published(temporary: pathlib.Path, final: pathlib.Path) -> None:
-        found.append((final.name, synced[:]))
-        publish(temporary, final)
-
-    cfg = make_config(**sections, run={"name": "synced", "output_dir": output})
-    with (
-        process_group() as world,
-        mock.patch("os.fsync", noting),
-        mock.patch("files.publish", published),
-    ):
-        run_training(cfg, world_for(cfg, world))
-    return found
-
-
-def saved_after_an_evaluation(cases: list[dict], output: str) -> list[set[str]]:
-    """What tensors the checkpoint holds that is saved right after an evaluation, of each case."""
-    found = []
-    with process_group() as world:
-        for number, sections in enumerate(cases):
-            cfg = make_config(**sections, run={"name": str(number), "output_dir": output})
-            run_training(cfg, world_for(cfg, world))
-            found.append({*Reader(path_of(cfg, cfg.train.steps)).metadata.state_dict_metadata})
     return found
 
 
@@ -370,22 +214,6 @@ def samples_by_who_has_the_tokenizer(who: list[list[int]]) -> list[bool]:
             )
             found.append(generated.called)
     return found
-
-
-def timeouts() -> set[float]:
-    """Seconds, of all process groups that a run makes."""
-    cfg = make_config(run={"start_timeout_seconds": 7200.0}, parallel={"dp_replicate": 2, "cp": 2})
-    with distributed(cfg) as world:
-        parallelize(meta_model(cfg.model), cfg, world)
-        groups = [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1]
-        assert len(groups) >= 4
-        for name, mesh in (("tp", world.mesh), ("cp", build_mesh("cpu", (2, 2, 1, 1)))):
-            # of one rank each, which needs no sockets
-            assert dist.get_backend(mesh[name].get_group()) == "fake"
-        return {
-            group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-            for group in groups
-        }
 
 
 def over_meshes(
@@ -482,12 +310,12 @@ def bfloat16_updates() -> dict[str, list[str]]:
 
 def nan_on_one_rank() -> tuple[bool, str]:
     """(did any weight change, the error) of a step in which rank 1 alone has a NaN in its gradient."""
-    from optim import FiniteGuard, build_optimizer, clip_gradients
+    from optim import FiniteGuard, Progress, build_optimizer, clip_gradients
 
     with process_group() as world:
         model = build(make_config(), world)
         optimizer = build_optimizer(model, make_config().optim)
-        guard = FiniteGuard(optimizer, world.device, 0)
+        guard = FiniteGuard(optimizer, world.device, 0, Progress())
         before = [p.to_local().clone() for p in model.parameters()]
         ids = torch.zeros((2, 9), dtype=torch.int64)
         model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
@@ -809,8 +637,6 @@ def train_with_units(steps: int, sections: dict, output: str, units: list[bool])
     model computed in."""
     from checkpoint.checkpointer import resolve_param_dtype
     from evaluate import evaluate_newest
-    from lifecycle.run import Run
-    from lifecycle.stop import StopRequest
 
     computed, forward = set(), torch.nn.functional.linear
 
@@ -833,8 +659,7 @@ def train_with_units(steps: int, sections: dict, output: str, units: list[bool])
             run_training(cfg, world)
         else:
             cfg = resolve_param_dtype(cfg, world)
-            with Run(cfg, world, None, StopRequest()) as run:
-                evaluate_newest(cfg, world, run)
+            evaluate_newest(cfg, world, Run(cfg, world, Watchdog(world.rank, None), None))
     return " and ".join(computed)
 
 
@@ -849,9 +674,10 @@ def generated(
     with process_group() as world, torch.compiler.set_stance("force_eager"):
 
         def by(which: torch.nn.Module, temperature: float) -> list:
-            return list(
-                generate(which, prompts, count, 24, world.device, temperature, 0.95, seed=3)
-            )
+            return [
+                list(generate(which, prompt, count, 24, world.device, temperature, seed=3))
+                for prompt in prompts
+            ]
 
         for sections in cases:
             cfg = make_config(**sections)

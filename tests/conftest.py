@@ -38,7 +38,6 @@ from parallel.materialize import ReadShard, materialize
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
 from tests.gloo import run_on_ranks
-from tests.warm import warm_python
 
 torch.set_num_threads(1)
 REPO = pathlib.Path(__file__).parent.parent
@@ -349,14 +348,14 @@ def launch(
     repo: pathlib.Path = REPO,
     **env: str,
 ) -> subprocess.CompletedProcess:
-    """repo/run_train.sh with a Python that need not load torch; of PYTHON=sys.executable, with one that must."""
+    """repo/run_train.sh, to its end."""
     return subprocess.run(
         [repo / "run_train.sh", *map(str, arguments)],
         cwd=cwd,
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHON": warm_python(), "NPROC": str(nproc), **env},
+        env={**os.environ, "PYTHON": sys.executable, "NPROC": str(nproc), **env},
     )
 
 
@@ -364,13 +363,14 @@ def train_run(cfg: config.Config, world: World) -> list[dict]:
     """One run as train.py has it, on ranks that exist; its training rows."""
     import train
     from checkpoint.checkpointer import resolve_param_dtype
-    from lifecycle.run import Run
-    from lifecycle.stop import StopRequest
+    from run.run import Run
+    from run.watchdog import Watchdog
 
     cfg = resolve_param_dtype(cfg, world)
     world = mesh_for(cfg, world)
-    with Run(cfg, world, None, StopRequest()) as run:
-        train.train(cfg, world, run)
+    run = Run(cfg, world, Watchdog(world.rank, None), None)
+    train.train(cfg, world, run)
+    run.end()
     return rows(config.run_folder(cfg))
 
 

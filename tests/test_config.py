@@ -20,7 +20,6 @@ import config
 import schema
 from config import ConfigError
 from tests.conftest import REPO, TINY, launch, make_config, needs_extra, shipped_configs, tables
-from tests.warm import warm_python
 
 pytestmark = pytest.mark.quick
 
@@ -636,7 +635,7 @@ def test_it_may_be_called_through_a_link_and_with_any_cdpath(tmp_path):
             cwd=cwd,
             capture_output=True,
             text=True,
-            env={**os.environ, "PYTHON": warm_python(), "CDPATH": f"{REPO.parent}:."},
+            env={**os.environ, "PYTHON": sys.executable, "CDPATH": f"{REPO.parent}:."},
         )
         assert done.returncode == 0 and json.loads(done.stdout), done.stderr
 

@@ -25,7 +25,6 @@ import config
 import metrics
 from metrics import Recorder, Rows, console_line, read_rows
 from tests.conftest import REPO, launch, make_config, needs_extra, rows
-from tests.warm import warm_python
 
 pytestmark = pytest.mark.quick
 
@@ -371,7 +370,7 @@ def test_the_loss_is_colored_on_a_terminal_alone(write_config, tmp_path, no_colo
     )
     path = write_config("seen", train={"steps": 2})
     with subprocess.Popen(
-        [warm_python(), "train.py", path], cwd=REPO, env=env, stdout=child_end, stdin=child_end
+        [sys.executable, "train.py", path], cwd=REPO, env=env, stdout=child_end, stdin=child_end
     ):
         os.close(child_end)
         shown = b""

@@ -13,7 +13,7 @@ from model.llama import Llama
 from optim import (
     FiniteGuard,
     NoTargets,
-    StepsWithoutTarget,
+    Progress,
     build_optimizer,
     clip_gradients,
     gradient_norm,
@@ -196,7 +196,8 @@ OPTIMIZERS = {  # the first two skip a step by themselves, for the others it is 
 def test_a_non_finite_gradient_changes_nothing(kind, bad):
     parameter = torch.nn.Parameter(torch.ones(4, 4))
     optimizer = OPTIMIZERS[kind](parameter)
-    guard = FiniteGuard(optimizer, torch.device("cpu"), limit=1)
+    progress = Progress()
+    guard = FiniteGuard(optimizer, torch.device("cpu"), 1, progress)
 
     def step(number: int, gradient: float) -> None:
         parameter.grad = torch.full_like(parameter, gradient)
@@ -211,11 +212,11 @@ def test_a_non_finite_gradient_changes_nothing(kind, bad):
     assert all(torch.equal(value, state[key]) for key, value in optimizer.state[parameter].items())
     step(3, 1.0)  # one may be skipped, and this one counts again
     assert not torch.equal(parameter, before)
-    guard.counts()
-    assert guard.skipped == 1
+    guard.check()
+    assert progress.skipped_steps == 1
     step(4, bad), step(5, bad)
     with pytest.raises(FloatingPointError, match="step 5: the gradient is not finite"):
-        guard.counts()
+        guard.check()
 
 
 @pytest.mark.parametrize("limit, factor", [(2.0, 0.25), (7.9, 7.9 / 8), (8.1, 1.0), ("off", 1.0)])
@@ -232,19 +233,20 @@ def test_a_gradient_is_made_shorter_and_never_longer(kind, limit, factor):
     assert torch.allclose(moment, torch.full((4, 4), -0.2 * factor), rtol=1e-6)
 
 
-def test_steps_without_a_target_are_told_now_and_then_and_a_hundred_in_a_row_end_a_run(caplog):
+def test_steps_without_a_target_are_logged_now_and_then_and_a_hundred_in_a_row_end_a_run(caplog):
     """Also if the run was stopped among them."""
-    counted = StepsWithoutTarget()
+    progress = Progress()
     for step in range(1, 200):
-        counted.count(step, valid_tokens=7 if step == 100 else 0)
-    told = re.findall(r"step (\d+): no token .* \(such steps so far: (\d+)\)", caplog.text)
+        progress.count_step(step, 10, valid_tokens=7 if step == 100 else 0)
+    logged = re.findall(r"step (\d+): no token .* \(such steps so far: (\d+)\)", caplog.text)
     powers = [(number, number) for number in (1, 2, 4, 8, 16, 32, 64)]
-    assert [(int(step), int(total)) for step, total in told] == [*powers, (129, 128)]
+    assert [(int(step), int(total)) for step, total in logged] == [*powers, (129, 128)]
+    assert (progress.step, progress.tokens) == (199, 1990)
     with pytest.raises(NoTargets, match="^step 200: no token of the last 100 steps has a loss"):
-        counted.count(200, 0)
+        progress.count_step(200, 10, 0)
     with pytest.raises(NoTargets, match="^step 7: "):
-        StepsWithoutTarget(total=99, in_a_row=99).count(7, 0)
-    assert StepsWithoutTarget(total=99, in_a_row=98).count(7, 0) is None
+        Progress(targetless_steps=99, targetless_in_a_row=99).count_step(7, 10, 0)
+    Progress(targetless_steps=99, targetless_in_a_row=98).count_step(7, 10, 0)
 
 
 def test_on_ranks_all_see_it_and_none_updates(on_ranks):

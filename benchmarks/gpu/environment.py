@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -14,10 +15,15 @@ from benchmarks import REPO
 from benchmarks.gpu.training import FailedCheck
 from benchmarks.kernels import heads
 from config import Config
-from lifecycle.gpus import driver_version, nvidia_smi
-from lifecycle.process_group import pick_device
 from metrics import environment
 from parallel.mesh import World
+from run.rank import pick_device
+
+
+def nvidia_smi(options: str) -> str:
+    """The first line of its output."""
+    output = subprocess.check_output(["nvidia-smi", *options.split()], text=True)
+    return output.splitlines()[0]
 
 
 def identity() -> dict:
@@ -39,7 +45,7 @@ def identity() -> dict:
         facts |= {
             "gpu": properties.name,
             "uuid": str(properties.uuid),
-            "driver": driver_version(),
+            "driver": nvidia_smi("--query-gpu=driver_version --format=csv,noheader"),
         }
     return facts
 
@@ -89,7 +95,7 @@ def device_facts(cfg: Config, world: World) -> dict:
     smi = nvidia_smi(f"--id=GPU-{uuid} --query-gpu=power.limit,clocks.max.sm --format=csv,noheader")
     return {
         "gpus": torch.cuda.device_count(),
-        "driver": driver_version(),
+        "driver": nvidia_smi("--query-gpu=driver_version --format=csv,noheader"),
         "capability": torch.cuda.get_device_capability(),
         "cudnn": torch.backends.cudnn.version(),
         "nccl": torch.cuda.nccl.version(),

@@ -20,7 +20,7 @@ import config
 from extras.planner.masks import flex_attention_patches
 from model.build import meta_model
 from model.llama import Llama, named_parameters
-from parallel.activation_checkpoint import cast_parameters, is_checkpointed
+from parallel.activation_checkpoint import is_checkpointed
 from parallel.fsdp import replicated_parameters, unit_dtypes
 from parallel.mesh import World
 
@@ -156,3 +156,12 @@ def period_of(kinds: list[Kind]) -> int | None:
         if kinds[1:-period] == kinds[1 + period :]:
             return period
     return None
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The parameters in the dtype that they compute in, by name: grouped_mm() needs bfloat16."""
+    parameters = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            parameters[name] = parameter.detach().to(dtype)
+    return parameters

@@ -17,6 +17,7 @@ from argparse import Namespace
 
 import config
 from config import ConfigError
+from data import formats
 from data.dataset import open_dataset
 from data.folder import is_prepared
 from extras.planner.advice import advise, faster
@@ -24,7 +25,15 @@ from extras.planner.devices import Moment, device
 from extras.planner.plan import Asked, planned
 from extras.planner.show import compared, draw, table, verdict
 from files import print_error, print_line
-from lifecycle.gpus import visible_gpus
+from run import DOES_NOT_FIT, FINISHED
+from run.command import Ranks, visible_gpus
+
+
+def main(argv: list[str]) -> int:
+    """The exit code of a dry run."""
+    args, cfg = config.from_command_line(argv, __doc__ or "")
+    cfg, _ = formats.complete(args, cfg)
+    return FINISHED if dry_run(cfg, args) else DOES_NOT_FIT
 
 
 def dry_run(cfg: config.Config, args: Namespace) -> bool:
@@ -79,8 +88,7 @@ def is_for_this_machine(cfg: config.Config, args: Namespace) -> bool:
 def print_lacks(cfg: config.Config) -> None:
     """Prints what this machine lacks for the run, which a launch would refuse: on stderr, so that
     --json stays JSON."""
-    from launch.checks import check_machine
-    from launch.command import Ranks
+    from run.launch import check_machine
 
     try:
         check_machine(cfg, Ranks.from_environment())

@@ -13,12 +13,24 @@ import config
 import files
 from checkpoint import catalog
 from data.folder import is_prepared
-from extras.preflight.finding import Finding, error, warning
+from extras.preflight.finding import Finding, error, trains_on_gpus, warning
 from extras.preflight.sizes import gib, sizes
-from launch.checks import option_that_compiles
-from launch.command import Ranks
+from run.command import Ranks
 
 NO_EXECUTION = getattr(os, "ST_NOEXEC", 0)  # not on macOS
+
+
+def option_that_compiles(cfg: config.Config) -> str | None:
+    """The option for which kernels are compiled on this machine, if there is one."""
+    if cfg.parallel.compile:
+        return "[parallel] compile = true"
+    if not trains_on_gpus(cfg):  # where FlexAttention is compiled even if blocks are not
+        return None
+    if cfg.data.document_mask:
+        return "[data] document_mask = true"
+    if cfg.parallel.cp > 1:
+        return f"[parallel] cp = {cfg.parallel.cp}"
+    return None
 
 
 def kernel_cache(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:

@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+import config
+from run.command import visible_gpus
+
 
 class Finding(NamedTuple):
     text: str
@@ -14,3 +17,8 @@ def error(text: str) -> Finding:
 
 def warning(text: str) -> Finding:
     return Finding(text, is_error=False)
+
+
+def trains_on_gpus(cfg: config.Config) -> bool:
+    """Whether a run would train on this machine's GPUs."""
+    return cfg.run.device == "cuda" or (cfg.run.device == "auto" and visible_gpus() > 0)

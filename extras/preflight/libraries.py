@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import config
 from extras.preflight.finding import Finding, warning
-from launch.command import Ranks
+from run.command import Ranks
 
 NAMES = re.compile(r"lib(nccl|cudnn|cublas|cublasLt)\.so\.\d+")
 LOADED = pathlib.Path("/proc/self/maps")

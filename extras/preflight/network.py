@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import config
 from extras.preflight.finding import Finding, error, warning
-from launch.command import Ranks
-from launch.slurm import first_host, rendezvous_port
+from run.command import Ranks, first_host, rendezvous_port
 
 CONNECT_SECONDS = 3.0
 

@@ -5,7 +5,7 @@ import config
 from config import ConfigError
 from extras.preflight import disks, libraries, limits, network
 from files import print_error
-from launch.command import Ranks
+from run.command import Ranks
 
 # each (cfg, ranks) -> Iterator[Finding]
 CHECKS = (

@@ -28,7 +28,6 @@ import config
 import schema
 from config import ConfigError, run_tool
 from files import print_line, write_atomic
-from lifecycle.folder import earlier_options
 
 log = logging.getLogger("train")
 
@@ -153,7 +152,6 @@ class Run:
         with contextlib.suppress(ConfigError):
             options = schema.flatten(schema.read_toml(str(folder / "config.toml")))
             self.config = {name: schema.toml(value) for name, value in options.items()}
-        self.earlier = [line.strip("# \n") for _, line in earlier_options(folder / "config.toml")]
 
         # Steps of checkpoints. The log also names those that were deleted since.
         self.saved: set[int] = set()
@@ -565,7 +563,6 @@ def summary(run: Run) -> dict[str, str]:
             "peak memory, GiB": round(float(peaks.max()), 2) if len(peaks) else None,
             "launches": run.launches or None,
             "resumed after steps": sorted(run.resumed)[-5:] or None,
-            "options before": "; ".join(run.earlier),
             "saves": len(run.saved),
         }
     )
@@ -608,22 +605,21 @@ def environment(run: Run) -> dict[str, str]:
     typed it."""
     diff = str(run.environment.get("uncommitted") or "").splitlines()
     uncommitted = f"a diff of {len(diff)} lines, in environment.json" if diff else ""
-    return as_column(
-        run.environment | {"uncommitted": uncommitted, "command": typed_command(run.environment)}
-    )
+    shown = run.environment | {
+        "uncommitted": uncommitted,
+        "command": typed_command(run.environment),
+    }
+    for name in ("code", "earlier"):  # hashes of files; the launches before
+        shown.pop(name, None)
+    return as_column(shown)
 
 
 def typed_command(launch: dict) -> str:
-    """The command of a launch's environment.json. That of a rank is the launcher's, which adds
-    --launch."""
+    """The command of a launch's environment.json, which has that of a rank."""
     words = launch.get("command")
     if not isinstance(words, list):
         return ""
-    words = [str(word) for word in words]
-    if not any(word.startswith("--launch=") for word in words):
-        return shlex.join(words)
-    arguments = [word for word in words[1:] if not word.startswith("--launch=")]
-    command = shlex.join(["./run_train.sh", *arguments])
+    command = shlex.join(["./run_train.sh", *map(str, words[1:])])
     ranks = launch.get("ranks")
     hosts = launch.get("hosts")
     if type(ranks) is int and isinstance(hosts, list) and hosts and ranks > len(hosts):
@@ -725,9 +721,9 @@ def report_end(cfg: config.Config, finished: bool) -> None:
     except Exception as error:
         log.warning("report.html: not written: %s", " ".join(str(error).split()))
     if finished:
-        log.info(what_next(cfg, path))
+        print_line(what_next(cfg, path))
     elif path:
-        log.info("report: %s", path)
+        print_line(f"report: {path}")
 
 
 def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
@@ -751,7 +747,7 @@ def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
         # without schedule_steps the learning rate's schedule is as long as the run
         is_stretched = cfg.optim.schedule_steps is None and cfg.optim.schedule != "constant"
         purpose = "more steps, a longer schedule" if is_stretched else "more steps"
-        words = config.words_without("--launch=", "--train.steps=", "--checkpoint.resume=")
+        words = config.words_without("--train.steps=", "--checkpoint.resume=")
         if cfg.checkpoint.resume != "auto":  # the file's, perhaps
             words.append("--checkpoint.resume=auto")
         commands.append(command_line(purpose, *words, f"--train.steps={2 * cfg.train.steps}"))

@@ -25,7 +25,6 @@ from benchmarks.step import build, step_of
 from extras.reports.profiler import Event
 from tests import cases
 from tests.conftest import REPO, make_config
-from tests.warm import warm_python
 
 pytestmark = pytest.mark.early
 
@@ -84,7 +83,7 @@ def check(lines: list[str], content: dict, groups: list[str]) -> None:
 @pytest.mark.slow
 def test_all_of_it_on_a_cpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "executable", warm_python())
+    monkeypatch.setattr(sys, "executable", sys.executable)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     # of the others each starts one more process
     groups = ["environment", "ceilings", "1B", "faster", "adapters", "options"]
@@ -129,14 +128,14 @@ def test_all_of_it_on_a_gpu(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_no_time(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "executable", warm_python())
+    monkeypatch.setattr(sys, "executable", sys.executable)
     _, content = run(tmp_path, capsys, "--seconds=0")
     assert {row["status"] for row in content["rows"]} == {"skipped: time"}
     assert len(content["rows"]) == sum(map(len, arms.GROUPS.values()))
     # in a process that has begun
     begun = Work("3B", ["bare loop", "bare loop"], 1.0, 600.0, "runs", True)
     done = subprocess.run(
-        [warm_python(), "-m", "benchmarks.gpu.measure", json.dumps(vars(begun))],
+        [sys.executable, "-m", "benchmarks.gpu.measure", json.dumps(vars(begun))],
         cwd=REPO,
         capture_output=True,
         text=True,
@@ -230,7 +229,7 @@ def test_killed_after_any_arm_it_continues(tmp_path):
     names = [*arms.GROUPS["environment"], *arms.GROUPS["3B"]]
     for number in range(1, len(names) + 1):
         environment["START"] = str(number)
-        with subprocess.Popen([warm_python(), "-c", command], env=environment) as process:
+        with subprocess.Popen([sys.executable, "-c", command], env=environment) as process:
             deadline = time.monotonic() + 60
             while len(json.loads(path.read_text())["rows"] if path.exists() else []) < number:
                 assert process.poll() is None and time.monotonic() < deadline
@@ -243,7 +242,7 @@ def test_killed_after_any_arm_it_continues(tmp_path):
         assert begun in (names[number - 1 : number], names[number - 1 : number + 1])
     (tmp_path / "wait").unlink()
     environment["START"] = "last"
-    assert subprocess.run([warm_python(), "-c", command], env=environment).returncode == 0
+    assert subprocess.run([sys.executable, "-c", command], env=environment).returncode == 0
     assert not (tmp_path / "arms-last").exists()  # all had a result
 
 
@@ -332,7 +331,7 @@ def test_code_is_known_by_its_content(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_training_on_a_cpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "executable", warm_python())
+    monkeypatch.setattr(sys, "executable", sys.executable)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     lines, content = run(tmp_path, capsys, "--seconds=400", "--only", "training", "tests")
     rows = {row["arm"]: row for row in content["rows"]}
@@ -387,7 +386,7 @@ def test_a_plan_stands_next_to_what_is_measured(monkeypatch):
 
     properties = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(sys, "executable", warm_python())
+    monkeypatch.setattr(sys, "executable", sys.executable)
     monkeypatch.setattr(planned, "TIMEOUT", 300.0)
     path, overrides = str(REPO / "configs/llama1b.toml"), [*arms.COMMON, *arms.TINY]
     with planned.plan_in_background(path, overrides) as found:

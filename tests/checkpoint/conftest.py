@@ -9,6 +9,8 @@ import config
 from checkpoint import catalog
 from checkpoint.load import tensors_of
 from checkpoint.save import Saver
+from data.dataset import Dataset
+from data.mixture import Mixture
 from optim import build_optimizer
 from tests.conftest import build, hashes, make_config, seal, token_ids
 from tests.distributed import run_on_ranks
@@ -18,6 +20,10 @@ def run_config(folder: pathlib.Path, **sections: dict) -> config.Config:
     """Of the run folder/r, which saves and resumes."""
     run = {"name": "r", "output_dir": str(folder), **sections.pop("run", {})}
     return make_config(run=run, checkpoint=sections.pop("checkpoint", {}), **sections)
+
+
+def no_data(cfg: config.Config) -> Dataset:
+    return Dataset(cfg, [], Mixture([1]))
 
 
 def make_checkpoint(cfg: config.Config, step: int, **state: object) -> pathlib.Path:

@@ -1,5 +1,6 @@
 """Which folders are checkpoints, which one a run resumes from, and what `checkpoint verify` says of them."""
 
+import dataclasses
 import hashlib
 import os
 import pathlib
@@ -11,8 +12,9 @@ import pytest
 import config
 from checkpoint import __main__ as verify
 from checkpoint import catalog, manifest
-from checkpoint.checkpointer import Checkpointer, State
-from tests.checkpoint.conftest import flip_last_byte, make_checkpoint, run_config
+from checkpoint.checkpointer import Checkpointer
+from optim import Progress
+from tests.checkpoint.conftest import flip_last_byte, make_checkpoint, no_data, run_config
 from tests.conftest import make_config, refuses, seal
 from tests.distributed import distributed
 
@@ -262,25 +264,34 @@ def test_param_dtype_auto_is_that_of_the_checkpoint(tmp_path):
 def test_checkpoint_of_another_run_meanwhile_is_not_set_aside(world, tmp_path):
     cfg = run_config(tmp_path)
     make_checkpoint(cfg, 1)
-    late = Checkpointer(cfg, world, [], [])
+    late = Checkpointer(cfg, world, no_data(cfg))
     make_checkpoint(cfg, 2)
     with refuses("another run has worked here meanwhile"):
         late.tidy()
     catalog.temporary_of(cfg, 3).mkdir()
-    Checkpointer(run_config(tmp_path, checkpoint={"resume": 1}), world, [], []).tidy()
+    resumed = run_config(tmp_path, checkpoint={"resume": 1})
+    Checkpointer(resumed, world, no_data(resumed)).tidy()
     assert names_in(cfg) == ["step-00000001", "step-00000002.superseded"]
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("saved_state, tokens", [({}, 10 * 8 * 32), ({"tokens": 77}, 77)])
 @distributed(ranks=1)
-def test_state_is_restored(world, tmp_path, monkeypatch, saved_state, tokens):
+def test_progress_is_restored(world, tmp_path, monkeypatch):
     cfg = run_config(tmp_path)
-    assert Checkpointer(cfg, world, [], []).restore(None, None) == State()
-    make_checkpoint(cfg, 10, skipped_steps=3, **saved_state)
+    assert Checkpointer(cfg, world, no_data(cfg)).restore(None, None) == Progress()
+    progress = Progress(10, tokens=77, skipped_steps=3, targetless_in_a_row=2)
+    make_checkpoint(cfg, **dataclasses.asdict(progress))
     monkeypatch.setattr("checkpoint.checkpointer.restore", lambda *unused: None)
-    state = Checkpointer(cfg, world, [], []).restore(None, None)
-    assert state == State(step=10, tokens=tokens, skipped_steps=3)
+    assert Checkpointer(cfg, world, no_data(cfg)).restore(None, None) == progress
+
+
+@distributed(ranks=1)
+def test_state_of_another_version_is_refused(world, tmp_path, monkeypatch):
+    cfg = run_config(tmp_path)
+    make_checkpoint(cfg, 10)
+    monkeypatch.setattr("checkpoint.checkpointer.restore", lambda *unused: None)
+    with refuses("step-00000010", "another version", "tokens"):
+        Checkpointer(cfg, world, no_data(cfg)).restore(None, None)
 
 
 @pytest.mark.quick
@@ -289,7 +300,7 @@ def test_adapters_are_restored_over_their_own_base_alone(world, tmp_path):
     cfg = run_config(tmp_path)
     make_checkpoint(cfg, 10, base="A")
     with refuses("its weights have the hash B", "was trained on a base with A"):
-        Checkpointer(cfg, world, [], []).restore(None, None, base="B")
+        Checkpointer(cfg, world, no_data(cfg)).restore(None, None, base="B")
 
 
 @pytest.mark.quick
@@ -297,7 +308,7 @@ def test_adapters_are_restored_over_their_own_base_alone(world, tmp_path):
 def test_save_is_due_at_intervals_at_the_end_and_when_stopping(world, tmp_path):
     def due(**checkpoint: int) -> list[int]:
         cfg = run_config(tmp_path, train={"steps": 7}, checkpoint=checkpoint)
-        checkpointer = Checkpointer(cfg, world, [], [])
+        checkpointer = Checkpointer(cfg, world, no_data(cfg))
         assert checkpointer.is_due(2, stopping=True)
         return [step for step in range(1, 8) if checkpointer.is_due(step, stopping=False)]
 

@@ -120,6 +120,6 @@ def test_refused_run_changes_nothing(run):
     run(checkpoint={})
     before = content(run.folder)
     changes = {"train": {"steps": 5}, "model": {"ffn_dim": 96}}
-    with pytest.raises(pytest.fail.Exception, match="SystemExit: 2"):
+    with pytest.raises(pytest.fail.Exception, match="ConfigError"):
         run(checkpoint={"allow_changed": ["model.ffn_dim"]}, **changes)
     assert content(run.folder) == before

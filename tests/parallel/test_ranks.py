@@ -1,9 +1,9 @@
 """How ranks agree."""
 
 import pytest
+from lifecycle.process_group import shared_options
 
 from config import ConfigError
-from lifecycle.process_group import shared_options
 from parallel.ranks import check_same_on_all_ranks, on_each_rank, on_rank_zero
 from tests.conftest import make_config, refuses
 from tests.distributed import distributed

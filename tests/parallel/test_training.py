@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import config
 from data.loader import Batch, inputs_and_targets
 from model.llama import Llama, named_parameters
-from optim import FiniteGuard, build_optimizer
+from optim import FiniteGuard, Progress, build_optimizer
 from parallel.context import shard_sequences
 from parallel.fsdp import reshard, unshard_first_units
 from parallel.mesh import World, fsdp_mesh
@@ -157,7 +157,7 @@ def bits_of_training(cfg: config.Config, world: World) -> tuple[list[float], dic
     """(losses and norms, hashes of the weights, hashes of the optimizer's states)."""
     model = build(cfg, world)
     optimizer = build_optimizer(model, cfg.optim)
-    guard = FiniteGuard(optimizer, world.device, 0)
+    guard = FiniteGuard(optimizer, world.device, 0, Progress())
     figures = []
     for step in range(1, cfg.train.steps + 1):
         ids = token_ids(cfg.train.global_batch_size, cfg.train.seq_len + 1, seed=step)
@@ -283,7 +283,8 @@ def test_step_with_a_nan_on_one_rank_changes_no_weight(world):
     before = hashes(dict(named_parameters(model)))
     ids = token_ids(2, 17)
     batch = Batch([(ids[:, :-1], ids[:, 1:])], 64, 0)
-    guard = FiniteGuard(optimizer, world.device, 1)
+    progress = Progress()
+    guard = FiniteGuard(optimizer, world.device, 1, progress)
     if world.rank == 1:
         forward = Llama.forward
 
@@ -294,5 +295,6 @@ def test_step_with_a_nan_on_one_rank_changes_no_weight(world):
 
         mock.patch.object(Llama, "forward", not_a_number).start()
     training_step(model, optimizer, guard, batch, 1, cfg, world)
-    assert guard.counts() == (1, 1)
+    guard.check()
+    assert (progress.skipped_steps, progress.skipped_in_a_row) == (1, 1)
     assert hashes(dict(named_parameters(model))) == before

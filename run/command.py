@@ -1,0 +1,225 @@
+"""How many ranks there are, and the command and environment that start them: one process, torchrun,
+or in a SLURM job torchrun on each of its nodes."""
+
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import dataclass, replace
+
+import config
+from config import ConfigError
+from data.cores import usable_cores
+from files import die_with_parent, print_error, python_command
+from run import SIGNALS
+from run.watchdog import Report
+
+TRAIN = str(pathlib.Path(__file__).parent.parent / "train.py")
+CONFIG = "config.toml"  # the configuration in a launch's folder
+LAUNCH = "TRAINER_LAUNCH"  # the variable that names the launch's folder to torchrun and ranks
+PARENT = "TRAINER_PARENT"  # the process id of what starts the ranks: launcher or torchrun
+# torchrun would look up this machine's name, which may not resolve, or to an address that does not
+# reach it (a VPN, /etc/hosts)
+ONE_NODE = ["--standalone", "--nnodes=1", "--local-addr=localhost"]
+EXPANDABLE = "expandable_segments:True"
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of GPUs: NVIDIA's, under WSL, AMD's
+# on_nodes() starts this in each node. The name by which the other nodes know this one, as they know
+# the head; else torchrun would announce what this machine's own name resolves to here.
+ON_NODE = 'PET_LOCAL_ADDR="${SLURMD_NODENAME-}" exec "$@"'
+# of processes that another launcher has started: torchrun, Open MPI, MPICH or Intel MPI, srun
+COUNTS = (
+    "WORLD_SIZE",
+    "PET_NNODES",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+)
+# what another launcher may leave, and torchrun or a rank would read
+OF_A_LAUNCHER = re.compile(
+    "(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|"
+    f"(TORCHELASTIC|PET)_.*|{LAUNCH}|{PARENT}"
+)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How many processes there are, and where."""
+
+    nodes: int
+    local: int  # ranks on each node
+    restarts: int  # by the launcher, after a failure
+    job: str  # SLURM's job id; empty without one
+
+    @property
+    def total(self) -> int:
+        return self.nodes * self.local
+
+    @classmethod
+    def from_environment(cls) -> "Ranks":
+        """From NPROC, MAX_RESTARTS and SLURM's variables. Raises ConfigError."""
+        check_not_one_of_several()
+        env = os.environ
+        job = env.get("SLURM_JOB_ID", "")
+        # SLURM_GPUS_ON_NODE is a number; with its type, as gpu:h100:4, where a site sets it itself
+        gpus_on_node = env.get("SLURM_GPUS_ON_NODE", "").rpartition(":")[2]
+        return cls(
+            number("SLURM_NNODES", env.get("SLURM_NNODES", "1") if job else "1", least=1),
+            number("NPROC", env.get("NPROC") or gpus_on_node or str(max(1, visible_gpus())), 1),
+            number("MAX_RESTARTS", env.get("MAX_RESTARTS") or ("3" if job else "0"), least=0),
+            job,
+        )
+
+    def command(self, launch: str) -> list[str]:
+        """The command that starts all ranks, without the arguments of train.py. launch: an id of
+        this start, so that no late process of an earlier one joins its rendezvous."""
+        if self.total == 1:
+            return [sys.executable, TRAIN]
+        torchrun = [
+            *python_command("from run.agent import main; main()"),
+            f"--nproc-per-node={self.local}",
+            f"--signals-to-handle={','.join(number.name for number in SIGNALS)}",
+            "--log-dir=/dev/null",  # else each launch leaves a folder in the temporary directory
+        ]
+        if self.nodes == 1:
+            return [*torchrun, *ONE_NODE, TRAIN]
+        return [*on_nodes(torchrun, self.nodes, self.job, launch), TRAIN]
+
+    def environment(self, cfg: config.Config) -> dict[str, str]:
+        """The ranks' environment; variables that the user has set are kept."""
+        inherited = {}
+        for name, value in os.environ.items():
+            if not OF_A_LAUNCHER.fullmatch(name):
+                inherited[name] = value
+        # the job's cores, not the machine's; without a job those that this process may use
+        cores = int(os.environ.get("SLURM_CPUS_ON_NODE") or usable_cores())
+        records = (config.run_folder(cfg) / "logs" / "nccl-rank-").absolute()
+        defaults = {
+            "OMP_NUM_THREADS": str(max(1, cores // self.local)),
+            # libgomp's threads spin 300,000 times (10 ms) for work by default. Where processes
+            # share cores that makes training ten times slower; 1,000 cost 2 % on idle cores.
+            "GOMP_SPINCOUNT": "1000",
+            # From torch 2.12 on, torchrun kills its ranks this many seconds after a stop. They
+            # finish their step and save; the watchdog ends those that hang.
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(config.longest_timeout(cfg))),
+            # avoids fragmentation into blocks too small for larger requests; the older name is known
+            "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", EXPANDABLE),
+            # NCCL's flight recorder: after a timeout each rank writes its last collectives there
+            "TORCH_FR_BUFFER_SIZE": "2000",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            "TORCH_FR_DUMP_TEMP_FILE": str(records),
+            PARENT: str(os.getpid()),
+        }
+        if "SLURM_CPUS_PER_TASK" in os.environ:  # from SLURM 22.05 on, srun reads only this name
+            defaults["SRUN_CPUS_PER_TASK"] = os.environ["SLURM_CPUS_PER_TASK"]
+        return defaults | inherited
+
+
+def has_driver() -> bool:
+    """Whether there may be GPUs, and they are not hidden."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not is_hidden and any(map(os.path.exists, DRIVERS))
+
+
+def visible_gpus() -> int:
+    """How many GPUs a process can use. torch, which takes seconds to import, is asked only where
+    there is a driver."""
+    if not has_driver():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()  # without a context on any of them
+
+
+def check_not_one_of_several() -> None:
+    """Raises ConfigError if another launcher has started several processes, of which this is one:
+    each would train a model of its own."""
+    for name in COUNTS:
+        value = os.environ.get(name) or "1"
+        if value not in ("1", "1:1"):
+            raise ConfigError(
+                f"{name}={value}: another launcher started this process as one of several; to be one "
+                f"of them: torchrun train.py CONFIG (docs/cluster.md); to train alone: env -u {name}"
+            )
+
+
+def number(variable: str, text: str, least: int) -> int:
+    """The value of an environment variable. Raises ConfigError."""
+    if not (re.fullmatch("[0-9]+", text) and int(text) >= least):
+        raise ConfigError(f"run_train.sh: {variable}={text}: must be a number, at least {least}")
+    return int(text)
+
+
+def on_nodes(torchrun: list[str], nodes: int, job: str, launch: str) -> list[str]:
+    """The command that runs torchrun on each of a job's nodes. Raises ConfigError."""
+    if not shutil.which("srun"):
+        raise ConfigError(
+            f"SLURM_NNODES={nodes}: needs srun, which is not installed here (in a container?), to "
+            "start processes on the job's other nodes; start torchrun on each (docs/cluster.md)"
+        )
+    head = first_host(os.environ.get("SLURM_JOB_NODELIST", ""))
+    # One task per node, with all of the job's cores there, which torchrun and its ranks share. No
+    # MPI: ranks connect through torchrun's rendezvous.
+    srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    srun += ["--export=ALL", "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=1"]
+    rendezvous = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-id={launch}"]
+    rendezvous.append(f"--rdzv-endpoint={head}:{rendezvous_port(job)}")
+    return [*srun, "bash", "-c", ON_NODE, "bash", *torchrun, *rendezvous]
+
+
+def rendezvous_port(job: str) -> int:
+    """The port of the first node to which the job's other nodes connect."""
+    return 29500 + int(job) % 1000
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a list as SLURM abbreviates it: "gpu007" of "gpu[007-009,012],cpu1". (To
+    ask scontrol would need it inside the job's container.) Raises ConfigError."""
+    # a comma inside of brackets separates numbers, not hosts
+    first = re.match(r"((?:[^,\[]|\[\w[^]]*\])+)(?:,|$)", nodes)
+    if not first:
+        raise ConfigError(f"SLURM_JOB_NODELIST={nodes}: must name the job's nodes")
+    return re.sub(r"\[(\w+)[^]]*\]", r"\1", first[1])
+
+
+def requeue(job: str, end: Report) -> None:
+    """Requeues a stopped job if SLURM signalled its time limit (USR1), or preempts it in a
+    partition with GraceTime, where SLURM itself requeues only what has not ended by then. end: the
+    last report of a rank."""
+    _, shown = subprocess.getstatusoutput(f"scontrol show job {job}")
+    is_preempted = re.search(r"PreemptTime=\d", shown)
+    outcome = "unless SLURM requeues it, submit it again to resume"
+    if end.step == end.start:
+        outcome = "no step was trained: give it more time (--time) than start and notice take"
+    elif end.signal == signal.SIGUSR1 or is_preempted:
+        failed, _ = subprocess.getstatusoutput(f"scontrol requeue {job}")
+        outcome = "could not be requeued: submit it again to resume" if failed else "requeued"
+    print_error(f"run_train.sh: job {job} stopped; {outcome}")
+
+
+def resume_newest(cfg: config.Config) -> config.Config:
+    """The configuration of a restart: `checkpoint.resume = N` counts in the first attempt, later
+    ones resume from the newest checkpoint."""
+    if not (cfg.checkpoint and isinstance(cfg.checkpoint.resume, int)):
+        return cfg
+    return replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))
+
+
+def begin_rank(usage: str) -> tuple[Namespace, config.Config]:
+    """What a rank does first, before it imports torch, which takes seconds: its arguments and
+    configuration, which the launcher has resolved, or which it reads itself without one. Exits with
+    2 if they are invalid. usage: of --help."""
+    # until the run begins, Ctrl-C ends the process without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if PARENT in os.environ:
+        die_with_parent(int(os.environ[PARENT]))
+    argv = sys.argv[1:]
+    if LAUNCH in os.environ:
+        argv = [str(pathlib.Path(os.environ[LAUNCH], CONFIG))]
+    args, cfg = config.from_command_line(argv, usage)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and not args.eval_only:
+        cfg = resume_newest(cfg)
+    return args, cfg

@@ -1,0 +1,58 @@
+"""A run's folder: who works in it (.lock), and what became of it (status.json)."""
+
+import json
+import pathlib
+import time
+from typing import Any
+
+import filelock
+
+import files
+from config import ConfigError
+
+ENDING_SECONDS = 30.0  # for ranks that were killed, until they release the lock
+
+
+class FolderClaim:
+    """The lock and the status of a run's folder. Rank 0 holds it until its process ends; after a
+    failure the launcher takes it, too."""
+
+    def __init__(self, folder: pathlib.Path, launch: str | None):
+        """launch: the id that the status carries; None without a launcher."""
+        self.folder = folder
+        self.launch = launch
+        self.lock: filelock.BaseFileLock | None = None
+        self.step = 0  # that of the status
+
+    def take(self, seconds: float) -> None:
+        """Makes the folder and locks it. Waits `seconds` for processes that are about to end.
+        Raises ConfigError if another run works there, and OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = lock(self.folder, seconds)
+
+    def write_status(self, state: str, step: int, **details: Any) -> None:
+        """Replaces status.json."""
+        self.step = step
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        status = {"state": state, "step": step, "launch": self.launch, "time": now, **details}
+        files.write_if_possible(self.folder / "status.json", json.dumps(status) + "\n")
+
+    def release(self) -> None:
+        if self.lock:
+            self.lock.release()
+
+
+def lock(folder: pathlib.Path, seconds: float) -> filelock.BaseFileLock:
+    """Locks an existing folder until release() or the end of this process. Raises ConfigError if
+    another run still holds the lock after `seconds`, and OSError."""
+    try:
+        return files.lock(folder / ".lock", seconds)
+    except filelock.Timeout:
+        raise ConfigError(
+            f"{folder}: another run works here; wait for it, or choose another run.name"
+        ) from None
+
+
+def read_status(folder: pathlib.Path) -> dict:
+    """status.json of a run's folder; {} if it is missing or cannot be read."""
+    return files.read_json(folder / "status.json")

@@ -1,0 +1,277 @@
+"""The launcher: checks and prepares what one process can, runs the ranks, and turns their outcome
+into an exit code.
+
+    python -m run.launch CONFIG [--section.key=value ...]      run_train.sh execs this
+
+Exit codes: 0 finished, 2 invalid input, 75 stopped after saving, any other a failure. torchrun has
+one code for all ranks, so it comes from the ranks' reports (watchdog.py). In a SLURM job this
+process is the batch script.
+"""
+
+import os
+import signal
+from typing import Any
+
+from run import FINISHED, INPUT_IS_WRONG, SIGNALS, STOPPED, listen
+
+
+def quit_early(number: int, frame: Any) -> None:
+    """The signal handler until the ranks start: nothing has begun."""
+    os.write(2, b"stopped before the run began\n")
+    os._exit(STOPPED)
+
+
+if __name__ == "__main__":
+    listen(quit_early)  # before the slow imports; run_train.sh blocks the signals until now
+
+import contextlib
+import functools
+import pathlib
+import shlex
+import shutil
+import subprocess
+import time
+import uuid
+
+import config
+from checkpoint import compare
+from config import Config, ConfigError
+from data import formats
+from data.folder import is_prepared
+from data.preparer import TEXT_IS_WRONG, Preparer, trains_meanwhile
+from files import die_with_parent, print_error, print_line
+from run.command import CONFIG, LAUNCH, Ranks, requeue, resume_newest, visible_gpus
+from run.folder import ENDING_SECONDS, FolderClaim, lock, read_status
+from run.watchdog import BEFORE, END, TIMEOUT, Report, read_reports
+from schema import together
+
+WATCH_SECONDS = 0.5  # between looks at the process that prepares text
+# torch's reader of NCCL's flight recorder: it says which collective which ranks have not begun
+READER = "python -m torch.distributed.flight_recorder.fr_trace --prefix nccl-rank- LOGS"
+
+
+def launch(argv: list[str]) -> int:
+    """Launches the run that the command line describes; returns the exit code. Raises ConfigError,
+    of which run_tool() makes INPUT_IS_WRONG."""
+    args = config.parse_arguments(argv)
+    ranks, cfg = together(Ranks.from_environment, lambda: config.load(args.config, args.overrides))
+    cfg, _ = formats.complete(args, cfg)
+    if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and not args.eval_only:
+        cfg = resume_newest(cfg)
+    preparer = Preparer(ranks.local)
+    attempts = Attempts(cfg, ranks, argv, preparer)
+    start = check(cfg, ranks, args.eval_only)
+    if args.eval_only:
+        return attempts.evaluate()
+    folder = config.run_folder(cfg)
+    if start >= cfg.train.steps and read_status(folder).get("state") == "finished":
+        print_line(f"{folder}: finished; train.steps = {cfg.train.steps} asks for no more")
+        return FINISHED
+    check_prepared(cfg, ranks, argv)
+    preparer.begin(cfg)
+    code = attempts.train()
+    preparer.close()
+    if code == STOPPED and ranks.job and attempts.end:
+        requeue(ranks.job, attempts.end)
+    if code == FINISHED and config.has_extra("reports"):
+        from extras.reports.report import report_end
+
+        report_end(cfg, finished=True)
+    return code
+
+
+def check(cfg: Config, ranks: Ranks, evaluates: bool = False) -> int:
+    """What one process can check before the ranks start. Returns the step that they resume after.
+    Writes nothing. Raises one ConfigError with all problems."""
+    (_, start, _), *_ = together(
+        lambda: compare.starting_point(cfg, evaluates),
+        lambda: config.mesh_shape(cfg, ranks.total),
+        lambda: ranks.command(""),
+        lambda: check_machine(cfg, ranks, evaluates),
+        lambda: evaluates or check_folder(config.run_folder(cfg)),
+    )
+    return start
+
+
+def check_prepared(cfg: Config, ranks: Ranks, words: list[str]) -> None:
+    """Raises ConfigError if a job would have to prepare its data first: its GPUs would idle
+    meanwhile. words: the command line."""
+    if ranks.job and not trains_meanwhile(cfg) and not is_prepared(cfg):
+        command = shlex.join(["./run_train.sh", "-m", "data.prepare", *words])
+        raise ConfigError(
+            f"its data is not prepared, and none is inside a job; run {command} on the login node"
+        )
+
+
+def check_machine(cfg: Config, ranks: Ranks, evaluates: bool = False) -> None:
+    """Raises ConfigError with what this machine lacks for the run, and prints what it may need more
+    of."""
+    if cfg.run.device == "cuda" and visible_gpus() < ranks.local:
+        raise ConfigError(
+            f'[run] device = "cuda": torch can use {visible_gpus()} GPUs here, for {ranks.local} '
+            "processes; NPROC sets their number, --run.device=cpu trains without GPUs"
+        )
+    if config.has_extra("preflight"):
+        from extras.preflight.survey import survey
+
+        survey(cfg, ranks, evaluates)
+
+
+def check_folder(folder: pathlib.Path) -> None:
+    """Raises ConfigError if the run's folder cannot be made or written to, or if another run works
+    there."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        raise ConfigError(f"[run] output_dir: {existing} must be a folder that can be written to")
+    if (folder / ".lock").exists():
+        lock(folder, seconds=3).release()  # the ranks of a killed launcher may be about to end
+
+
+class Attempts:
+    """The starts of the ranks, one after another until a restart is not needed or cannot help, and
+    what became of them."""
+
+    def __init__(self, cfg: Config, ranks: Ranks, words: list[str], preparer: Preparer):
+        """words: the command line."""
+        self.cfg = cfg
+        self.ranks = ranks
+        self.words = words
+        self.preparer = preparer
+        self.run_folder = config.run_folder(cfg)
+        self.environment = ranks.environment(cfg)
+        self.signal = 0  # the first that asked to stop
+        # of the attempt:
+        self.child: Any = None  # a subprocess.Popen
+        self.id = ""
+        self.folder = pathlib.Path()  # of its configuration and the ranks' reports
+        self.is_final = False  # a restart cannot help
+        self.end: Report | None = None  # of a rank that is through
+        self.began = 0.0  # seconds since the epoch
+
+    def train(self) -> int:
+        """The exit code of the last attempt."""
+        for leftover in self.run_folder.glob(".launch-*"):  # of launchers that were killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        code = STOPPED
+        for _ in range(self.ranks.restarts + 1):
+            if self.signal:
+                break
+            code = self.outcome(self.attempt())
+            if code in (FINISHED, INPUT_IS_WRONG, STOPPED) or self.is_final:
+                break
+            self.cfg = resume_newest(self.cfg)
+        return code
+
+    def attempt(self) -> int:
+        """Starts the ranks once, with the configuration in the launch's folder: a file that is
+        edited meanwhile changes nothing. Returns their exit code."""
+        self.id = uuid.uuid4().hex
+        self.began = time.time()
+        self.folder = self.run_folder / f".launch-{self.id}"
+        self.folder.mkdir(parents=True)
+        (self.folder / CONFIG).write_text(config.to_toml(self.cfg))
+        return self.run({LAUNCH: str(self.folder.absolute())})
+
+    def evaluate(self) -> int:
+        """Runs ranks that write nothing, not even reports, and so read the configuration
+        themselves. Returns their exit code."""
+        return self.run({})
+
+    def run(self, variables: dict[str, str]) -> int:
+        """Runs the ranks until they exit. Returns their exit code."""
+        # In its own session: Ctrl-C in the terminal reaches only this process.
+        self.child = subprocess.Popen(
+            [*self.ranks.command(self.id), *self.words],
+            env=self.environment | variables,
+            start_new_session=True,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+        )
+        listen(self.forward)
+        if self.signal:  # it came between two attempts
+            self._send(self.signal)
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                returned = self.child.wait(WATCH_SECONDS)
+                break
+            if self.preparer.has_failed():
+                self.forward(signal.SIGTERM, None)
+        return 128 - returned if returned < 0 else returned
+
+    def forward(self, number: int, frame: Any) -> None:
+        """The signal handler from now on. The ranks, if they still run, get the first signal; a
+        second Ctrl-C kills them."""
+        if number == self.signal == signal.SIGINT:
+            self.child.kill()  # the ranks of torchrun die with it
+        elif not self.signal:
+            self.signal = number
+            print_error(f"{signal.Signals(number).name}: stops after this step; Ctrl-C twice quits")
+            self._send(number)
+
+    def _send(self, number: int) -> None:
+        # srun would kill its tasks at TERM or HUP, and keep INT to itself
+        by_srun = self.ranks.nodes > 1 and number != signal.SIGUSR1
+        self.child.send_signal(signal.SIGUSR2 if by_srun else number)
+
+    def outcome(self, returned: int) -> int:
+        """The attempt's exit code. After a failure prints the root cause, below the output of all
+        ranks, and writes the status, which they may have been unable to. returned: by run()."""
+        reports = read_reports(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        has_begun = any(report.phase not in BEFORE for report in reports)
+        failed = [report for report in reports if report.text]
+        self.end = next((report for report in reports if report.phase == END), None)
+        was_asked = self.signal or (not failed and returned - 128 in SIGNALS)
+        if self.end:
+            code = self.end.exit_code
+        elif was_asked and not has_begun:
+            print_error("stopped before the run began")
+            code = STOPPED
+        else:
+            code = failed[0].exit_code if failed else max(1, returned)
+            self.is_final = any(report.final for report in failed)
+            print_root_cause(self.run_folder, reports, code, self.began)
+        if code == STOPPED and self.preparer.exit_code == TEXT_IS_WRONG:
+            print_error("the text is wrong, see above; mended, the same command resumes")
+            code = INPUT_IS_WRONG
+        if code not in (FINISHED, STOPPED) and (has_begun or code != INPUT_IS_WRONG):
+            self._mark_failed(code)
+        with contextlib.suppress(OSError):
+            self.run_folder.rmdir()  # if it is empty: it was made for this launch
+        return code
+
+    def _mark_failed(self, code: int) -> None:
+        claim = FolderClaim(self.run_folder, self.id)
+        with contextlib.suppress(ConfigError, OSError):  # another run works there; a broken disk
+            claim.take(ENDING_SECONDS)
+            step = read_status(self.run_folder).get("step", 0)
+            claim.write_status("failed", step, exit_code=code)
+            claim.release()
+
+
+def print_root_cause(folder: pathlib.Path, reports: list[Report], code: int, began: float) -> None:
+    """Prints why the ranks failed, the root cause last. began: the attempt, in seconds since the
+    epoch."""
+    cause = f"the ranks ended with exit code {code} (137: is the host out of memory?)"
+    failed = [report for report in reports if report.text]
+    if failed:
+        cause = f"failed first on {failed[0].place}:\n{failed[0].text}"
+    lines = [f"the log of every rank is in {folder}/logs", cause]
+    silent = [report.place for report in reports if not report.text]
+    if silent:
+        line = f"no report from {'; '.join(silent[:8])}: killed, stopped, or unable to answer"
+        # a rank that exceeds a timeout waits for those that cannot report
+        timed_out = failed and failed[0].text.startswith(TIMEOUT)
+        lines.insert(2 if timed_out else 1, line)
+    for record in sorted(folder.glob("logs/nccl-rank-*")):
+        if record.stat().st_mtime > began:
+            lines.append(
+                f"each rank's last collectives: {record.with_name('nccl-rank-*')}; {READER}"
+            )
+            break
+    print_error("\n".join(lines))
+
+
+if __name__ == "__main__":
+    config.run_tool(launch)

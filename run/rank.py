@@ -1,0 +1,215 @@
+"""One rank's process, after train.py has read its command line: device, process group, exit code."""
+
+import contextlib
+import datetime
+import gc
+import logging
+import os
+import pathlib
+import resource
+import shlex
+import socket
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+import config
+from checkpoint.checkpointer import resolve_param_dtype
+from checkpoint.save import SaveFailed
+from config import Config, ConfigError
+from data import formats
+from files import print_error
+from metrics import log
+from optim import NoTargets
+from parallel.mesh import World, build_mesh
+from parallel.ranks import check_same_on_all_ranks, printed_if_long, rank_and_size
+from parallel.torch_patches import set_default_timeout, shield_compilers
+from run import FINISHED, INPUT_IS_WRONG, SIGNALS, STOPPED
+from run.command import LAUNCH, check_not_one_of_several, has_driver
+from run.run import Run
+from run.watchdog import END, Watchdog
+
+EXIT_SECONDS = 60.0  # for the end of process group and compile workers, which may hang
+# paths may differ: each node may have a local copy
+ON_THIS_NODE = ("data.path", "data.tokenizer", "model.init_from", "lora.init_from")
+INTERFACES = "GLOO_SOCKET_IFNAME"  # the variable that names gloo's network interfaces
+MACOS_FILES = 10_240  # its OPEN_MAX, as many as a process may open there
+
+
+def main(args: Namespace, cfg: Config, train: Callable, evaluate: Callable) -> NoReturn:
+    """Runs train(cfg, world, run), or evaluate() for --eval-only, or plans; exits."""
+    if args.dry_run:
+        from extras.planner.dry_run import main as plan  # a tool, which exits
+
+        config.run_tool(plan)
+    launch = pathlib.Path(os.environ[LAUNCH]) if LAUNCH in os.environ else None
+    rank, _, _ = rank_and_size()
+    watchdog = Watchdog(rank, launch)
+    watchdog.begin("start", cfg.run.start_timeout_seconds)
+    work = evaluate if args.eval_only else train
+    run = None
+    code = FINISHED
+    try:
+        if not launch and "RANK" not in os.environ:  # no launcher that has checked it, no torchrun
+            check_not_one_of_several()
+        if not launch:  # else the launcher did this, once for all ranks
+            cfg, _ = formats.complete(args, cfg)
+        with distributed(cfg) as world:
+            cfg = resolve_param_dtype(cfg, world)
+            run = Run(cfg, world, watchdog, launch)
+            work(cfg, world, run)
+            run.end()
+            if run.stops:
+                code = STOPPED
+            watchdog.begin(
+                END,
+                EXIT_SECONDS,
+                run.step,
+                exit_code=code,
+                start=run.start,
+                signal=run.agreement.signal,
+            )
+    except BaseException as error:
+        exit_failed(error, run, watchdog)
+    # Of the launcher's ranks none may fail, or torchrun would end the others. Without it a stop is
+    # no success: Kubernetes, say, restarts only failures.
+    exit_immediately(FINISHED if launch else code)
+
+
+@contextlib.contextmanager
+def distributed(cfg: Config) -> Iterator[World]:
+    """The process group of all ranks, once they have been started, until its end. Raises
+    ConfigError for a mesh or device that is invalid or unavailable, and if ranks have different
+    devices or options."""
+    rank, local_rank, size = rank_and_size()
+    shape = config.mesh_shape(cfg, size)
+    device = pick_device(cfg, local_rank)
+    check_interfaces()
+    raise_file_limit()
+    # FlexAttention is compiled on a GPU even if blocks are not
+    if cfg.parallel.compile or (device.type == "cuda" and config.masks_attention(cfg)):
+        shield_compilers(SIGNALS)
+    torch.manual_seed(cfg.run.seed)
+    if cfg.run.deterministic:  # only on request: it imports the compiler
+        torch.use_deterministic_algorithms(True)
+        # else each all-gather's buffer would first be filled with NaN
+        # pyrefly: ignore[missing-attribute]  # torch adds it at run time
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    # gloo next to NCCL: flags, metadata and offloaded tensors are reduced on the host, without
+    # waiting for the GPU
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = datetime.timedelta(seconds=config.longest_timeout(cfg))
+    set_default_timeout(timeout)
+    store = None if "RANK" in os.environ else dist.HashStore()  # None: as torchrun says
+    text = f"rank {rank} waits for all {size} to connect, MASTER_ADDR={os.getenv('MASTER_ADDR')}"
+    with printed_if_long(f"{text} ({INTERFACES}?)"):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        check_same_on_all_ranks("configuration, options and devices", shared_options(cfg, device))
+    yield World(rank, size, device, build_mesh(device.type, shape))
+    # Not reached after an exception: the other ranks may never reach the barrier, so the process
+    # just exits.
+    # Frees FSDP2's buffers: gloo aborted in one of five runs that destroyed the group before.
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def shared_options(cfg: Config, device: torch.device) -> dict[str, Any]:
+    """Every option by name, except paths that may differ between nodes, and the type of device."""
+    options = config.SCHEMA.complete(config.to_dict(cfg))
+    shared = {name: value for name, value in options.items() if name not in ON_THIS_NODE}
+    return shared | {"type of device": device.type}
+
+
+def pick_device(cfg: Config, local_rank: int) -> torch.device:
+    """This rank's device, which it sets. Raises ConfigError if there is no GPU for it."""
+    if cfg.run.device == "cpu" or (cfg.run.device == "auto" and not has_driver()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0  # why not, torch warns of
+    if local_rank >= count:
+        raise ConfigError(
+            f'[run] device = "{cfg.run.device}": no GPU for local rank {local_rank}: torch '
+            f"{torch.__version__}, built for CUDA {torch.version.cuda}, can use {count}; NPROC sets "
+            "the number of processes, --run.device=cpu trains without GPUs"
+        )
+    config.check_for_gpus(cfg)
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def check_interfaces() -> None:
+    """Raises ConfigError if gloo was told to use a network interface that this machine lacks."""
+    named = os.environ.get(INTERFACES, "")
+    existing = [name for _, name in socket.if_nameindex()]
+    if named and not set(named.split(",")) <= set(existing):
+        raise ConfigError(
+            f"{INTERFACES}={named}: this machine's network interfaces are {', '.join(existing)}; "
+            "name one that reaches the other nodes, or unset it"
+        )
+
+
+def raise_file_limit() -> None:
+    """Raises this process's limit of open files, usually 1,024, to the hard one: gloo keeps a
+    connection to each other rank of each group."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:  # on macOS, which allows no process that many
+        hard = max(soft, MACOS_FILES)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def exit_failed(error: BaseException, run: Run | None, watchdog: Watchdog) -> NoReturn:
+    """Reports an error to the launcher, in the rank's log and in the status, and exits."""
+    code, text, is_final = describe(error, run)
+    if not watchdog.fail(text, code, is_final):  # else the launcher prints it, as the last lines
+        print_error(text)
+    if log.handlers:
+        log.handlers = log.handlers[:1]  # only the rank's log
+        log.error("step %d, phase %s: %s", watchdog.step, watchdog.phase, text)
+    if run:
+        run.fail(code)
+    exit_immediately(code)
+
+
+def describe(error: BaseException, run: Run | None) -> tuple[int, str, bool]:
+    """(exit code, text for the log, whether a restart cannot help) of an error."""
+    text = str(error)
+    if isinstance(error, ConfigError):
+        return INPUT_IS_WRONG, text, True
+    if isinstance(error, FloatingPointError | NoTargets):
+        return 1, text, True
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+        # After the first step a restart may help: another process used the device.
+        is_first = run is None or run.step == run.start
+        return 1, f"out of memory: {text}{how_to_plan(run)}", is_first
+    if isinstance(error, SaveFailed):
+        return 1, text, False
+    if isinstance(error, OSError) and error.filename:
+        return 1, f"{error.filename}: {error.strerror}", False
+    return 1, "".join(traceback.format_exception(error)).rstrip(), False
+
+
+def how_to_plan(run: Run | None) -> str:
+    """The command that says what would fit."""
+    if not run or not config.has_extra("planner"):
+        return ""
+    words = ["./run_train.sh", *config.words_without(), "--dry-run"]
+    words.append(f"--world-size={run.world.size}")
+    if run.world.device.type == "cuda":
+        _, total = torch.cuda.mem_get_info()
+        words.append(f"--gpu-memory-gib={total / 2**30:.0f}")
+    return f"\nwhat would fit: {shlex.join(words)}"
+
+
+def exit_immediately(code: int) -> NoReturn:
+    """Ends this process without torch's teardown, which would wait for ranks that are gone."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,234 @@
+"""One run inside its ranks, around what trains: phases with timeouts, steps, the run's folder."""
+
+import contextlib
+import errno
+import gc
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import config
+import metrics
+from checkpoint.catalog import path_of
+from checkpoint.checkpointer import Checkpointer
+from checkpoint.save import SaveFailed
+from config import Config, ConfigError
+from data.loader import Loader
+from files import write_if_possible
+from metrics import log
+from parallel.mesh import World
+from parallel.ranks import on_rank_zero
+from parallel.torch_patches import shorten_nccl_timeout
+from run import listen
+from run.folder import ENDING_SECONDS, FolderClaim
+from run.stop import Agreement
+from run.watchdog import Watchdog
+
+WAIT_SECONDS = 0.2  # between the ranks' agreements while they wait for text
+LOG_WAIT_SECONDS = 2.0  # a longer wait is logged
+DUMP_SECONDS = 60.0  # for NCCL to record its collectives before the watchdog ends the process
+COLLECT_EVERY_STEPS = 100  # Python's garbage; automatic, it would stall each rank at another time
+# may compile, or take as long as what they wait for
+SLOW_PHASES = ("start", "first step", "first evaluation batch", "end")
+
+
+class Run:
+    """All of a run that is not training.
+
+    run = Run(cfg, world, watchdog, launch)
+    ...  # anything that may find invalid input
+    run.begin(checkpointer)
+    for step in run.steps(1, 300, loader):
+        with run.phase("data"):
+            ...
+        run.agree_to_continue()
+        with run.phase("save"):
+            ...
+    run.end()
+    """
+
+    def __init__(self, cfg: Config, world: World, watchdog: Watchdog, launch: Path | None):
+        """launch: the launch's folder; None without a launcher."""
+        self.cfg = cfg
+        self.world = world
+        self.watchdog = watchdog
+        self.launch = launch
+        self.folder = config.run_folder(cfg)
+        self.agreement = Agreement()
+        self.seconds: dict[str, float] = defaultdict(float)  # spent in each phase() so far
+        self.start = 0  # the step that training resumes after
+        self.step = 0  # the last step trained, by this launch or an earlier one
+        self.checkpointer: Checkpointer | None = None  # from begin() on
+        self.claim: FolderClaim | None = None  # on rank 0, from begin() on
+        self.loader: Any = None  # a Loader, from steps() on
+        self.failure: Exception | None = None  # why this rank cannot read its next batch
+
+    @property
+    def stops(self) -> bool:
+        """Whether all ranks stop after this step."""
+        return self.agreement.stops
+
+    def begin(self, checkpointer: Checkpointer) -> None:
+        """Takes the run's folder: the lock, the status, a log per rank. Nothing is created or
+        changed before this, so invalid input loses nothing. Collective. Raises ConfigError."""
+        self.checkpointer = checkpointer
+        self.start = self.step = checkpointer.start
+        self._enter("start", self.start)
+        # from now on a signal asks to stop: on all ranks, before one of them takes the folder
+        listen(self.agreement.note)
+        dist.barrier()
+        on_rank_zero(lambda: self._take_folder(checkpointer))
+        self._enter("set-up")
+        metrics.start_logging(self.folder, self.world.rank)
+
+    def _take_folder(self, checkpointer: Checkpointer) -> None:
+        """On rank 0. Raises ConfigError if another run has it, and OSError."""
+        launch = self.launch.name.removeprefix(".launch-") if self.launch else None
+        claim = FolderClaim(self.folder, launch)
+        claim.take(ENDING_SECONDS)
+        checkpointer.tidy()
+        claim.write_status("running", self.step)
+        write_if_possible(self.folder / "config.toml", config.to_toml(self.cfg))
+        for path in checkpointer.dataset.tokenizer_files:
+            write_if_possible(self.folder / path.name, path.read_bytes())
+        self.claim = claim
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Gives its body a timeout, and its name in a failure report. Adds its time to `seconds`.
+        After an exception the phase stays the current one, for that report."""
+        # else work that is queued on the GPU would count as theirs
+        if name in ("evaluation", "save"):
+            torch.get_device_module(self.world.device).synchronize()
+        began = time.perf_counter()
+        phase_before = self.watchdog.phase
+        self._enter(name)
+        yield
+        self._enter(phase_before)
+        self.seconds[name] += time.perf_counter() - began
+
+    def _enter(self, phase: str, step: int | None = None) -> None:
+        seconds = self.cfg.run.step_timeout_seconds
+        if phase in SLOW_PHASES:
+            seconds = self.cfg.run.start_timeout_seconds
+        if phase in ("save", "restore"):
+            # may wait for the previous save, and then verify every checkpoint that it keeps
+            kept = self.cfg.checkpoint.keep_last if self.cfg.checkpoint else 0
+            seconds = self.cfg.run.save_timeout_seconds * (2 + (kept or 0))
+        self.watchdog.begin(phase, seconds, step)
+
+    def steps(self, first: int, last: int, loader: Loader) -> Iterator[int]:
+        """Yields each step to train, up to `last` or until all ranks agree to stop. Collective. If
+        a rank cannot read its next batch, raises why after the step before was saved."""
+        traced = contextlib.nullcontext
+        if self.cfg.profile:
+            from extras.reports.profiler import Profiler
+
+            traced = Profiler(self.cfg.profile, self.folder, self.world, first).traced
+        self.loader = loader
+        self._begin_agreement(first)
+        self.agree_to_continue()  # to a signal that came before the first step
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        for step in range(first, last + 1):
+            if self.stops:
+                break
+            self._enter("first step" if step == first else "step", step)  # the first compiles
+            self._begin_agreement(step + 1)
+            with traced(step):
+                yield step
+            self.step = step
+            if step == first:
+                timeout = self.cfg.run.step_timeout_seconds
+                shorten_nccl_timeout(max(timeout / 2, timeout - DUMP_SECONDS))
+            if step % COLLECT_EVERY_STEPS == 0:
+                gc.collect()
+        if self.failure:
+            raise self.failure
+        self._enter("end")
+
+    def _begin_agreement(self, next_step: int) -> None:
+        """Starts an all-reduce, with whether what is read next is prepared."""
+        self.next_step = next_step
+        is_ready = False
+        try:
+            is_ready = self.loader.is_ready(next_step)
+        except (ConfigError, OSError) as error:
+            self._stop_by(error)
+        self.agreement.begin(waits=not is_ready)
+
+    def _stop_by(self, error: Exception) -> None:
+        """Stops all ranks because this one cannot read its next batch."""
+        self.failure = error
+        self.agreement.note(signal.SIGTERM, None)
+
+    def agree_to_continue(self) -> None:
+        """Finishes the step's all-reduce. It began with the step and overlaps it, so a signal
+        during a step may count one step later. Then waits until every rank's next batch is
+        prepared, or all stop. Collective."""
+        self.agreement.finish()
+        if not self.agreement.waits or self.stops:
+            return
+        began = time.monotonic()
+        is_logged = False
+        with self.phase("data"):
+            while self.agreement.waits and not self.stops:
+                self._enter("data")  # the wait has a limit of its own
+                time.sleep(WAIT_SECONDS)
+                if not is_logged and time.monotonic() > began + LOG_WAIT_SECONDS:
+                    is_logged = True
+                    log.info("waiting for text: %s", self.loader.dataset.waits_for(self.next_step))
+                self._check_wait(began)
+                self._begin_agreement(self.next_step)
+                self.agreement.finish()
+
+    def _check_wait(self, began: float) -> None:
+        """Stops all ranks if no text was recorded for run.start_timeout_seconds."""
+        source = self.loader.dataset.missing(self.next_step)
+        limit = self.cfg.run.start_timeout_seconds
+        if source and time.monotonic() > max(began, source.changed) + limit:
+            problem = f"nothing was prepared for {limit:.0f} s (run.start_timeout_seconds)"
+            self._stop_by(OSError(errno.ETIMEDOUT, problem, str(source.folder)))
+
+    def log_save(self, step: int, problem: str | None) -> None:
+        """Logs how the save of a step ended, on rank 0. problem: why it failed, None if it
+        succeeded."""
+        assert self.claim
+        if problem:
+            log.error("not saved: %s", problem)
+            self.claim.write_status("running", self.claim.step, not_saved=problem)
+        else:
+            log.info("saved %s", path_of(self.cfg, step))
+            self.claim.write_status("running", step)
+
+    def end(self) -> None:
+        """Records how the run ended, once all ranks are through. Collective. Raises SaveFailed if
+        it was stopped and nothing saves its steps."""
+        dist.barrier()
+        if self.checkpointer and self.stops and not self.cfg.checkpoint:
+            raise SaveFailed(
+                f"stopped after step {self.step}; without [checkpoint] nothing is saved"
+            )
+        if self.claim is None:  # not rank 0, or it only evaluated
+            return
+        if self.stops:
+            name = signal.Signals(self.agreement.signal).name
+            self.claim.write_status("preempted", self.step, signal=name)
+            how = 'the same command resumes, with checkpoint.resume = "auto"'
+            log.info("stopped after step %d by %s; %s", self.step, name, how)
+        else:
+            self.claim.write_status("finished", self.step)
+
+    def fail(self, code: int) -> None:
+        """Records a failure, after a save in the background: it is valid, whatever failed."""
+        if self.checkpointer:
+            self.checkpointer.wait()
+        if self.claim:
+            self.claim.write_status("failed", self.claim.step, exit_code=code)

@@ -1,0 +1,189 @@
+"""Launches as a user makes them: ./run_train.sh in a process of its own, signals to its processes, and a copy of the
+repository in which ranks pause or fail where a test says."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from files import read_json
+from tests.conftest import REPO, copy_tracked
+
+# of a run that a test stops
+LONG = {"train": {"steps": 1000}, "optim": {"schedule_steps": 1000}, "checkpoint": {}}
+
+
+class Launch:
+    """A launch in the background. Its output goes to a file."""
+
+    def __init__(self, path: pathlib.Path, *words: str, nproc: int, repo: pathlib.Path, **env: str):
+        self.path = path
+        self.folder = path.parent / "outputs" / path.stem
+        self.log = path.with_suffix(".log")
+        self.process = subprocess.Popen(
+            [repo / "run_train.sh", path, *words],
+            stdout=self.log.open("w"),
+            stderr=subprocess.STDOUT,
+            cwd=path.parent,
+            env={**os.environ, "PYTHON": sys.executable, "NPROC": str(nproc), **env},
+            start_new_session=True,
+            # the tests may be under nohup
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        )
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+
+    def has_trained(self) -> bool:
+        metrics = self.folder / "metrics.jsonl"
+        return metrics.exists() and metrics.stat().st_size > 0
+
+    def processes(self) -> dict[str, int]:
+        """Process ids by what they are: launcher, torchrun, rank 0, rank 1, ..."""
+        found = {"launcher": self.process.pid}
+        for entry in pathlib.Path("/proc").glob("[0-9]*"):
+            try:
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            if str(self.path) not in words or int(entry.name) == self.process.pid:
+                continue
+            variables = dict(entry.partition("=")[::2] for entry in environment)
+            if any("run.agent" in word for word in words):
+                found["torchrun"] = int(entry.name)
+            elif any(word.endswith("train.py") for word in words):
+                found[f"rank {variables.get('RANK', 0)}"] = int(entry.name)
+        return found
+
+    def signal(self, number: int, whom: str = "launcher") -> None:
+        os.kill(self.processes()[whom], number)
+
+    def end(self, seconds: float = 120) -> tuple[int, str]:
+        """(exit code, output). None of its processes may outlive it."""
+        code = self.process.wait(seconds)
+        time.sleep(0.2)
+        assert self.processes() == {"launcher": self.process.pid}
+        return code, self.log.read_text()
+
+    def status(self) -> dict:
+        return read_json(self.folder / "status.json")
+
+    def saved(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "checkpoints").iterdir())
+
+
+@pytest.fixture
+def launched() -> Iterator[Callable[..., Launch]]:
+    """Starts launches; what still runs when the test ends is killed."""
+    launches: list[Launch] = []
+
+    def start(
+        path: pathlib.Path, *words: str, nproc: int = 1, repo: pathlib.Path = REPO, **env: str
+    ) -> Launch:
+        launches.append(Launch(path, *words, nproc=nproc, repo=repo, **env))
+        return launches[-1]
+
+    yield start
+    for launch in launches:
+        for process in launch.processes().values():
+            if launch.process.poll() is None or process != launch.process.pid:
+                os.kill(process, signal.SIGKILL)
+
+
+# Appended to files of a copy of the repository.
+# PAUSE: the moment in which each process waits for two seconds, once it has made the file PAUSED; "text": the first
+# segments are small, and preparing waits for PAUSED after two.
+# FAULT: "kind rank step", once; FAULTED is the file that says that it has been.
+PAUSES = {
+    "files.py": """
+def pause(moment):
+    if os.environ.get("PAUSE") == moment:
+        pathlib.Path(os.environ["PAUSED"]).touch()
+        time.sleep(2)
+""",
+    "model/llama.py": """
+import files
+files.pause("import")
+""",
+    "checkpoint/save.py": """
+class Saver(Saver):
+    def write(self, *arguments):
+        files.pause("save")
+        super().write(*arguments)
+""",
+    "evaluate.py": """
+def evaluate(*arguments, evaluate=evaluate):
+    import files
+    files.pause("evaluation")
+    return evaluate(*arguments)
+""",
+    "optim.py": """
+def learning_rate(o, end, step, learning_rate=learning_rate):
+    import files, faults
+    files.pause("first step" if step == 1 else "step" if step == 3 else "")
+    faults.begin_step(step)
+    return learning_rate(o, end, step)
+""",
+    "data/order.py": """
+import os
+if os.environ.get("PAUSE") == "text":
+    FIRST_BORDER, BORDER_STEP = 1 << 12, 1 << 13
+""",
+    "data/prepare.py": """
+if os.environ.get("PAUSE") == "text":
+    BATCH_CHARACTERS = 1 << 10
+
+class Preparation(Preparation):
+    def write(self, *arguments):
+        super().write(*arguments)
+        paused = pathlib.Path(os.environ["PAUSED"])
+        while self.manifest["tokens"]["train"] > 3 << 12 and not paused.exists():
+            time.sleep(0.05)
+""",
+    "faults.py": """
+import os, pathlib, signal, threading
+import torch
+
+def begin_step(step):
+    kind, rank, at = os.environ.get("FAULT", "none 0 0").split()
+    if (os.environ.get("RANK", "0"), str(step)) != (rank, at):
+        return
+    faulted = pathlib.Path(os.environ["FAULTED"])
+    if faulted.exists():
+        return
+    faulted.touch()
+    if kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "suspended":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "asleep":
+        threading.Event().wait()
+    elif kind == "receiving":
+        torch.distributed.recv(torch.zeros(1), src=1 - int(rank), tag=7)
+    elif kind == "raising":
+        raise RuntimeError("an error of a fork")
+    elif kind == "memory":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+""",
+}
+
+
+@pytest.fixture(scope="session")
+def pausing(tmp_path_factory) -> pathlib.Path:
+    """A copy of the repository whose ranks pause or fail."""
+    without = ("tests", "docs", "benchmarks", ".github", ".ci")
+    copy = copy_tracked(tmp_path_factory.mktemp("repo"), without)
+    for name, code in PAUSES.items():
+        with (copy / name).open("a") as file:
+            file.write(code)
+    return copy

@@ -1,0 +1,178 @@
+"""A stop: any signal to any process of a launch, in any moment."""
+
+import pathlib
+import re
+import signal
+import time
+
+import pytest
+
+from checkpoint import catalog
+from tests.conftest import launch, rows
+from tests.run.conftest import LONG
+
+
+@pytest.mark.parametrize(
+    "moment, whom, number, nproc",
+    [
+        ("first step", "launcher", signal.SIGINT, 1),
+        ("step", "launcher", signal.SIGHUP, 2),
+        ("step", "torchrun", signal.SIGTERM, 2),
+        ("step", "rank 1", signal.SIGUSR1, 2),
+        ("save", "launcher", signal.SIGTERM, 2),
+        ("evaluation", "rank 0", signal.SIGINT, 1),
+    ],
+)
+def test_signal_saves_and_stops_all(
+    launched, pausing, write_config, tmp_path, moment, whom, number, nproc
+):
+    sections = {**LONG, "checkpoint": {"save_every_steps": 4}, "eval": {"every_steps": 3}}
+    paused = tmp_path / "paused"
+    run = launched(
+        write_config("r", **sections),
+        nproc=nproc,
+        repo=pausing,
+        PAUSE=moment,
+        PAUSED=str(paused),
+    )
+    run.wait_for(paused.exists)
+    run.signal(number, whom)
+    code, output = run.end()
+    assert code == 75, output
+    status = run.status()
+    assert (status["state"], status["signal"]) == ("preempted", signal.Signals(number).name)
+    newest = run.saved()[-1]
+    assert newest == f"step-{status['step']:08d}"
+    assert catalog.problems_of(run.folder / "checkpoints" / newest) == []
+    assert rows(run.folder)[-1]["step"] == status["step"]
+    assert f"stopped after step {status['step']}" in output
+
+
+@pytest.mark.parametrize("whom", ["launcher", "rank 1"])
+def test_signal_before_the_run_begins_leaves_nothing(
+    launched, pausing, write_config, tmp_path, whom
+):
+    paused = tmp_path / "paused"
+    run = launched(
+        write_config("r", **LONG), nproc=2, repo=pausing, PAUSE="import", PAUSED=str(paused)
+    )
+    run.wait_for(lambda: paused.exists() and whom in run.processes())
+    run.signal(signal.SIGTERM, whom)
+    code, output = run.end()
+    assert (code, run.folder.exists()) == (75, False), output
+    assert output.endswith("stopped before the run began\n")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3])
+def test_signal_to_a_launcher_that_has_only_begun(launched, write_config, seconds):
+    """While bash looks for a Python, and while that imports."""
+    run = launched(write_config("r", **LONG))
+    run.wait_for(lambda: catches(run.process.pid, signal.SIGTERM))
+    time.sleep(seconds)
+    run.process.send_signal(signal.SIGTERM)
+    code, output = run.end()
+    assert (code, run.folder.exists()) == (75, False), output
+
+
+def catches(process: int, number: int) -> bool:
+    """Whether a process has a handler of a signal."""
+    status = pathlib.Path(f"/proc/{process}/status").read_text()
+    (caught,) = re.findall(r"SigCgt:\s*(\w+)", status)
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def test_stopped_run_resumes_as_if_it_had_not(launched, write_config):
+    """Also the evaluation that it was stopped before is made."""
+    sections = {"eval": {"every_steps": 3}, "checkpoint": {}, "optim": {"schedule_steps": 9}}
+    whole = write_config("whole", train={"steps": 9}, **sections)
+    assert launch(whole).returncode == 0
+    path = write_config("r", train={"steps": 9}, **sections)
+    run = launched(path, nproc=2)
+    run.wait_for(run.has_trained)
+    run.signal(signal.SIGINT)
+    assert run.end()[0] in (0, 75)
+    assert launch(path).returncode == 0
+    for kind in ("train", "eval"):
+        expected = rows(whole.parent / "outputs/whole", kind)
+        found = rows(run.folder, kind)
+        assert [row["step"] for row in found] == [row["step"] for row in expected]
+        for ours, theirs in zip(found, expected):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+
+
+def test_ctrl_c_twice_quits_at_once(launched, pausing, write_config, tmp_path):
+    paused = tmp_path / "paused"
+    path = write_config("r", **{**LONG, "checkpoint": {"save_every_steps": 2}})
+    run = launched(path, nproc=2, repo=pausing, PAUSE="save", PAUSED=str(paused))
+    run.wait_for(paused.exists)
+    run.signal(signal.SIGINT)
+    run.wait_for(lambda: "Ctrl-C twice quits" in run.log.read_text())
+    run.signal(signal.SIGINT)
+    code, output = run.end(seconds=5)
+    assert code == 137, output
+
+
+def test_nothing_outlives_a_killed_launcher(launched, write_config):
+    run = launched(write_config("r", **LONG), nproc=2)
+    run.wait_for(run.has_trained)
+    run.signal(signal.SIGKILL)
+    assert run.process.wait(10) == -signal.SIGKILL
+    deadline = time.monotonic() + 5
+    while run.processes().keys() != {"launcher"}:
+        assert time.monotonic() < deadline, run.processes()
+        time.sleep(0.05)
+
+
+def test_stop_without_checkpoints_is_a_failure(launched, write_config):
+    run = launched(write_config("r", **{**LONG, "checkpoint": None}))
+    run.wait_for(run.has_trained)
+    run.signal(signal.SIGTERM)
+    code, output = run.end()
+    assert code == 1 and "without [checkpoint] nothing is saved" in output
+    assert run.status()["state"] == "failed"
+
+
+@pytest.fixture
+def growing(corpus, prepared, tmp_path) -> dict:
+    """Sections of a run whose text is prepared while it trains, and whose 401st row is wrong."""
+    source = tmp_path / "text.jsonl"
+    source.write_text(corpus.read_text() + "{\n")
+    data = {
+        "source": str(source),
+        "path": str(tmp_path / "prepared"),
+        "tokenizer": str(prepared / "tokenizer.model"),
+        "order": "growing",
+    }
+    return {**LONG, "train": {"steps": 60}, "optim": {"schedule_steps": 60}, "data": data}
+
+
+def test_stop_while_text_is_awaited(launched, pausing, write_config, tmp_path, growing):
+    path = write_config("r", **growing)
+    run = launched(path, nproc=2, repo=pausing, PAUSE="text", PAUSED=str(tmp_path / "paused"))
+    run.wait_for(lambda: "waiting for text" in run.log.read_text())
+    run.signal(signal.SIGTERM, "rank 1")
+    code, output = run.end()
+    step = run.status()["step"]
+    assert (code, run.saved()) == (75, [f"step-{step:08d}"]), output
+    assert 20 < step < 60
+
+
+def test_wrong_text_stops_the_run_and_mended_it_resumes(
+    launched, pausing, write_config, tmp_path, growing
+):
+    path = write_config("r", **growing)
+    paused = tmp_path / "paused"
+    run = launched(path, nproc=2, repo=pausing, PAUSE="text", PAUSED=str(paused))
+    run.wait_for(lambda: "waiting for text" in run.log.read_text())
+    paused.touch()
+    code, output = run.end()
+    assert code == 2 and "text.jsonl" in output and "row 401" in output, output
+    assert output.endswith("mended, the same command resumes\n")
+    assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 2)
+    (saved,) = run.saved()
+    source = tmp_path / "text.jsonl"
+    source.write_text(source.read_text()[:-2])
+    run = launched(path, nproc=2, repo=pausing, PAUSE="text", PAUSED=str(paused))
+    code, output = run.end()
+    assert code == 0 and f"resuming after step {int(saved[5:])}" in output, output
+    assert [row["step"] for row in rows(run.folder)] == [*range(1, 61)]
