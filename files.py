@@ -26,6 +26,9 @@ TRANSIENT_ERRORS = (
     errno.EMFILE,
     errno.ENFILE,
     errno.ENOMEM,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
     errno.EHOSTUNREACH,
     errno.ETIMEDOUT,
 )

@@ -26,7 +26,8 @@ PARENT = "TRAINER_PARENT"  # the process id of what starts the ranks: launcher o
 # reach it (a VPN, /etc/hosts)
 ONE_NODE = ["--standalone", "--nnodes=1", "--local-addr=localhost"]
 EXPANDABLE = "expandable_segments:True"
-DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of GPUs: NVIDIA's, under WSL, AMD's
+NVIDIA = "/dev/nvidiactl"
+DRIVERS = (NVIDIA, "/dev/dxg", "/dev/kfd")  # of GPUs; the others are under WSL, and AMD's
 # on_nodes() starts this in each node. The name by which the other nodes know this one, as they know
 # the head; else torchrun would announce what this machine's own name resolves to here.
 ON_NODE = 'PET_LOCAL_ADDR="${SLURMD_NODENAME-}" exec "$@"'
@@ -120,7 +121,7 @@ class Ranks:
 
 def has_driver() -> bool:
     """Whether there may be GPUs, and they are not hidden."""
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
     return not is_hidden and any(map(os.path.exists, DRIVERS))
 
 

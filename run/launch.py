@@ -42,7 +42,7 @@ from data.preparer import TEXT_IS_WRONG, Preparer, trains_meanwhile
 from files import die_with_parent, print_error, print_line
 from run.command import CONFIG, LAUNCH, Ranks, requeue, resume_newest, visible_gpus
 from run.folder import ENDING_SECONDS, FolderClaim, lock, read_status
-from run.watchdog import BEFORE, END, TIMEOUT, Report, read_reports
+from run.watchdog import BEFORE, END, Report, read_reports
 from schema import together
 
 WATCH_SECONDS = 0.5  # between looks at the process that prepares text
@@ -67,7 +67,7 @@ def launch(argv: list[str]) -> int:
     if start >= cfg.train.steps and read_status(folder).get("state") == "finished":
         print_line(f"{folder}: finished; train.steps = {cfg.train.steps} asks for no more")
         return FINISHED
-    check_prepared(cfg, ranks, argv)
+    together(lambda: check_folder(folder), lambda: check_prepared(cfg, ranks, argv))
     preparer.begin(cfg)
     code = attempts.train()
     preparer.close()
@@ -88,7 +88,6 @@ def check(cfg: Config, ranks: Ranks, evaluates: bool = False) -> int:
         lambda: config.mesh_shape(cfg, ranks.total),
         lambda: ranks.command(""),
         lambda: check_machine(cfg, ranks, evaluates),
-        lambda: evaluates or check_folder(config.run_folder(cfg)),
     )
     return start
 
@@ -262,8 +261,10 @@ def print_root_cause(folder: pathlib.Path, reports: list[Report], code: int, beg
     if silent:
         line = f"no report from {'; '.join(silent[:8])}: killed, stopped, or unable to answer"
         # a rank that exceeds a timeout waits for those that cannot report
-        timed_out = failed and failed[0].text.startswith(TIMEOUT)
-        lines.insert(2 if timed_out else 1, line)
+        lines.insert(2 if failed and failed[0].is_timeout else 1, line)
+    for report in failed[1:]:
+        if report.progress == failed[0].progress and report.is_timeout:
+            lines.append(f"as far as that: rank {report.rank}, {report.innermost_frame}")
     for record in sorted(folder.glob("logs/nccl-rank-*")):
         if record.stat().st_mtime > began:
             lines.append(

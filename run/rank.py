@@ -30,7 +30,7 @@ from parallel.mesh import World, build_mesh
 from parallel.ranks import check_same_on_all_ranks, printed_if_long, rank_and_size
 from parallel.torch_patches import set_default_timeout, shield_compilers
 from run import FINISHED, INPUT_IS_WRONG, SIGNALS, STOPPED
-from run.command import LAUNCH, check_not_one_of_several, has_driver
+from run.command import LAUNCH, NVIDIA, check_not_one_of_several, has_driver
 from run.run import Run
 from run.watchdog import END, Watchdog
 
@@ -128,9 +128,12 @@ def shared_options(cfg: Config, device: torch.device) -> dict[str, Any]:
 
 def pick_device(cfg: Config, local_rank: int) -> torch.device:
     """This rank's device, which it sets. Raises ConfigError if there is no GPU for it."""
+    cpu = torch.device("cpu")
     if cfg.run.device == "cpu" or (cfg.run.device == "auto" and not has_driver()):
-        return torch.device("cpu")
+        return cpu
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0  # why not, torch warns of
+    if cfg.run.device == "auto" and not count and not os.path.exists(NVIDIA):
+        return cpu  # the other drivers are also of graphics units that torch never uses
     if local_rank >= count:
         raise ConfigError(
             f'[run] device = "{cfg.run.device}": no GPU for local rank {local_rank}: torch '

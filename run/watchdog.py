@@ -46,6 +46,16 @@ class Report(NamedTuple):
     def place(self) -> str:
         return f"rank {self.rank}, step {self.step}, phase {self.phase}"
 
+    @property
+    def is_timeout(self) -> bool:
+        return self.text.startswith(TIMEOUT)
+
+    @property
+    def innermost_frame(self) -> str:
+        """What the main thread, which faulthandler writes last, was doing at the timeout."""
+        stack = self.text.rpartition("Thread 0x")[2]
+        return stack.partition("\n")[2].partition("\n")[0].strip()
+
 
 class Watchdog:
     """Tracks this rank's phase, and ends the process if the phase exceeds its timeout."""

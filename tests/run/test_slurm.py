@@ -12,7 +12,6 @@ import time
 import pytest
 
 import config
-import launch.slurm
 from tests.conftest import REPO, launch, make_config, rows
 
 pytestmark = [pytest.mark.first, pytest.mark.slow]
@@ -223,7 +222,7 @@ def test_two_nodes_train_as_one_process_does(limited, cluster, configured, tmp_p
     for process in ranks:  # not done before SLURM's signal is there
         os.kill(process, signal.SIGSTOP)
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)
-    job.until(lambda: "asked to stop by SIGUSR1" in job.log())
+    job.until(lambda: "SIGUSR1: stops" in job.log())
     for process in ranks:
         os.kill(process, signal.SIGCONT)
     done = launch(path, "--data.order=growing", "--run.name=after", OMP_NUM_THREADS="1")
@@ -270,7 +269,7 @@ def test_scancel_saves_and_is_final(limited, endless, cluster):
 
 
 def test_the_time_limit_saves_and_requeues(limited, cluster, plain):
-    limited.until(lambda: "asked to stop by SIGUSR1" in limited.log())
+    limited.until(lambda: "SIGUSR1: stops" in limited.log())
     # for its next life
     cluster.run("scontrol", "update", f"JobId={limited.number}", "TimeLimit=60")
     for process in limited.ranks().values():

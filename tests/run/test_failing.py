@@ -1,0 +1,112 @@
+"""A failure of a rank: the exit code, the root cause as the last lines, and what is started again."""
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import REPO, launch, rows
+from tests.run.conftest import LONG
+
+TIMEOUTS = {"step_timeout_seconds": 6.0, "start_timeout_seconds": 60.0}
+SILENT = "no report from rank 1, step 3, phase step: killed, stopped, or unable to answer"
+
+
+@pytest.mark.parametrize(
+    "fault, last_lines",
+    [
+        (
+            "killed 1 3",
+            [
+                "failed first on rank 1, step 3, phase step:",
+                "killed by SIGKILL (is the host out of memory?)",
+            ],
+        ),
+        ("raising 1 3", ["failed first on rank 1, step 3", "RuntimeError: an error of a fork"]),
+        # in one phase, so that either may be first
+        ("asleep 1 3", ["failed first on rank", "this rank hangs, or waits", "as far as that"]),
+        ("receiving 1 3", ["failed first on rank", "this rank hangs, or waits", "as far as that"]),
+        ("suspended 1 3", ["failed first on rank 0", "this rank hangs, or waits", SILENT]),
+    ],
+)
+def test_root_cause_comes_last(launched, pausing, write_config, tmp_path, fault, last_lines):
+    path = write_config("r", **LONG, run=TIMEOUTS)
+    run = launched(path, nproc=2, repo=pausing, FAULT=fault, FAULTED=str(tmp_path / "faulted"))
+    code, output = run.end()
+    assert code == 1, output
+    position = output.index("the log of every rank is in")
+    for line in last_lines:
+        position = output.index(line, position)
+    assert last_lines[-1] in output.splitlines()[-1]
+    # what each rank was doing
+    assert "asleep" not in fault or ("in begin_step" in output or "threading.py" in output)
+    assert "receiving" not in fault or "in recv" in output
+    assert (run.status()["state"], run.status()["exit_code"]) == ("failed", code)
+
+
+def test_out_of_memory_in_the_first_step_is_final(launched, pausing, write_config, tmp_path):
+    """It ends with the command that says what would fit."""
+    run = launched(
+        write_config("r", **LONG),
+        "--optim.lr=0.001",
+        repo=pausing,
+        MAX_RESTARTS="2",
+        FAULT="memory 0 1",
+        FAULTED=str(tmp_path / "faulted"),
+    )
+    code, output = run.end()
+    assert code == 1 and output.count("failed first") == 1, output
+    words = output.splitlines()[-1].split()
+    assert words[:5] == ["what", "would", "fit:", "./run_train.sh", str(run.path.name)] or words
+    assert words[-3:] == ["--optim.lr=0.001", "--dry-run", "--world-size=1"]
+
+
+def test_restart_resumes_with_the_configuration_of_the_launch(
+    launched, pausing, write_config, tmp_path
+):
+    """The file is edited meanwhile. `checkpoint.resume = N` counts in the first attempt alone."""
+    path = write_config("r", train={"steps": 4}, checkpoint={"save_every_steps": 2})
+    assert launch(path).returncode == 0
+    path = write_config("r", train={"steps": 8}, checkpoint={"save_every_steps": 2, "resume": 2})
+    run = launched(
+        path,
+        nproc=2,
+        repo=pausing,
+        PAUSE="step",
+        PAUSED=str(tmp_path / "paused"),
+        MAX_RESTARTS="1",
+        FAULT="killed 1 7",
+        FAULTED=str(tmp_path / "faulted"),
+    )
+    run.wait_for((tmp_path / "paused").exists)
+    path.write_text("[model]\n")
+    code, output = run.end()
+    assert code == 0, output
+    assert "resuming after step 2" in output and "resuming after step 6" in output
+    assert [row["step"] for row in rows(run.folder)] == [*range(1, 9)]
+
+
+def test_full_disk_costs_checkpoints_and_the_last_one_the_exit_code(launched, write_config):
+    """Files of more than a megabyte cannot be written."""
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, 2**18))
+
+    path = write_config("r", checkpoint={"save_every_steps": 2})
+    done = subprocess.run(
+        [REPO / "run_train.sh", path, "--model.ffn_dim=800"],
+        env={**__import__("os").environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
+    )
+    folder = path.parent / "outputs/r"
+    assert done.returncode == 1, done.stderr
+    assert "not saved" in done.stdout and "File too large" in done.stderr.splitlines()[-1]
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4]
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("failed", 0)

@@ -1,0 +1,389 @@
+"""The launcher: what it refuses, how many ranks it starts and with which environment, what it makes of their end."""
+
+import errno
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+import config
+from data.preparer import TEXT_IS_WRONG
+from files import lock
+from run import launch
+from run.command import Ranks, first_host, requeue
+from run.watchdog import END, Report
+from tests.conftest import REPO, make_config, refuses
+from tests.conftest import launch as launch_run
+
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch) -> Callable[..., None]:
+    """Sets variables, of a process that no launcher has started."""
+    for name in os.environ:
+        if name.startswith(("SLURM_", "PMI_", "OMPI_", "PET_")) or name in ("NPROC", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr("run.command.DRIVERS", ())
+
+    def put(**variables: str) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return put
+
+
+# How many ranks, and where
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "variables, ranks",
+    [
+        ({}, Ranks(1, 1, 0, "")),
+        ({"NPROC": "4", "MAX_RESTARTS": "2"}, Ranks(1, 4, 2, "")),
+        ({**SLURM, "SLURM_GPUS_ON_NODE": "8"}, Ranks(2, 8, 3, "7")),
+        ({**SLURM, "SLURM_GPUS_ON_NODE": "gpu:h100:4", "NPROC": "2"}, Ranks(2, 2, 3, "7")),
+        ({**SLURM, "SLURM_GPUS_ON_NODE": "gpu:h100:4"}, Ranks(2, 4, 3, "7")),
+        ({"SLURM_NNODES": "2"}, Ranks(1, 1, 0, "")),  # left over: there is no job
+        ({"WORLD_SIZE": "1", "PET_NNODES": "1:1", "PMI_SIZE": ""}, Ranks(1, 1, 0, "")),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "1"}, Ranks(1, 1, 3, "7")),
+    ],
+)
+def test_ranks_are_what_the_environment_says(environment, variables, ranks):
+    environment(**variables)
+    assert Ranks.from_environment() == ranks
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("NPROC", "two", "must be a number"),
+        ("NPROC", "0", "at least 1"),
+        ("MAX_RESTARTS", "-1", "at least 0"),
+        ("WORLD_SIZE", "2", "another launcher"),
+        ("PET_NNODES", "1:4", "another launcher"),
+        ("OMPI_COMM_WORLD_SIZE", "2", "one of several"),  # mpirun of Open MPI
+        ("PMI_SIZE", "2", "one of several"),  # of MPICH and Intel MPI
+        ("SLURM_STEP_NUM_TASKS", "2", "one of several"),  # srun --ntasks=2
+    ],
+)
+def test_environment_that_makes_no_sense_is_refused(environment, name, value, words):
+    environment(**{name: value})
+    with refuses(f"{name}={value}", words):
+        Ranks.from_environment()
+
+
+def test_train_py_as_one_of_several_tasks_is_refused(write_config):
+    done = subprocess.run(
+        [sys.executable, REPO / "train.py", write_config("r")],
+        env={**os.environ, "OMPI_COMM_WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "OMPI_COMM_WORLD_SIZE=2" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.quick
+def test_command_of_one_rank_is_train_py_and_of_several_torchrun(environment, monkeypatch):
+    assert Ranks(1, 1, 0, "").command("id")[1:] == [str(REPO / "train.py")]
+    several = Ranks(1, 2, 0, "").command("id")
+    assert "--nproc-per-node=2" in several and "--standalone" in several
+    assert any("SIGTERM" in word and "SIGUSR2" in word for word in several)
+    with refuses("SLURM_NNODES=2", "needs srun"):
+        monkeypatch.setattr("shutil.which", lambda name: None)
+        Ranks(2, 1, 0, "7").command("id")
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    environment(SLURM_JOB_NODELIST="gpu[007-009,012],cpu1")
+    nodes = Ranks(2, 1, 0, "7").command("id")
+    assert nodes[0] == "srun" and "--nodes=2" in nodes
+    assert "--rdzv-endpoint=gpu007:29507" in nodes and "--rdzv-id=id" in nodes
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "nodes, host",
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("n[1,3-4]", "n1"),
+        ("n[007-009,012],cpu1", "n007"),
+        ("a-[2-3]-b[5]", "a-2-b5"),
+        ("", None),
+        ("[", None),
+    ],
+)
+def test_first_host_of_slurms_lists(nodes, host):
+    if host:
+        assert first_host(nodes) == host
+        return
+    with refuses("SLURM_JOB_NODELIST"):
+        first_host(nodes)
+
+
+@pytest.mark.quick
+def test_ranks_share_the_cores_and_keep_what_the_user_has_set(environment, monkeypatch):
+    monkeypatch.setattr("run.command.usable_cores", lambda: 8)
+    cfg = make_config(run={"save_timeout_seconds": 5000.0})
+    environment(MASTER_PORT="1", PET_MAX_RESTARTS="3", TRAINER_PARENT="1")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    variables = Ranks(1, 3, 0, "").environment(cfg)
+    assert variables["OMP_NUM_THREADS"] == "2"
+    assert int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 5000  # a save may take as long
+    assert variables["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert not {"MASTER_PORT", "PET_MAX_RESTARTS"} & variables.keys()  # torchrun would read them
+    assert variables["TRAINER_PARENT"] == str(os.getpid())
+    assert variables["TORCH_FR_DUMP_TEMP_FILE"].endswith("/outputs/test/logs/nccl-rank-")
+    environment(OMP_NUM_THREADS="5", PYTORCH_CUDA_ALLOC_CONF="backend:native")
+    environment(SLURM_CPUS_ON_NODE="64", SLURM_CPUS_PER_TASK="64")
+    variables = Ranks(1, 3, 0, "").environment(cfg)
+    assert variables["OMP_NUM_THREADS"] == "5"
+    assert variables["PYTORCH_ALLOC_CONF"] == "backend:native"
+    assert variables["SRUN_CPUS_PER_TASK"] == "64"
+
+
+# What is refused before the ranks
+
+
+def test_invalid_input_is_named_at_once_and_leaves_nothing(write_config, tmp_path):
+    done = launch_run(
+        write_config("r"), "--optim.lr=-1", "--train.seq_lenn=5", NPROC="two", cwd=tmp_path
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    for words in ("NPROC=two", "lr", "seq_lenn"):
+        assert words in done.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_run_on_a_folder_of_another_run_is_refused(write_config, tmp_path):
+    folder = tmp_path / "outputs/r"
+    folder.mkdir(parents=True)
+    held = lock(folder / ".lock")
+    done = launch_run(write_config("r"))
+    held.release()
+    assert done.returncode == 2 and "another run works here" in done.stderr
+    assert [path.name for path in folder.iterdir()] == [".lock"]
+
+
+def test_finished_run_is_left_alone_and_says_so(write_config, tmp_path):
+    path = write_config("r", checkpoint={}, train={"steps": 2})
+    assert launch_run(path).returncode == 0
+    folder = tmp_path / "outputs/r"
+    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
+    done = launch_run(path)
+    assert done.returncode == 0 and "finished; train.steps = 2 asks for no more" in done.stdout
+    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
+    done = launch_run(path, "--checkpoint.resume=never")
+    assert done.returncode == 2 and 'resume = "never"' in done.stderr
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda folder: folder.parent.write_text(""), "must be a folder"),
+        (lambda folder: (folder.parent.mkdir(), folder.parent.chmod(0o555)), "written to"),
+    ],
+)
+def test_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch, make, words):
+    folder = tmp_path / "outputs/r"
+    make(folder)
+    monkeypatch.setattr(os, "access", lambda path, mode: bool(path.stat().st_mode & 0o200))
+    with refuses("output_dir", words):
+        launch.check_folder(folder)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("order, prepared, job", [("global", False, "7"), ("growing", True, "")])
+def test_job_does_not_prepare_text_for_which_its_ranks_would_wait(
+    monkeypatch, order, prepared, job
+):
+    monkeypatch.setattr(launch, "is_prepared", lambda cfg: prepared)
+    cfg = make_config(data={"order": order})
+    ranks = Ranks(1, 1, 0, job)
+    if not job:
+        launch.check_prepared(cfg, ranks, ["c.toml"])
+        return
+    with refuses("run ./run_train.sh -m data.prepare c.toml --run.seed=3 on the login node"):
+        launch.check_prepared(cfg, ranks, ["c.toml", "--run.seed=3"])
+
+
+@pytest.mark.quick
+def test_device_cuda_needs_a_gpu_for_each_rank():
+    with refuses('device = "cuda"', "can use 0 GPUs here, for 2 processes", "device=cpu"):
+        launch.check_machine(make_config(run={"device": "cuda"}), Ranks(1, 2, 0, ""))
+
+
+# What the launcher makes of the ranks' end
+
+
+def report(rank: int, **values: object) -> dict:
+    return {"rank": rank, "step": 7, "phase": "step", "progress": 9, "time": 1.0, **values}
+
+
+class FakeRanks:
+    """Writes reports, by rank, and ends with an exit code, instead of training. attempts: of each."""
+
+    def __init__(self, attempts: list[tuple[list[tuple[dict, str]], int]], restarts: int = 0):
+        self.nodes = 1
+        self.restarts = restarts
+        self.attempts = iter(attempts)
+
+    def environment(self, cfg: config.Config) -> dict[str, str]:
+        return dict(os.environ)
+
+    def command(self, launch: str) -> list[str]:
+        reports, code = next(self.attempts)
+        lines = ["import os, pathlib, sys", "folder = pathlib.Path(os.environ['TRAINER_LAUNCH'])"]
+        for line, text in reports:
+            content = f"{json.dumps(line)}\n{text}"
+            lines.append(f"(folder / 'rank-{line['rank']}').write_text({content!r})")
+        end = f"sys.exit({code})" if code >= 0 else f"os.kill(os.getpid(), {-code})"
+        return [sys.executable, "-c", "\n".join([*lines, end])]
+
+
+def outcome(
+    folder: pathlib.Path, *attempts: tuple[list[tuple[dict, str]], int], restarts: int = 0, text=0
+) -> tuple[int, dict]:
+    """(exit code, status) of a launch whose ranks end so."""
+    cfg = make_config(run={"name": "r", "output_dir": str(folder)}, checkpoint={"resume": 7})
+    preparer = SimpleNamespace(has_failed=lambda: False, exit_code=text)
+    ranks = FakeRanks([*attempts], restarts)
+    code = launch.Attempts(cfg, ranks, [], preparer).train()
+    status = folder / "r/status.json"
+    return code, json.loads(status.read_text()) if status.exists() else {}
+
+
+ENDED = {"phase": END, "progress": 99}
+KILLED = [(report(0), ""), (report(1), "killed by SIGKILL")]
+
+
+@pytest.mark.parametrize(
+    "reports, returned, code, last",
+    [
+        ([(report(0, **ENDED, exit_code=0), "")], 0, 0, ""),
+        ([(report(0, **ENDED, exit_code=75), "")], 0, 75, ""),
+        # it ended well, whatever torch did afterwards
+        ([(report(0, **ENDED, exit_code=0), "Timeout (0:01:00)!\n")], 1, 0, ""),
+        ([(report(1, exit_code=2), "wrong"), (report(0), "")], 1, 2, "phase step:\nwrong"),
+        (KILLED, 137, 1, "failed first on rank 1, step 7, phase step:\nkilled by SIGKILL"),
+        # the least progress, then the earliest
+        (
+            [(report(0), "closed"), (report(1, progress=8), "cause"), (report(2), "closed")],
+            1,
+            1,
+            "failed first on rank 1, step 7, phase step:\ncause",
+        ),
+        (
+            [(report(0, time=2.0), "closed"), (report(1), "cause")],
+            1,
+            1,
+            "failed first on rank 1, step 7, phase step:\ncause",
+        ),
+        # who exceeds a timeout waits for who is silent
+        (
+            [(report(0), "Timeout (0:00:06)!\nThread 0x1\n"), (report(1), "")],
+            1,
+            1,
+            "no report from rank 1, step 7, phase step: killed, stopped, or unable to answer",
+        ),
+        ([], 134, 134, "the ranks ended with exit code 134 (137: is the host out of memory?)"),
+        ([], -9, 137, "the ranks ended with exit code 137 (137: is the host out of memory?)"),
+        # before they took the folder
+        ([(report(0, phase="start", exit_code=2), "no GPU")], 1, 2, "phase start:\nno GPU"),
+        ([(report(0, phase="start"), "")], -15, 75, "stopped before the run began"),
+    ],
+)
+def test_exit_code_is_that_of_the_root_cause_and_it_comes_last(
+    tmp_path, capsys, reports, returned, code, last
+):
+    found, status = outcome(tmp_path, (reports, returned))
+    assert found == code
+    assert capsys.readouterr().err.rstrip().endswith(last)
+    if code in (0, 75) or "no GPU" in last:
+        assert status == {} and not (tmp_path / "r").exists()  # the ranks write it, or nothing
+    else:
+        assert (status["state"], status["exit_code"]) == ("failed", code)
+
+
+@pytest.mark.parametrize(
+    "first, started_again",
+    [
+        ((KILLED, 137), True),
+        (([(report(0, exit_code=1, final=True), "out of memory")], 1), False),
+        (([(report(0, exit_code=2, final=True), "wrong")], 1), False),
+        (([(report(0, **ENDED, exit_code=75), "")], 0), False),
+    ],
+)
+def test_what_a_restart_may_help_is_started_again(tmp_path, first, started_again):
+    """From the newest checkpoint: `resume = 7` counted in the first attempt."""
+    last = ([(report(0, **ENDED, exit_code=0), "")], 0)
+    code, _ = outcome(tmp_path, first, first, last, restarts=2)
+    assert (code == 0) == started_again
+
+
+def test_wrong_text_after_a_save_is_invalid_input(tmp_path, capsys):
+    stopped = ([(report(0, **ENDED, exit_code=75), "")], 0)
+    code, status = outcome(tmp_path, stopped, text=TEXT_IS_WRONG)
+    assert (code, status["exit_code"]) == (2, 2)
+    assert "the same command resumes" in capsys.readouterr().err
+
+
+def test_collectives_that_nccl_recorded_are_named(tmp_path, capsys):
+    logs = tmp_path / "r/logs"
+    logs.mkdir(parents=True)
+    (logs / "nccl-rank-0").write_text("")
+    os.utime(logs / "nccl-rank-0", (1, 1))  # an earlier launch's
+    outcome(tmp_path, (KILLED, 137))
+    assert "nccl-rank-*" not in capsys.readouterr().err
+    os.utime(logs / "nccl-rank-0", (2**33, 2**33))
+    outcome(tmp_path, (KILLED, 137))
+    assert f"{logs}/nccl-rank-*; python -m torch" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "signal, trained, shown, fails, line, requeues",
+    [
+        (10, 3, "", 0, "requeued", True),  # SIGUSR1: SLURM's warning of the time limit
+        (10, 3, "", 1, "could not be requeued", True),
+        (10, 0, "", 0, "no step was trained", False),
+        (15, 3, "", 0, "submit it again", False),  # scancel
+        (15, 3, "PreemptTime=None", 0, "submit it again", False),
+        (15, 3, "PreemptTime=2026-01-01T00:00:00", 0, "requeued", True),
+    ],
+)
+def test_job_is_requeued_ahead_of_its_limit_and_when_preempted(
+    monkeypatch, capsys, signal, trained, shown, fails, line, requeues
+):
+    commands = []
+
+    def run(command: str) -> tuple[int, str]:
+        commands.append(command)
+        return (0, shown) if "show" in command else (fails, "")
+
+    monkeypatch.setattr(subprocess, "getstatusoutput", run)
+    requeue("7", Report(**report(0, step=4 + trained, start=4, signal=signal)))
+    assert f"job 7 stopped; {line}" in capsys.readouterr().err.replace(
+        "unless SLURM requeues it, ", ""
+    )
+    assert ("scontrol requeue 7" in commands) == requeues
+
+
+@pytest.mark.quick
+def test_full_disk_as_a_launch_begins_is_a_line_and_no_invalid_input(monkeypatch, capsys):
+    def full(argv: list[str]) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "outputs/r/.launch-1")
+
+    monkeypatch.setattr(sys, "argv", ["launch", "x.toml"])
+    with pytest.raises(SystemExit) as ended:
+        config.run_tool(full)
+    assert ended.value.code == 1
+    assert "outputs/r/.launch-1: No space left on device" in capsys.readouterr().err

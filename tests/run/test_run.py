@@ -1,0 +1,372 @@
+"""One run inside its ranks: its phases and steps, its folder, what it writes and when."""
+
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import signal
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import config
+import files
+import metrics
+from checkpoint import catalog
+from checkpoint.checkpointer import Checkpointer
+from checkpoint.load import Reader
+from data.loader import Loader
+from model.llama import Llama
+from parallel.ranks import all_gather_objects
+from run.folder import FolderClaim, lock, read_status
+from run.run import Run
+from run.stop import Agreement
+from run.watchdog import LINE_BYTES, Watchdog, read_reports, report_killed
+from tests.conftest import make_config, refuses, rows, train_run
+from tests.distributed import distributed
+
+
+def run_of(world: Any, tmp_path: pathlib.Path, **sections: dict) -> Run:
+    cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)}, **sections)
+    return Run(cfg, world, Watchdog(world.rank, None), None)
+
+
+def load(path: pathlib.Path, **run: object) -> config.Config:
+    cfg = config.load(str(path))
+    return dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, name="r", **run))
+
+
+# Phases
+
+
+@distributed(ranks=1)
+def test_each_part_of_a_run_has_its_phase(world, write_config, monkeypatch):
+    """By its timeout, and by what its time counts as."""
+    cfg = load(write_config(eval={"batches": 1}, checkpoint={}, train={"steps": 2}))
+    found = set()
+    now = []
+    begin = Watchdog.begin
+
+    def begun(watchdog: Watchdog, phase: str, *arguments: object, **more: object) -> None:
+        now[:] = [phase]
+        begin(watchdog, phase, *arguments, **more)
+
+    def noted(name: str, kind: type, method: str) -> None:
+        original = getattr(kind, method)
+
+        def noting(*arguments, **options):
+            what = name
+            if kind is Llama:
+                what = "train" if arguments[0].training else "evaluate"
+            found.add((what, *now))
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(kind, method, noting)
+
+    monkeypatch.setattr(Watchdog, "begin", begun)
+    noted("", Llama, "forward")
+    noted("load", Loader, "__next__")
+    noted("restore", Checkpointer, "restore")
+    noted("save", Checkpointer, "save")
+    train_run(cfg, world)
+    train_run(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, steps=3)), world)
+    assert found == {
+        ("load", "data"),
+        ("train", "first step"),
+        ("train", "step"),
+        ("evaluate", "first evaluation batch"),
+        ("evaluate", "evaluation batch"),
+        ("save", "save"),
+        ("restore", "restore"),
+    }
+
+
+@pytest.mark.quick
+@distributed(ranks=1)
+def test_phases_have_the_timeout_of_what_they_wait_for(world, tmp_path):
+    run = run_of(world, tmp_path, checkpoint={"keep_last": 3})
+    seconds = {}
+    run.watchdog = SimpleNamespace(
+        begin=lambda phase, limit, step: seconds.update({phase: limit}), phase="step", step=1
+    )
+    for phase in ("start", "first step", "first evaluation batch", "end", "step", "data", "save"):
+        run._enter(phase)
+    r = run.cfg.run
+    slow, step = r.start_timeout_seconds, r.step_timeout_seconds
+    assert seconds == {
+        **dict.fromkeys(("start", "first step", "first evaluation batch", "end"), slow),
+        **dict.fromkeys(("step", "data"), step),
+        # the one before, the save itself, and those to verify before old ones are removed
+        "save": 5 * r.save_timeout_seconds,
+    }
+
+
+@distributed(ranks=1)
+def test_time_of_a_phase_is_counted_and_of_a_failed_one_it_stays(world, tmp_path):
+    run = run_of(world, tmp_path)
+    for _ in range(2):
+        with run.phase("data"):
+            time.sleep(0.05)
+    assert 0.1 <= run.seconds["data"] < 1 and run.watchdog.phase == "start"
+    with pytest.raises(ValueError), run.phase("save"):
+        raise ValueError
+    assert run.watchdog.phase == "save" and run.seconds["save"] == 0
+
+
+# Steps
+
+
+class Text:
+    """A loader whose text comes after so many questions."""
+
+    def __init__(self, questions: int, error: Exception | None = None):
+        self.left = questions
+        self.error = error
+        self.dataset = SimpleNamespace(waits_for=lambda step: "more", missing=lambda step: None)
+
+    def is_ready(self, step: int) -> bool:
+        self.left -= 1
+        if self.left < 0 and self.error:
+            raise self.error
+        return self.left < 0
+
+
+@distributed(ranks=2)
+def test_all_ranks_wait_for_the_text_of_one(world, tmp_path):
+    run = run_of(world, tmp_path)
+    loader = Text(questions=3 * world.rank)
+    began = time.monotonic()
+    assert list(run.steps(1, 2, loader)) == [1, 2]
+    assert time.monotonic() > began + 3 * 0.2 - 0.1
+    assert run.seconds["data"] > 0.5
+
+
+@distributed(ranks=2)
+def test_text_that_one_rank_cannot_read_stops_all(world, tmp_path):
+    """That rank raises why, after the step before was saved."""
+    run = run_of(world, tmp_path)
+    failure = OSError(5, "Input/output error", "train.bin")
+    loader = Text(0) if world.rank else Text(2, failure)
+    steps = []
+    raised = None
+    try:
+        for step in run.steps(1, 9, loader):
+            steps.append(step)
+            run.agree_to_continue()
+    except OSError as error:
+        raised = error
+    assert run.stops and all_gather_objects(steps) == [steps, steps]
+    assert raised is (None if world.rank else failure)
+
+
+@distributed(ranks=1)
+def test_wait_without_a_new_record_ends_as_a_failure(world, tmp_path):
+    run = run_of(world, tmp_path)
+    run.cfg = dataclasses.replace(
+        run.cfg, run=dataclasses.replace(run.cfg.run, start_timeout_seconds=1.0)
+    )
+    source = SimpleNamespace(changed=time.monotonic(), folder="prepared/x")
+    loader = Text(10**6)
+    loader.dataset.missing = lambda step: source
+    with pytest.raises(OSError, match="nothing was prepared for 1 s"):
+        list(run.steps(1, 9, loader))
+    assert run.stops
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@distributed(ranks=2)
+def test_signal_to_one_rank_stops_all_after_the_same_step(world, tmp_path, rank):
+    run = run_of(world, tmp_path)
+    steps = []
+    for step in run.steps(1, 9, Text(0)):
+        steps.append(step)
+        if step == 3 and world.rank == rank:
+            run.agreement.note(signal.SIGUSR1, None)
+            run.agreement.note(signal.SIGTERM, None)  # the first counts
+        run.agree_to_continue()
+    assert steps == [1, 2, 3, 4] and run.agreement.signal == signal.SIGUSR1
+
+
+@pytest.mark.quick
+@distributed(ranks=1)
+def test_signal_after_an_agreement_began_counts_at_the_next(world):
+    agreement = Agreement()
+    agreement.begin()
+    agreement.note(signal.SIGTERM, None)
+    agreement.finish()
+    assert not agreement.stops
+    agreement.begin()
+    agreement.finish()
+    assert agreement.stops
+
+
+# What a run writes
+
+
+@distributed(ranks=1)
+def test_rows_are_on_disk_before_their_checkpoint_is_published(world, write_config, monkeypatch):
+    found = []
+    synced = []
+    fsync = os.fsync
+    publish = files.publish
+
+    def noting(handle: int) -> None:
+        fsync(handle)
+        path = pathlib.Path(os.readlink(f"/proc/self/fd/{handle}"))
+        if path.name == "metrics.jsonl":
+            synced[:] = [row["step"] for row in rows(path.parent)]
+
+    def published(temporary: pathlib.Path, final: pathlib.Path) -> None:
+        found.append((final.name, synced[:]))
+        publish(temporary, final)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(files, "publish", published)
+    train_run(load(write_config(checkpoint={"save_every_steps": 2})), world)
+    assert found == [("step-00000002", [1, 2]), ("step-00000004", [1, 2, 3, 4])]
+
+
+@pytest.mark.parametrize("ranks, reshard", [(2, False), (4, True)])
+@distributed()
+def test_checkpoint_after_an_evaluation_has_every_tensor(world, ranks, reshard, write_config):
+    """What a forward pass without backward left unsharded is sharded again, or its state would be missing."""
+    parallel = {"reshard_after_forward": reshard}
+    sections = {"eval": {"batches": 1}, "checkpoint": {}, "train": {"steps": 2}}
+    cfg = load(write_config(parallel=parallel, **sections))
+    train_run(cfg, world)
+    expected = set()
+    for name, _ in Llama(cfg.model).named_parameters():
+        expected.add(f"model.{name}")
+        expected |= {f"optim.{name}.{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
+    saved = Reader(catalog.path_of(cfg, 2)).metadata.state_dict_metadata
+    assert {*saved} == expected
+
+
+@distributed(ranks=1)
+def test_small_files_that_cannot_be_written_cost_a_line(world, write_config, monkeypatch, capfd):
+    write = files.write_atomic
+    small = ("status.json", "config.toml", "environment.json", "tokenizer.model")
+
+    def full(path: pathlib.Path, *arguments: object) -> None:
+        if path.name in small:
+            raise OSError(28, "No space left on device", str(path))
+        write(path, *arguments)
+
+    monkeypatch.setattr(files, "write_atomic", full)
+    monkeypatch.setattr(logging, "FileHandler", _no_log)
+    cfg = load(write_config(checkpoint={"save_every_steps": 2}))
+    assert len(train_run(cfg, world)) == 4
+    assert catalog.steps(cfg) == [2, 4]
+    err = capfd.readouterr().err
+    for name in (*small, "rank-0.log"):
+        assert f"{name}: " in err and "No space left on device" in err
+
+
+def _no_log(path: pathlib.Path | str) -> logging.Handler:
+    if str(path) != os.devnull:
+        raise OSError(28, "No space left on device", str(path))
+    return logging.NullHandler()
+
+
+@distributed(ranks=1)
+def test_each_launch_is_recorded_and_other_code_is_named(world, write_config, monkeypatch, capfd):
+    path = write_config(checkpoint={}, train={"steps": 2})
+    train_run(load(path), world)
+    capfd.readouterr()
+    path = write_config(checkpoint={}, train={"steps": 3})
+    train_run(load(path), world)
+    assert "other code" not in capfd.readouterr().out
+    code = metrics.code()
+    assert {"train.py", "model/llama.py", "run/run.py"} <= code.keys()
+    monkeypatch.setattr(metrics, "code", lambda: code | {"model/llama.py": "0", "optim.py": "1"})
+    path = write_config(checkpoint={}, train={"steps": 4})
+    train_run(load(path), world)
+    line = "other code than the launch before: model/llama.py, optim.py"
+    assert line in capfd.readouterr().out
+    recorded = json.loads((config.run_folder(load(path)) / "environment.json").read_text())
+    assert [each["code"]["optim.py"] for each in recorded["earlier"]] == [code["optim.py"]] * 2
+    assert recorded["code"]["optim.py"] == "1"
+
+
+# The folder
+
+
+@pytest.mark.quick
+def test_status_is_replaced_and_readable(tmp_path):
+    claim = FolderClaim(tmp_path / "r", "id")
+    claim.take(0)
+    with refuses("another run works here"):
+        lock(tmp_path / "r", 0)
+    claim.write_status("running", 5, not_saved="why")
+    status = read_status(tmp_path / "r")
+    assert (status["state"], status["step"], status["launch"]) == ("running", 5, "id")
+    claim.release()
+    lock(tmp_path / "r", 0).release()
+    (tmp_path / "r/status.json").write_text("{")
+    assert read_status(tmp_path / "r") == {}
+
+
+@distributed(ranks=2)
+def test_run_whose_folder_another_has_writes_nothing(world, write_config, monkeypatch):
+    monkeypatch.setattr("run.run.ENDING_SECONDS", 0.0)
+    cfg = load(write_config(checkpoint={}))
+    folder = config.run_folder(cfg)
+    folder.mkdir(parents=True, exist_ok=True)
+    held = lock(folder, 0) if world.rank == 0 else None
+    dist.barrier()
+    with refuses("another run works here"):
+        train_run(cfg, world)
+    assert [path.name for path in folder.iterdir()] == [".lock"]
+    assert held or world.rank
+
+
+# Reports to the launcher
+
+
+@pytest.mark.quick
+def test_report_says_where_a_rank_is_and_why_it_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *arguments, **options: None)
+    for rank, phases in enumerate((["start", "step", "data"], ["start"], ["start", "step"], [])):
+        watchdog = Watchdog(rank, tmp_path)
+        for step, phase in enumerate(phases):
+            watchdog.begin(phase, 60, step)
+        if rank == 0:
+            assert watchdog.fail("an error", 2, final=True)
+    report_killed(tmp_path, 2, signal.SIGKILL)
+    (tmp_path / "rank-9").write_text("cut off")
+    first, second, third = read_reports(tmp_path)  # by progress; rank 3 has just begun
+    assert (first.rank, first.phase, first.text) == (1, "start", "")
+    assert (second.rank, second.step, second.phase) == (2, 1, "step")
+    assert second.text == "killed by SIGKILL (is the host out of memory?)"
+    assert (third.rank, third.exit_code, third.final, third.text) == (0, 2, True, "an error")
+    for path in tmp_path.glob("rank-[0-3]"):
+        assert len(path.read_bytes().partition(b"\n")[0]) == LINE_BYTES
+
+
+@pytest.mark.quick
+def test_stack_of_a_timeout_names_what_the_main_thread_did(tmp_path):
+    line = json.dumps({"rank": 0, "step": 3, "phase": "step", "progress": 4, "time": 1.0})
+    stacks = """Timeout (0:00:06)!
+Thread 0x2 (most recent call first):
+  File "b.py", line 1 in b
+
+Thread 0x1 (most recent call first):
+  File "a.py", line 2 in a
+  File "a.py", line 3 in c
+"""
+    (tmp_path / "rank-0").write_text(f"{line}\n{stacks}")
+    (report,) = read_reports(tmp_path)
+    assert report.is_timeout and report.innermost_frame == 'File "a.py", line 2 in a'
+    assert report.text.endswith("this rank hangs, or waits for another that does")
+
+
+@pytest.mark.quick
+def test_report_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *arguments, **options: None)
+    watchdog = Watchdog(0, tmp_path / "gone")
+    watchdog.begin("step", 60, 1)
+    assert not watchdog.fail("an error", 1, final=False)
