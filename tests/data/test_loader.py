@@ -17,7 +17,7 @@ import torch
 
 import config
 from config import DIGEST_MODULUS, IGNORE
-from data.dataset import Dataset, PreparedSource, open_dataset
+from data.dataset import Dataset, PreparedSource, Source, open_dataset
 from data.folder import identity, write_manifest
 from data.loader import Loader, sample_digest, validation_batches
 from data.mixture import Mixture
@@ -345,7 +345,7 @@ def test_a_mixture_waits_for_the_source_that_a_step_needs(configure, tmp_path):
     growing = configure(path="growing", train=train)
     finished = configure(path="finished", train=train)
     record(finished, 6, complete=True)
-    sources = []
+    sources: list[Source] = []
     for number, cfg in enumerate([finished, growing]):
         sources.append(PreparedSource(pathlib.Path(cfg.data.path or ""), cfg, number))
     dataset = Dataset(cfg, sources, Mixture([8.0, 1.0]), ["finished", "growing"], [])
