@@ -53,7 +53,7 @@ for line in sys.stdin:
         d = config.Data(**request["data"])
         answer["files"], answer["commit"] = request["files"], None
         if not answer["files"]:
-            answer["files"], answer["commit"] = list_files(d)
+            answer["files"], answer["commit"] = list_files(d, request["revision"])
         files = [SourceFile(*file) for file in answer["files"]]
         source = Source(d, files, Position(*request["position"]))
         answer["texts"] = []
@@ -123,6 +123,7 @@ class Client:
         source: str = "me/texts",
         files: list | None = None,
         position: tuple = (0, 0),
+        revision: str | None = None,
         **data: str,
     ) -> dict[str, Any]:
         """{"texts", "files", "commit", "position"}; what was read before it failed, and why."""
@@ -130,6 +131,7 @@ class Client:
         if source == "me/texts":
             data = {"subset": "en", **data}
         request = {"data": {"source": source, **data}, "files": files, "position": position}
+        request["revision"] = revision
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
@@ -169,6 +171,8 @@ def test_a_moved_branch_changes_nothing(client, server):
     assert client.read(files=begun["files"])["texts"] == ["held out"]
     again = client.read(split="validation")
     assert (again["texts"], again["commit"]) == (["another"], moved)
+    pinned = client.read(split="validation", revision=begun["commit"])
+    assert pinned["texts"] == ["held out"]
     old = client.read(f"me/texts@{begun['commit']}", subset="en", split="validation")
     assert old["texts"] == ["held out"]
 
