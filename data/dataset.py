@@ -116,6 +116,12 @@ class PreparedSource(Source):
             self.manifest = manifest
             self.changed = time.monotonic()
 
+    def progress(self) -> str:
+        """How far the next segment is prepared, for a log."""
+        tokens = self.manifest["tokens"]["train"]
+        end = border_of(len(self.manifest["segments"]))
+        return f"{self.folder}: {tokens:,} of {end:,} tokens are prepared"
+
     def _open_text(self, manifest: dict) -> None:
         """Opens the text that a record says is there. Raises ConfigError and OSError."""
         if manifest["validation"] and self.validation is None:
@@ -181,15 +187,6 @@ class Dataset:
             if not source.has_text(last, evaluates):
                 return source
         return None
-
-    def waits_for(self, step: int) -> str:
-        """What a step waits for, for a log."""
-        source = self.missing(step)
-        if source is None:
-            return "nothing"
-        tokens = source.manifest["tokens"]["train"]
-        end = border_of(len(source.manifest["segments"]))
-        return f"{source.folder}: {tokens:,} of {end:,} tokens are prepared"
 
     def notes(self) -> list[str]:
         """Lines for a launch's log."""
