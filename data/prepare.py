@@ -1,12 +1,12 @@
-"""Text -> token files, once. run_train.sh starts it; where the files exist and match, it compares
-them with their hashes.
+"""Text -> token files, once. run_train.sh starts it where they are missing.
 
     python -m data.prepare configs/tiny.toml
 
 Writes train.bin, heldout.bin (validation), where their documents end, the tokenizer and
 manifest.json into prepared/{source}-{hash}/, one folder for each source. One process reads and
 writes; threads tokenize, since the tokenizers' libraries release Python's lock. A process that was
-killed resumes from the record, manifest.json.
+killed resumes from the record, manifest.json. Files that are complete are compared with their
+hashes.
 """
 
 import collections
@@ -47,13 +47,13 @@ MOST_WORKERS = 64  # one process that reads cannot feed more
 
 @dataclass
 class Batch:
-    """Documents of a source that are tokenized together. The last batch of a source has none, but
-    the problem for which it cannot be read on, if there is one."""
+    """Documents of a source that are tokenized together. The last batch of a source has none."""
 
     preparation: "Preparation"
     documents: list[str] = field(default_factory=list)
     position: Position = Position()  # of the source, after the last document
     share_read: float = 1.0  # of the source, from 0 to 1
+    # why the documents cannot be tokenized or, of the last batch, no more can be read
     problem: ConfigError | OSError | None = None
 
 
@@ -69,11 +69,7 @@ def prepare(
         with contextlib.ExitStack() as stack:
             preparations = []
             for folder, source_cfg in sources:
-                lock = None if manifest_of(folder)["complete"] else take_lock(folder)
-                if lock is None:
-                    continue
-                stack.callback(lock.release)
-                if not manifest_of(folder)["complete"]:  # by the process that had the lock
+                if is_ours(folder, stack):
                     preparation = Preparation(folder, source_cfg, has_bar)
                     stack.callback(preparation.close)
                     preparations.append(preparation)
@@ -84,6 +80,19 @@ def prepare(
             else:
                 time.sleep(POLL_SECONDS)
     return [folder for folder, _ in sources]
+
+
+def is_ours(folder: pathlib.Path, stack: contextlib.ExitStack) -> bool:
+    """Whether this process is to complete a folder: then `stack` holds its lock. Raises ConfigError
+    and OSError."""
+    if manifest_of(folder)["complete"]:
+        return False
+    lock = take_lock(folder)
+    if lock is None:
+        return False
+    stack.callback(lock.release)
+    # whoever held the lock before may have completed it
+    return not manifest_of(folder)["complete"]
 
 
 def prepare_together(preparations: "list[Preparation]", pool: Executor) -> None:
@@ -136,7 +145,8 @@ def interleaved(preparations: "list[Preparation]") -> Iterator[Batch]:
 
 
 def encoded_in_order(pool: Executor, batches: Iterator[Batch]) -> Iterator[tuple[Batch, Encoded]]:
-    """Yields each batch with its ids. Raises ConfigError and OSError."""
+    """Yields each batch with its ids; one that cannot be tokenized with the problem. Raises
+    OSError."""
     workers: int = pool._max_workers  # pyrefly: ignore[missing-attribute]  # of both kinds
     ahead: collections.deque = collections.deque()
     while True:
@@ -144,11 +154,15 @@ def encoded_in_order(pool: Executor, batches: Iterator[Batch]) -> Iterator[tuple
             ahead.append((batch, pool.submit(batch.preparation.encode, batch.documents)))
         if not ahead:
             return
-        batch, encoded = ahead.popleft()
+        batch, future = ahead.popleft()
+        encoded: Encoded = []
         try:
-            yield batch, encoded.result()
+            encoded = future.result()
+        except ConfigError as error:
+            batch.problem = error
         except BrokenProcessPool:
             raise OSError("a process that tokenizes was killed (out of memory?)") from None
+        yield batch, encoded
 
 
 class Preparation:
@@ -160,10 +174,9 @@ class Preparation:
         self.folder = folder
         self.d = cfg.data
         self.limit = self.d.max_tokens or float("inf")  # train tokens
-        rows = row_format(self.d)
-        self.writer = TokenWriter(folder, whole_documents=rows.is_whole)
+        self.writer = TokenWriter(folder, whole_documents=row_format(self.d).is_whole)
         self.manifest = self.writer.manifest
-        self.encode = rows.encoder(folder)
+        self.encode = row_format(self.d).encoder(folder)
         self.validation = validation_source(self.d)
         self.files = [SourceFile(*entry) for entry in self.manifest["files"]]
         self._note_changes()

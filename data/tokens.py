@@ -60,8 +60,8 @@ class Span(NamedTuple):
 class TokenFile:
     """A file of token ids, one after another. Positions count from its first token.
 
-    Uses pread: with mmap, a random window of a cold file takes 13 ms instead of 0.05, and
-    truncation means SIGBUS.
+    Uses pread: with mmap, a random window of a cold file takes ten times as long, and truncation
+    means SIGBUS.
     """
 
     path: pathlib.Path
