@@ -12,7 +12,8 @@ Text in, by data.prepare, which may go on beside the run:
 
 Batches out, in train.py:
 
-    tokens           token files as streams, cut into windows
+    tokens           token files as streams of ids
+    token_files      opens those that another program wrote
     mixture, order   sample number -> source -> window
     dataset, loader  all of these together: sample number -> tokens; step -> batch
 """

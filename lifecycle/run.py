@@ -25,6 +25,7 @@ from checkpoint.catalog import path_of
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.compare import changes_since, describe_changes, other_tokenizer
 from config import ConfigError
+from data.dataset import PreparedSource
 from data.loader import Loader
 from lifecycle import STOPPED, folder
 from lifecycle.failure import Failure, exit_immediately, failure_of
@@ -84,6 +85,7 @@ class Run:
         self.lock_file: IO | None = None  # the file that is locked
         self.loader: Loader | None = None
         self.next_step = 0  # whose text the ranks agree on
+        self.awaited: PreparedSource | None = None  # the source whose text that step lacks here
         self.waits_logged = False
         self.failure: Exception | None = None  # why this rank cannot read its next batch
 
@@ -216,13 +218,12 @@ class Run:
     def _start_sync(self) -> None:
         """Starts to agree on a stop, and on whether to wait for text that is still prepared."""
         assert self.loader
-        is_ready = False
         try:
-            is_ready = self.loader.is_ready(self.next_step)
+            self.awaited = self.loader.missing(self.next_step)
         except (ConfigError, OSError) as error:  # all ranks stop, after a save
             self.failure = error
             self.stop.received = self.stop.received or signal.SIGTERM
-        self.stop.start_sync(waits_for_text=not is_ready)
+        self.stop.start_sync(waits_for_text=self.awaited is not None)
 
     def agree_to_continue(self) -> None:
         """Finishes the all-reduce of the stop flags. It began with the step and overlaps it, so a
@@ -242,14 +243,15 @@ class Run:
 
     def _watch_wait(self, began: float) -> None:
         """Logs what all wait for; after run.start_timeout_seconds without a new record, stops."""
-        assert self.loader
+        source = self.awaited
+        if source is None:
+            return  # another rank waits
         now = time.monotonic()
         if not self.waits_logged and now > began + LOG_WAIT_SECONDS:
             self.waits_logged = True
-            log.info("waiting for text: %s", self.loader.dataset.waits_for(self.next_step))
-        source = self.loader.dataset.missing(self.next_step)
+            log.info("waiting for text: %s", source.progress())
         limit = self.cfg.run.start_timeout_seconds
-        if source and now > max(began, source.changed) + limit:
+        if now > max(began, source.changed) + limit:
             problem = f"nothing was prepared for {limit:.0f} s (run.start_timeout_seconds)"
             self.failure = OSError(errno.ETIMEDOUT, problem, str(source.folder))
             self.stop.received = self.stop.received or signal.SIGTERM
