@@ -44,7 +44,7 @@ from parallel.materialize import materialize, open_pretrained
 from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
 from parallel.random_numbers import seed_micro_batch, seed_update
-from parallel.ranks import on_each_rank
+from parallel.ranks import on_each_rank, on_rank_zero
 from parallel.verify import check_optimizer, refuse_late_state, unit_table, verify_sharding
 
 
@@ -59,6 +59,8 @@ def train(cfg: Config, world: World, run: Run) -> None:
     )
     start = checkpointer.start  # the step to resume after, 0 for a new run
     on_each_rank(lambda: dataset.require_same_text(data_before(cfg, start)))
+    text_of_rank_zero = on_rank_zero(dataset.fingerprint)  # a node may have a copy of the data
+    on_each_rank(lambda: dataset.require_same_text(text_of_rank_zero))
     pretrained = open_pretrained(cfg, start)  # the weights of a Hugging Face folder, or None
     run.attach(checkpointer)
 

@@ -151,7 +151,6 @@ FAULTS = {
         )
     ),
     "another rate": lambda: give("--optim.lr=1.0"),
-    "another copy": lambda: give(f"--data.path={os.environ['COPY']}"),
     "another mesh": lambda: give("--parallel.tp=2"),
     "term after check": lambda: after(StopRequest, "start_sync", terminate),
     "term before step 1": lambda: before(StopRequest, "start_sync", terminate),

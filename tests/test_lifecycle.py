@@ -26,7 +26,6 @@ import files
 from checkpoint import catalog
 from checkpoint.compare import changes_since, describe_changes
 from config import ConfigError
-from data.tokens import open_stream
 from launch.checks import check_compiler
 from launch.command import Ranks, usable
 from launch.interruption import Interruption
@@ -51,7 +50,7 @@ from lifecycle.run import Run
 from lifecycle.stop import StopRequest, read_stop
 from lifecycle.watchdog import Watchdog
 from metrics import Rows
-from tests.conftest import REPO, launch, loader_of, make_config, needs_extra, rows
+from tests.conftest import REPO, launch, make_config, needs_extra, rows
 from tests.warm import warm_python
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
@@ -687,30 +686,6 @@ def test_a_node_with_other_options_is_refused(write_config, tmp_path, fault, tol
         printed
     )
     assert not (tmp_path / "outputs/other").exists()
-
-
-def test_a_node_may_have_its_own_copy_of_the_data_but_not_other_data(
-    write_config, prepared, tmp_path
-):
-    path, copy = write_config("copies"), tmp_path / "copy"
-    shutil.copytree(prepared, copy)
-    # so that its use shows
-    (copy / "train.bin").write_bytes(bytes((prepared / "train.bin").stat().st_size))
-    done = launch_faulty("another copy:1", path, nproc=2, COPY=str(copy))
-    assert done.returncode == 0, done.stdout + done.stderr
-    cfg = config.load(str(path))
-    loader = loader_of(cfg, open_stream(prepared, "train", 320))
-    assert rows(tmp_path / "outputs/copies")[0]["batch_digest"] != loader.batch(1).digest
-    loader.close()
-    manifest = json.loads((copy / "manifest.json").read_text())
-    manifest["sha256"]["train.bin"] = "0"
-    (copy / "manifest.json").write_text(json.dumps(manifest))
-    done = launch_faulty("another copy:1", path, "--run.name=refused", nproc=2, COPY=str(copy))
-    assert (
-        done.returncode == 2
-        and 'rank 1 has source 1.sha256.train.bin = "0", rank 0 ' in done.stderr
-    ), done.stderr
-    assert not (tmp_path / "outputs/refused").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
