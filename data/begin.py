@@ -157,7 +157,8 @@ def _validation_files(d: config.Data, revision: str | None) -> list[SourceFile]:
     if validation is None:
         return []
     paths = local_paths(d.source, d.split)
-    if validation.source == d.source and paths and paths == local_paths(d.source, validation.split):
+    is_split = validation.split == d.validation
+    if is_split and paths and paths == local_paths(d.source, validation.split):
         raise ConfigError(
             f"[data] validation = {d.validation}: no such file, folder or pattern, and {d.source} "
             "has no such split"

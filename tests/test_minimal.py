@@ -184,6 +184,8 @@ def test_train_computes_what_minimal_does(
     if world.rank > 0:
         assert ours == []
         return
+    _, validation = minimal.open_data(minimal.read_options(str(path)))
+    assert bool(validation) == (case == "held out")
     if "bfloat16" in case:
         check_rows(ours, theirs, 2**-11, 2**-10)
     else:
@@ -222,6 +224,7 @@ def test_fresh_weights_are_equal_bit_for_bit(world, tmp_path, ranks, case):
         assert torch.equal(parameter.to_local(), theirs[name].to_local()), name
 
 
+@pytest.mark.slow
 def test_a_run_of_one_process_resumes_on_two(texts, corpus, tmp_path):
     """By its own commands, on data that it finds in prepared/: as train.py without a break."""
     shutil.copytree(texts["words"]["path"], tmp_path / "prepared" / "words")

@@ -130,8 +130,12 @@ class Client:
         assert self.process.stdin and self.process.stdout
         if source == "me/texts":
             data = {"subset": "en", **data}
-        request = {"data": {"source": source, **data}, "files": files, "position": position}
-        request["revision"] = revision
+        request = {
+            "data": {"source": source, **data},
+            "files": files,
+            "position": position,
+            "revision": revision,
+        }
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())

@@ -7,6 +7,7 @@ import math
 import operator
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,13 +18,14 @@ import torch
 
 import config
 from config import DIGEST_MODULUS, IGNORE
-from data.dataset import Dataset, PreparedSource, open_dataset
-from data.folder import identity, write_manifest
+from data.dataset import Dataset, PreparedSource, Source, open_dataset
+from data.folder import identity, manifest_of, write_manifest
 from data.loader import Loader, sample_digest, validation_batches
 from data.mixture import Mixture
 from data.order import border_of
 from data.prepare import prepare
-from tests.conftest import REPO, data_rank, loader_of, make_config, refuses
+from tests.conftest import REPO, data_rank, loader_of, make_config, refuses, train_run
+from tests.distributed import distributed
 
 BORDER = 2**20  # the first
 
@@ -310,17 +312,17 @@ def test_a_loader_reads_ahead_what_is_prepared_alone(configure):
     """Three segments have 419 windows, and 6.5 steps."""
     cfg = configure(train={"steps": 8})
     loader = loader_of(cfg)
-    assert not loader.is_ready(1)
+    assert loader.missing(1)
     record(cfg, 3)
     for step in range(1, 7):
-        assert loader.is_ready(step)
+        assert not loader.missing(step)
         next(loader)
-    assert not loader.is_ready(7) and not loader.pending
+    assert loader.missing(7) and not loader.pending
     record(cfg, 4)
-    assert loader.is_ready(7) and loader.is_ready(8)
+    assert not loader.missing(7) and not loader.missing(8)
     next(loader)
     next(loader)
-    assert loader.is_ready(9)  # past the last step
+    assert not loader.missing(9)  # past the last step
     loader.close()
 
 
@@ -331,9 +333,9 @@ def test_an_evaluation_waits_until_it_is_decided_what_is_held_out(configure, fir
     cfg = configure(train={"steps": 4, "global_batch_size": 4}, eval={"every_steps": 3})
     loader = loader_of(cfg, first_step=first_step)
     record(cfg, 1)
-    assert loader.dataset.covers(4) and not loader.is_ready(first_step)
+    assert loader.dataset.covers(4) and loader.missing(first_step)
     record(cfg, 3)
-    assert loader.is_ready(first_step)
+    assert not loader.missing(first_step)
     assert [stream.length for stream in loader.dataset.validation] == [1000]
     loader.close()
 
@@ -345,12 +347,14 @@ def test_a_mixture_waits_for_the_source_that_a_step_needs(configure, tmp_path):
     growing = configure(path="growing", train=train)
     finished = configure(path="finished", train=train)
     record(finished, 6, complete=True)
-    sources = []
+    sources: list[Source] = []
     for number, cfg in enumerate([finished, growing]):
         sources.append(PreparedSource(pathlib.Path(cfg.data.path or ""), cfg, number))
     dataset = Dataset(cfg, sources, Mixture([8.0, 1.0]), ["finished", "growing"], [])
     assert dataset.covers(2) and not dataset.covers(3)
-    assert f"{growing.data.path}: 20,000,000 of 1,048,576 tokens" in dataset.waits_for(3)
+    source = dataset.missing(3)
+    assert source
+    assert source.progress() == f"{growing.data.path}: 20,000,000 of 1,048,576 tokens are prepared"
     record(growing, 1)
     needed = [dataset.mixture.count(1, 4 * step) for step in range(2000)]
     last = max(step for step, count in enumerate(needed) if count <= (BORDER - 1) // 9999)
@@ -406,6 +410,21 @@ def test_a_resume_refuses_other_text_as_soon_as_it_is_prepared(configure):
     record(cfg, 3, validation=["heldout", 0, 1000, "other"])
     with refuses("text.jsonl: the validation text"):
         open_dataset(cfg).require_same_text(before)
+
+
+@distributed(ranks=2)
+@pytest.mark.parametrize("key", ["segments", "validation"])
+def test_ranks_with_other_text_than_rank_zero_are_refused(world, corpus, prepared, tmp_path, key):
+    folder = prepared
+    if world.rank == 1:
+        folder = shutil.copytree(prepared, tmp_path / "copy")
+        manifest = manifest_of(folder)
+        manifest[key][-1] = "another hash"
+        write_manifest(folder, manifest)
+    data = {"source": str(corpus), "path": str(folder)}
+    cfg = make_config(data=data, run={"output_dir": str(tmp_path)})
+    with refuses("segment 0|validation text", "rank 0 reads"):
+        train_run(cfg, world)
 
 
 # What is refused

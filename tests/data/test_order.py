@@ -78,6 +78,7 @@ def test_text_that_is_complete_later_keeps_the_samples_of_its_first_segments():
     tokens, seq_len = 40_000_000, 9999
     complete = source_order(tokens, seq_len, "growing", 5)
     windows = Windows(seq_len, last_hundredth(tokens))
+    assert complete.epoch_length
     nothing = SourceOrder(5, 0, windows, [], is_complete=False)
     assert nothing.covers(-1) and not nothing.covers(0)
     for segments in range(1, 6):

@@ -247,6 +247,12 @@ def test_with_validation_text_of_ones_own_nothing_else_is_held_out(configure, by
     prepare(configure(validation=str(path)))
 
 
+def test_validation_text_may_be_the_source_itself(configure, source):
+    (folder,) = prepare(configure(validation=str(source)))
+    assert manifest_of(folder)["documents"] == {"train": 200, "heldout": 200}
+    assert (folder / "train.bin").read_bytes() == (folder / "heldout.bin").read_bytes()
+
+
 @pytest.mark.parametrize(
     "validation, expected",
     [

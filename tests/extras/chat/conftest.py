@@ -155,6 +155,7 @@ class InThisProcess(Executor):
 
     _max_workers = 1
 
+    # pyrefly: ignore[bad-override]  # as it is called
     def submit(self, function: Callable, /, *arguments: Any) -> Future:
         future = Future()
         try:

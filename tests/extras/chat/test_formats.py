@@ -626,7 +626,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_row_is_one_line(name, configured, tmp_path):
-    row = {"messages": WRONG[name]}
+    row: dict[str, Any] = {"messages": WRONG[name]}
     if "two system" in name:
         row["system"] = "a"
     if "tools" in name:

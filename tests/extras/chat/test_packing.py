@@ -187,14 +187,15 @@ def test_valid_tokens_and_digests_are_those_of_the_step_on_any_rank(chats, learn
     steps = set()
     for ranks in (1, 2, 4):
         targets = digest = 0
+        valid = set()
         for rank in range(ranks):
             loader = Loader(cfg, open_dataset(cfg), data_rank(rank, ranks), 1)
             batch = next(loader)
             loader.close()
             targets += sum(int((tensors[1] >= 0).sum()) for tensors in batch.micro_batches)
             digest += batch.digest
-            valid = batch.valid_tokens
-        assert valid == targets > 50
+            valid.add(batch.valid_tokens)
+        assert valid == {targets} and targets > 50
         steps.add((digest % config.DIGEST_MODULUS, targets))
     assert len(steps) == 1
 
@@ -257,11 +258,13 @@ def test_of_few_conversations_the_last_are_held_out_whole(tokenizer, tmp_path, m
     manifest = manifest_of(prepare_here(cfg))
     packed = packed_of(cfg)
     split, first, end, _ = manifest["validation"]
+    assert packed.file.ends is not None
     ends = packed.file.ends.tolist()
     assert split == "train" and end == manifest["tokens"]["train"] == ends[-1]
     assert first in ends and 2 <= end - first < end // 10
     count = sum(each > first for each in ends)
     (held,) = open_dataset(cfg).validation
+    assert isinstance(held, Packed)
     assert sorted(held.members.tolist()) == [*range(60 - count, 60)]
     assert sorted(packed.members.tolist()) == [*range(60 - count)]
 

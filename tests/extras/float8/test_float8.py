@@ -21,7 +21,7 @@ from extras.float8.matmul import (
     float8_matrices,
     use_float8,
 )
-from lifecycle import process_group
+from run import rank
 from model.build import meta_model
 from model.llama import Linear, Llama
 from tests import cases
@@ -597,14 +597,14 @@ def test_a_gpu_that_cannot_is_refused(capability, compiled, named):
         torch.cuda, **{name: lambda *_, a=a: a for name, a in answers.items()}
     ):
         if named is None:
-            assert process_group.pick_device(cfg, 3) == torch.device("cuda", 3)
+            assert rank.pick_device(cfg, 3) == torch.device("cuda", 3)
             with pytest.raises(
                 ConfigError, match="local rank 8 has no GPU of its own: this machine has 8"
             ):
-                process_group.pick_device(cfg, 8)
+                rank.pick_device(cfg, 8)
             return
         with pytest.raises(ConfigError, match=named):
-            process_group.pick_device(cfg, 3)
+            rank.pick_device(cfg, 3)
 
 
 def test_the_launcher_exits_with_2(write_config):

@@ -37,8 +37,6 @@ from extras.huggingface import tokenizer as hf_tokenizer
 from extras.huggingface import weights as hf_weights
 from extras.huggingface.tokenizer import fast_tokenizer_files, read_sentencepiece
 from extras.huggingface.weights import StoredTensor, Weights, hf_name, weights_to_read
-from launch.checks import check_launch
-from launch.command import Ranks
 from model.llama import Llama, named_parameters
 from optim import build_optimizer, learning_rate
 from tests import cases

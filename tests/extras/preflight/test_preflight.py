@@ -22,7 +22,7 @@ from extras.preflight import disks, libraries, limits, network
 from extras.preflight.finding import Finding
 from extras.preflight.sizes import GIB, gib, sizes
 from extras.preflight.survey import survey
-from launch.command import Ranks
+from run.command import Ranks
 from tests.conftest import REPO, launch, make_config
 
 pytestmark = pytest.mark.quick

@@ -14,8 +14,8 @@ import pytest
 from config import ConfigError
 from extras.reports import tracker
 from extras.reports.tracker import Tracker
-from launch.checks import check_machine
-from launch.command import Ranks
+from run.command import Ranks
+from run.launch import check_machine
 from tests.conftest import launch, make_config, rows
 
 pytestmark = pytest.mark.early
@@ -297,7 +297,7 @@ def test_rows_of_a_step_are_sent_together_but_not_held_for_long(tmp_path, monkey
 def test_a_missing_package_is_named_before_the_launch(monkeypatch):
     """By a dry run, too; an evaluation sends no rows."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("launch.checks.check_surroundings", lambda *_: None)
+    monkeypatch.setattr("extras.preflight.survey.survey", lambda *_: None)
     alone = Ranks(1, 1, 0, None)
     check_machine(make_config(run={"device": "cpu"}), alone)
     cfg = make_config(run={"device": "cpu"}, log={"tracker": "trackio"})
