@@ -96,13 +96,12 @@ def _begin(folder: pathlib.Path, cfg: config.Config) -> None:
     source_files, revision = list_files(d)
     validation_files = _validation_files(d, revision)
     tokenizer, vocab_size = _tokenizer_of(cfg)
-    rows = row_format(d)
     manifest = {
         "identity": identity(cfg),
         "revision": revision,
         "tokenizer": tokenizer_hash(tokenizer),
         "vocab_size": vocab_size,
-        "dtype": rows.dtype(vocab_size),
+        "dtype": row_format(d).dtype(vocab_size),
         "complete": False,
         "tokens": {"train": 0, "heldout": 0},
         "documents": {"train": 0, "heldout": 0},
@@ -118,7 +117,7 @@ def _begin(folder: pathlib.Path, cfg: config.Config) -> None:
         shutil.rmtree(killed, ignore_errors=True)
     temporary = folder.with_name(f".{folder.name}.{files.process_name()}.tmp")
     temporary.mkdir()
-    for name, content in (tokenizer | rows.files()).items():
+    for name, content in (tokenizer | row_format(d).files()).items():
         files.write_atomic(temporary / name, content)
     write_manifest(temporary, manifest)
     files.publish(temporary, folder)
@@ -128,15 +127,14 @@ def _tokenizer_of(cfg: config.Config) -> tuple[dict[str, bytes], int]:
     """(the content of the files of a source's tokenizer by name, its vocabulary's size). Raises
     ConfigError."""
     name = cfg.data.tokenizer
-    rows = cfg.model.vocab_size
     if not name:
-        return {"tokenizer.model": train_on_sources([cfg])}, rows
+        return {"tokenizer.model": train_on_sources([cfg])}, cfg.model.vocab_size
     tokenizer = Tokenizer(name)
     if not tokenizer.eos:
         files.print_error(f"{name}: has no EOS token that is known, so nothing separates documents")
-    if tokenizer.vocab_size > rows:
+    if tokenizer.vocab_size > cfg.model.vocab_size:
         raise ConfigError(
-            f"[model] vocab_size = {rows}: smaller than the tokenizer {name}, of "
+            f"[model] vocab_size = {cfg.model.vocab_size}: smaller than the tokenizer {name}, of "
             f"{tokenizer.vocab_size} entries"
         )
     return tokenizer.files, tokenizer.vocab_size
@@ -159,7 +157,8 @@ def _validation_files(d: config.Data, revision: str | None) -> list[SourceFile]:
     if validation is None:
         return []
     paths = local_paths(d.source, d.split)
-    if validation.source == d.source and paths and paths == local_paths(d.source, validation.split):
+    is_split = validation.split == d.validation
+    if is_split and paths and paths == local_paths(d.source, validation.split):
         raise ConfigError(
             f"[data] validation = {d.validation}: no such file, folder or pattern, and {d.source} "
             "has no such split"

@@ -36,7 +36,7 @@ class Source:
         self.validation: TextStream | None = None  # None: not decided yet
         self.order = SourceOrder(cfg.run.seed, number, Windows(cfg.train.seq_len), [], False)
 
-    def use(self, stream: TextStream, tokens: int, is_complete: bool) -> None:
+    def set_stream(self, stream: TextStream, tokens: int, is_complete: bool) -> None:
         """Makes the first tokens of a stream those that can be read."""
         self.stream = stream
         borders = growing_borders(tokens) if self.cfg.data.order == "growing" else [tokens]
@@ -80,7 +80,7 @@ class TokenFileSource(Source):
         """Raises ConfigError."""
         super().__init__(cfg, number)
         self.identity, stream, self.validation = open_token_files(cfg)
-        self.use(stream, stream.length, is_complete=True)
+        self.set_stream(stream, stream.length, is_complete=True)
 
 
 class PreparedSource(Source):
@@ -99,7 +99,7 @@ class PreparedSource(Source):
         self.identity = {key: self.manifest[key] for key in ("identity", "tokenizer", "revision")}
         self.hashes = hashes_of(self.manifest)
         self.changed = time.monotonic()  # when the record was last seen to change
-        self._use(self.manifest)
+        self._open_text(self.manifest)
 
     def refresh(self) -> None:
         """Reads the record again, and opens what it says is there. Raises ConfigError and
@@ -112,24 +112,30 @@ class PreparedSource(Source):
             return
         self.compare(hashes_of(manifest))
         with contextlib.suppress(ConfigError):  # a file system may show the record before the bytes
-            self._use(manifest)
+            self._open_text(manifest)
             self.manifest = manifest
             self.changed = time.monotonic()
 
-    def _use(self, manifest: dict) -> None:
+    def progress(self) -> str:
+        """How far the next segment is prepared, for a log."""
+        tokens = self.manifest["tokens"]["train"]
+        end = border_of(len(self.manifest["segments"]))
+        return f"{self.folder}: {tokens:,} of {end:,} tokens are prepared"
+
+    def _open_text(self, manifest: dict) -> None:
         """Opens the text that a record says is there. Raises ConfigError and OSError."""
         if manifest["validation"] and self.validation is None:
-            self.validation = self._open("validation", manifest)
+            self.validation = self._open_split("validation", manifest)
         segments = len(manifest["segments"])
         # where no document is held out, the last tokens of the first segments may be
         is_decided = manifest["validation"] or manifest["tokens"]["heldout"] > 1
         if segments and is_decided:
             # opened again: a network's file system shows new bytes to a new open() only
-            stream = self._open("train", manifest)
+            stream = self._open_split("train", manifest)
             tokens = stream.length if manifest["complete"] else border_of(segments - 1)
-            self.use(stream, tokens, manifest["complete"])
+            self.set_stream(stream, tokens, manifest["complete"])
 
-    def _open(self, split: str, manifest: dict) -> TextStream:
+    def _open_split(self, split: str, manifest: dict) -> TextStream:
         return row_format(self.cfg.data).open(self.folder, manifest, split, self.cfg)
 
 
@@ -181,15 +187,6 @@ class Dataset:
             if not source.has_text(last, evaluates):
                 return source
         return None
-
-    def waits_for(self, step: int) -> str:
-        """What a step waits for, for a log."""
-        source = self.missing(step)
-        if source is None:
-            return "nothing"
-        tokens = source.manifest["tokens"]["train"]
-        end = border_of(len(source.manifest["segments"]))
-        return f"{source.folder}: {tokens:,} of {end:,} tokens are prepared"
 
     def notes(self) -> list[str]:
         """Lines for a launch's log."""

@@ -13,13 +13,7 @@ from typing import Any
 import config
 import schema
 from config import ConfigError, RowFormat
-from data.folder import (
-    common_tokenizer,
-    folder_name,
-    identity,
-    read_manifest,
-    sources_of,
-)
+from data import folder as folders
 from data.source import Source, list_files, local_paths
 from files import print_error
 
@@ -30,13 +24,10 @@ def complete(args: argparse.Namespace, cfg: config.Config) -> tuple[config.Confi
     d = cfg.data
     if d.format or d.messages_field:
         return cfg, []
-    source_cfgs = [cfg]
-    if d.sources:
-        source_cfgs = sources_of(cfg, d.tokenizer or str(common_tokenizer(cfg)))
     root = pathlib.Path(d.path or "prepared")
-    formats = []
-    for source_cfg in source_cfgs:
-        formats.append(source_cfg.data.format or format_of(source_cfg, root, args.dry_run))
+    tokenizer = d.tokenizer or str(folders.common_tokenizer(cfg))
+    source_cfgs = folders.sources_of(cfg, tokenizer) or [cfg]
+    formats = [each.data.format or format_of(each, root, args.dry_run) for each in source_cfgs]
     if set(formats) == {"text"} and not d.chat_template:  # which is refused with text
         return cfg, []
     options = [f"--data.format={formats[0]}"]
@@ -76,11 +67,11 @@ def format_of(cfg: config.Config, root: pathlib.Path, is_plan: bool) -> RowForma
 def recorded_format(cfg: config.Config, root: pathlib.Path) -> RowFormat | None:
     """The format in which a source was prepared whose rows are on a hub, or gone."""
     with contextlib.suppress(ConfigError):  # a tokenizer that is still to be trained, perhaps
-        options = identity(cfg).items()
-        name = folder_name(cfg)
+        options = folders.identity(cfg).items()
+        name = folders.folder_name(cfg)
         others = root.glob(f"{name.rpartition('-')[0]}-*")
         for folder in (root, root / name, *others):  # as texts first
-            manifest = read_manifest(folder)
+            manifest = folders.read_manifest(folder)
             if manifest and options <= manifest["identity"].items():
                 return manifest["identity"].get("data.format", "text")
     return None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import config
 from config import DIGEST_MODULUS, IGNORE
-from data.dataset import Dataset
+from data.dataset import Dataset, PreparedSource
 from data.order import rank_samples
 from data.tokens import Span, TextStream
 
@@ -41,7 +41,7 @@ class Loader:
     """Iterates over a data rank's batches from first_step on.
 
     A thread reads ahead, and pins memory for the GPU. It never waits for text that is still being
-    prepared: ask is_ready(step) before each next(). The ranks agree on it (lifecycle/stop.py).
+    prepared: ask missing(step) before each next(). The ranks agree on it (lifecycle/stop.py).
     """
 
     def __init__(self, cfg: config.Config, dataset: Dataset, world: Any, first_step: int):
@@ -58,13 +58,13 @@ class Loader:
         self._read_ahead()
         return self.pending.popleft().result()
 
-    def is_ready(self, step: int) -> bool:
-        """Whether the text of a step, the next or the one after it, is prepared and, where an
-        evaluation comes before it, the validation text. Past the last step: that of the last.
-        Raises ConfigError and OSError."""
+    def missing(self, step: int) -> PreparedSource | None:
+        """The source whose text a step waits for, the next one or the one after it; where an
+        evaluation comes before it, also the validation text. Past the last step: what the last one
+        waits for. Raises ConfigError and OSError."""
         self._read_ahead()
         evaluates = config.evaluation_is_due(self.cfg, step - 1)
-        return self.dataset.missing(min(step, self.cfg.train.steps), evaluates) is None
+        return self.dataset.missing(min(step, self.cfg.train.steps), evaluates)
 
     def _read_ahead(self) -> None:
         """Has the thread read the next steps' batches, as far as their text is prepared."""

@@ -28,10 +28,10 @@ def name_hash(name: str) -> bytes:
 
 def border_of(segment: int) -> int:
     """The token at which a segment ends with data.order = "growing"; 0 before the first."""
-    end = 0 if segment < 0 else FIRST_BORDER
-    for _ in range(segment):
-        end += min(end, BORDER_STEP)
-    return end
+    if segment < 0:
+        return 0
+    doublings = min(segment, (2 * BORDER_STEP // FIRST_BORDER).bit_length() - 1)
+    return (FIRST_BORDER << doublings) + (segment - doublings) * BORDER_STEP
 
 
 def growing_borders(tokens: int) -> list[int]:

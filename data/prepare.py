@@ -1,12 +1,12 @@
-"""Text -> token files, once. run_train.sh starts it; where the files exist and match, it compares
-them with their hashes.
+"""Text -> token files, once. run_train.sh starts it where they are missing.
 
     python -m data.prepare configs/tiny.toml
 
 Writes train.bin, heldout.bin (validation), where their documents end, the tokenizer and
 manifest.json into prepared/{source}-{hash}/, one folder for each source. One process reads and
 writes; threads tokenize, since the tokenizers' libraries release Python's lock. A process that was
-killed resumes from the record, manifest.json.
+killed resumes from the record, manifest.json. Files that are complete are compared with their
+hashes.
 """
 
 import collections
@@ -47,12 +47,14 @@ MOST_WORKERS = 64  # one process that reads cannot feed more
 
 @dataclass
 class Batch:
-    """Documents of a source that are tokenized together. The last one of a source has none."""
+    """Documents of a source that are tokenized together. The last batch of a source has none."""
 
     preparation: "Preparation"
     documents: list[str] = field(default_factory=list)
     position: Position = Position()  # of the source, after the last document
     share_read: float = 1.0  # of the source, from 0 to 1
+    # why the documents cannot be tokenized or, of the last batch, no more can be read
+    problem: ConfigError | OSError | None = None
 
 
 def prepare(
@@ -67,11 +69,7 @@ def prepare(
         with contextlib.ExitStack() as stack:
             preparations = []
             for folder, source_cfg in sources:
-                lock = None if manifest_of(folder)["complete"] else take_lock(folder)
-                if lock is None:
-                    continue
-                stack.callback(lock.release)
-                if not manifest_of(folder)["complete"]:  # by the process that had the lock
+                if is_ours(folder, stack):
                     preparation = Preparation(folder, source_cfg, has_bar)
                     stack.callback(preparation.close)
                     preparations.append(preparation)
@@ -82,6 +80,19 @@ def prepare(
             else:
                 time.sleep(POLL_SECONDS)
     return [folder for folder, _ in sources]
+
+
+def is_ours(folder: pathlib.Path, stack: contextlib.ExitStack) -> bool:
+    """Whether this process is to complete a folder: then `stack` holds its lock. Raises ConfigError
+    and OSError."""
+    if manifest_of(folder)["complete"]:
+        return False
+    lock = take_lock(folder)
+    if lock is None:
+        return False
+    stack.callback(lock.release)
+    # whoever held the lock before may have completed it
+    return not manifest_of(folder)["complete"]
 
 
 def prepare_together(preparations: "list[Preparation]", pool: Executor) -> None:
@@ -134,26 +145,24 @@ def interleaved(preparations: "list[Preparation]") -> Iterator[Batch]:
 
 
 def encoded_in_order(pool: Executor, batches: Iterator[Batch]) -> Iterator[tuple[Batch, Encoded]]:
-    """Yields each batch with its ids. What was read before a wrong row comes before its error.
-    Raises ConfigError and OSError."""
-    ahead: collections.deque = collections.deque()
-    problem: Exception | None = None
+    """Yields each batch with its ids; one that cannot be tokenized with the problem. Raises
+    OSError."""
     workers: int = pool._max_workers  # pyrefly: ignore[missing-attribute]  # of both kinds
+    ahead: collections.deque = collections.deque()
     while True:
-        try:
-            for batch in itertools.islice(batches, AHEAD * workers - len(ahead)):
-                ahead.append((batch, pool.submit(batch.preparation.encode, batch.documents)))
-        except (ConfigError, OSError) as error:
-            problem = error
+        for batch in itertools.islice(batches, AHEAD * workers - len(ahead)):
+            ahead.append((batch, pool.submit(batch.preparation.encode, batch.documents)))
         if not ahead:
-            break
+            return
         batch, future = ahead.popleft()
+        encoded: Encoded = []
         try:
-            yield batch, future.result()
+            encoded = future.result()
+        except ConfigError as error:
+            batch.problem = error
         except BrokenProcessPool:
             raise OSError("a process that tokenizes was killed (out of memory?)") from None
-    if problem:
-        raise problem
+        yield batch, encoded
 
 
 class Preparation:
@@ -165,10 +174,9 @@ class Preparation:
         self.folder = folder
         self.d = cfg.data
         self.limit = self.d.max_tokens or float("inf")  # train tokens
-        rows = row_format(self.d)
-        self.writer = TokenWriter(folder, whole_documents=rows.is_whole)
+        self.writer = TokenWriter(folder, whole_documents=row_format(self.d).is_whole)
         self.manifest = self.writer.manifest
-        self.encode = rows.encoder(folder)
+        self.encode = row_format(self.d).encoder(folder)
         self.validation = validation_source(self.d)
         self.files = [SourceFile(*entry) for entry in self.manifest["files"]]
         self._note_changes()
@@ -208,8 +216,8 @@ class Preparation:
 
     def _batches(self, source: Source) -> Iterator[Batch]:
         batch = Batch(self)
+        last = Batch(self, position=Position(len(source.files)))
         size = 0
-        problem = None
         try:
             for document in source:
                 batch.documents.append(document)
@@ -223,12 +231,10 @@ class Preparation:
                     batch = Batch(self)
                     size = 0
         except (ConfigError, OSError) as error:
-            problem = error
+            last.problem = error
         if batch.documents:
             yield batch
-        if problem:
-            raise problem
-        yield Batch(self, position=Position(len(source.files)))
+        yield last
 
     def is_full(self) -> bool:
         """Whether data.max_tokens is reached."""
@@ -239,6 +245,8 @@ class Preparation:
         OSError."""
         if self.manifest["complete"]:  # data.max_tokens was reached before this batch
             return
+        if batch.problem:
+            raise batch.problem
         is_last = not batch.documents
         if self.validation and not self.manifest["validation"]:
             self._append(encoded, is_validation=True)
@@ -314,20 +322,21 @@ class Preparation:
 
 
 def main(argv: list[str]) -> int:
-    """argv: with --beside=RANKS if the launcher starts it (data/preparer.py), next to which so many
-    ranks will train on this machine."""
+    """argv: with --beside=RANKS if the launcher starts it (data/preparer.py): so many ranks will
+    train on this machine meanwhile."""
     words = [word for word in argv if not word.startswith("--beside=")]
     ranks = [int(word.partition("=")[2]) for word in argv if word.startswith("--beside=")]
     args, cfg = config.from_command_line(words, __doc__, tool=True)
     if ranks:
         die_with_parent()
         os.nice(19)
+        with contextlib.suppress(OSError):  # Linux's priority of a session next to others
+            pathlib.Path("/proc/self/autogroup").write_text("19")
     try:
         cfg, _ = formats.complete(args, cfg)
         if not ranks:
             check_complete(cfg)
-        is_before_ranks = cfg.data.order == "global"
-        prepare(cfg, worker_count(*ranks), has_bar=is_before_ranks or not ranks)
+        prepare(cfg, worker_count(*ranks), has_bar=not any(ranks))
     except ConfigError as error:
         print_error(str(error))
         return 2

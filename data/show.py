@@ -23,9 +23,10 @@ from files import print_line, printable
 def samples(cfg: config.Config, step: int) -> Iterator[str]:
     """Yields the text to print for each sample of a step (from 1). Raises ConfigError."""
     dataset = open_dataset(cfg)
-    if not dataset.covers(step):
+    source = dataset.missing(step)
+    if source:
         raise ConfigError(
-            f"--step {step}: its text is not prepared yet ({dataset.waits_for(step)}); `python -m "
+            f"--step {step}: its text is not prepared yet ({source.progress()}); `python -m "
             "data.prepare CONFIG` prepares it"
         )
     if not dataset.tokenizer_files:

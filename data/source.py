@@ -3,7 +3,6 @@
 import collections
 import errno
 import glob
-import hashlib
 import io
 import json
 import os
@@ -17,6 +16,7 @@ import config
 from config import ConfigError
 from data.folder import STDLIB
 from data.hub import refuse_pointer
+from data.order import name_hash
 from data.row_format import row_format
 from data.rows import READERS, is_plain_text, is_readable, read_rows
 from files import TRANSIENT_ERRORS
@@ -163,10 +163,6 @@ def list_files(d: config.Data, revision: str | None = None) -> tuple[list[Source
         files.append(SourceFile(path, status.st_size, status.st_mtime_ns))
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
     return sorted(files, key=lambda file: name_hash(os.path.relpath(file.path, root))), None
-
-
-def name_hash(name: str) -> bytes:
-    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
 
 
 def local_paths(source: str, split: str | None) -> list[str] | None:

@@ -40,10 +40,8 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
 
 
 def tokenizer_hash(contents: dict[str, bytes]) -> str:
-    """SHA-256 of a tokenizer. contents: of tokenizer_files().
-
-    special_tokens_map.json is left out: data and runs of versions that did not read it stay valid.
-    """
+    """SHA-256 of a tokenizer. contents: of tokenizer_files(), but for special_tokens_map.json, which
+    repeats tokenizer_config.json."""
     hashed = [content for name, content in contents.items() if name != TOKEN_MAP]
     return hashlib.sha256(b"".join(hashed)).hexdigest()
 
@@ -94,7 +92,7 @@ class Tokenizer:
         """content: of tokenizer.model. Raises ConfigError."""
         import sentencepiece
 
-        # one thread: data/encode.py starts a process for each core that the ranks leave
+        # one thread: data/prepare.py tokenizes in a thread on each core that the ranks leave
         self.model = sentencepiece.SentencePieceProcessor(num_threads=1)
         try:
             self.model.LoadFromSerializedProto(content)

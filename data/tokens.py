@@ -18,7 +18,7 @@ import numpy as np
 from config import ConfigError
 from data.folder import damaged
 
-OPEN_FILES = 256  # a corpus may have more files than a process may open
+OPEN_FILES = 128  # a corpus may have more files than a process may open
 
 
 class TextStream(Protocol):
@@ -60,8 +60,8 @@ class Span(NamedTuple):
 class TokenFile:
     """A file of token ids, one after another. Positions count from its first token.
 
-    Uses pread: with mmap, a random window of a cold file takes 13 ms instead of 0.05, and
-    truncation means SIGBUS.
+    Uses pread: with mmap, a random window of a cold file takes ten times as long, and truncation
+    means SIGBUS.
     """
 
     path: pathlib.Path

@@ -19,7 +19,7 @@ import numpy as np
 import files
 from config import ConfigError
 from data.folder import MANIFEST, damaged, manifest_of, write_manifest
-from data.order import HELD_OUT_OF, border_of
+from data.order import HELD_OUT_OF, border_of, last_hundredth
 
 SPLITS = ("train", "heldout")
 WIDTH = {"uint16": 2, "int32": 4}  # bytes per token
@@ -122,8 +122,9 @@ class TokenWriter:
             self.decide_validation()
 
     def decide_validation(self) -> None:
-        """Unless it is decided already: holds out what is in heldout.bin. If no document is held out, holds out the last
-        hundredth of the first tokens: of conversations, the last ones in these tokens."""
+        """Holds out what is in heldout.bin. If no document is held out, holds out the last
+        hundredth of the first tokens: of conversations, the last ones in these tokens. Does nothing
+        if it was called before."""
         if self.manifest["validation"]:
             return
         split = "heldout"
@@ -131,8 +132,7 @@ class TokenWriter:
         end = self.manifest["tokens"]["heldout"]
         if end < 2:  # an input and its target
             split = "train"
-            end = min(HELD_OUT_OF, self.manifest["tokens"]["train"])
-            first = max(0, end - max(2, end // 100))
+            first, end = last_hundredth(self.manifest["tokens"]["train"])
             if self.whole_documents:
                 first, end = self._document_borders(first, end)
         digest = hashlib.sha256()

@@ -802,39 +802,3 @@ def scales_of_a_run(sections: dict, output: str) -> list[bool]:
     with process_group() as world, mock.patch("train.training_step", checked):
         run_training(cfg, world_for(cfg, world))
     return found
-
-
-def chat_gradients(
-    sections: dict, meshes: list[dict], training: list[tuple[int, dict, str]]
-) -> tuple[list, list]:
-    """Full gradients of the first step's loss, by mesh; then the rows of runs: (to this step, [parallel], output)."""
-    from data.dataset import open_dataset
-    from data.loader import Loader
-
-    found, trained = [], []
-    with process_group() as world:
-        for mesh in meshes:
-            cfg = make_config(**{**sections, "parallel": mesh})
-            ours = world_for(cfg, world)
-            model, loader = build(cfg, ours), Loader(cfg, open_dataset(cfg), ours, 1)
-            batch = next(loader)
-            loader.close()
-            for i, tensors in enumerate(batch.micro_batches, 1):
-                set_communication(
-                    model, cfg.parallel, ours, last_micro_batch=i == len(batch.micro_batches)
-                )
-                (model(*tensors)[0]["loss"] * (ours.fsdp_size / batch.valid_tokens)).backward()
-            found.append({name: whole(p.grad).numpy() for name, p in named_parameters(model)})
-            del model
-        for steps, mesh, output in training:
-            cfg = make_config(
-                **{
-                    **sections,
-                    "parallel": mesh,
-                    "train": {**sections["train"], "steps": steps},
-                    "run": {"name": "r", "output_dir": output},
-                }
-            )
-            run_training(cfg, world_for(cfg, world))
-            trained.append(rows(config.run_folder(cfg)) if world.rank == 0 else [])
-    return found, trained

@@ -203,6 +203,30 @@ def is_near(ours: Tensor, theirs: Tensor, bound: float = 1e-5) -> bool:
     return bool(difference <= bound * theirs.double().norm())
 
 
+def sentencepiece_model(path: pathlib.Path, **options: Any) -> Any:
+    """A tokenizer of 300 entries as others train them."""
+    import sentencepiece
+
+    from data.tokenizer import Tokenizer
+
+    defaults = {
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "vocab_size": 300,
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "hard_vocab_limit": False,
+        "minloglevel": 2,
+    }
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(words(i, 50) for i in range(50)),
+            model_writer=file,
+            **{**defaults, **options},
+        )
+    return Tokenizer(path)
+
+
 # Extras that were removed
 
 

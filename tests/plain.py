@@ -3,13 +3,14 @@ evaluations and weights, in one process, in float64, the whole batch at once. It
 and chunks, and uses nothing of the trainer but its options and its fresh weights, which tests/test_minimal.py holds
 against minimal.py's.
 
-The order of the data is tests/order_model.py's.
+The order of the data is tests/data/order_model.py's.
 """
 
 import fnmatch
 import functools
 import glob
 import hashlib
+import itertools
 import json
 import math
 import pathlib
@@ -25,7 +26,7 @@ from torch import Tensor
 import config
 from model.build import meta_model
 from parallel.materialize import materialize
-from tests import order_model
+from tests.data.order_model import epoch_order
 
 IGNORED = -1  # a target without a loss
 
@@ -47,15 +48,19 @@ class Source(NamedTuple):
 # The text
 
 
-def texts_of(pattern: str, field: str, growing: bool) -> list[str]:
-    """The texts of a source, in the order in which its files are read."""
-    by_name = {pathlib.Path(path).name: pathlib.Path(path) for path in glob.glob(pattern)}
-    names = order_model.reading_order(by_name) if growing else sorted(by_name)
+def texts_of(pattern: str, field: str) -> list[str]:
+    """The texts of a source, in the order in which its files are read: that of their names' hashes."""
+    paths = [pathlib.Path(path) for path in glob.glob(pattern)]
     texts = []
-    for name in names:
-        lines = by_name[name].read_text().splitlines()
-        texts += [json.loads(line)[field] for line in lines]
+    for path in sorted(paths, key=lambda path: hashlib.sha256(path.name.encode()).digest()):
+        texts += [json.loads(line)[field] for line in path.read_text().splitlines()]
     return texts
+
+
+def is_held_out(text: str) -> bool:
+    """Of a text of less than 2^22 tokens: one document in 25, by its hash."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % 25 == 0
 
 
 @functools.cache
@@ -82,11 +87,10 @@ def read_source(
     field: str,
     max_tokens: int | None,
     validation: str | None,
-    growing: bool,
     tokenizer: str,
 ) -> Source:
-    """Training text up to the document with which max_tokens are reached. Held out are the documents whose hash falls
-    into the last hundredth, or another source's, or else the last hundredth of the text."""
+    """Training text up to the document with which max_tokens are reached. Held out are the documents whose hash
+    says so, or another source's, or else the last hundredth of the text."""
     model = tokenizer_of(tokenizer)
 
     def encoded(text: str) -> list[int]:
@@ -95,32 +99,30 @@ def read_source(
     train = []
     held = []
     if validation:
-        held = [encoded(text) for text in texts_of(validation, field, growing)]
-    for text in texts_of(pattern, field, growing):
+        held = [encoded(text) for text in texts_of(validation, field)]
+    for text in texts_of(pattern, field):
         if max_tokens and sum(map(len, train)) >= max_tokens:
             break
-        to_held = not validation and order_model.held_out_by_hash(text)
+        to_held = not validation and is_held_out(text)
         (held if to_held else train).append(encoded(text))
     if held:
         return Source(pattern, joined(train), joined(held))
     whole = joined(train)
-    first, end = order_model.held_out_range(len(whole.ids))
+    end = len(whole.ids)
+    first = end - max(2, end // 100)
     validation_text = Text(whole.ids[first:end], whole.document[first:end])
     return Source(pattern, whole._replace(held_out=(first, end)), validation_text)
 
 
 def sources_of(cfg: config.Config) -> list[Source]:
     d = cfg.data
-    growing = d.order == "growing"
     if not d.sources:
-        return [
-            read_source(d.source, d.text_field, d.max_tokens, d.validation, growing, d.tokenizer)
-        ]
+        return [read_source(d.source, d.text_field, d.max_tokens, d.validation, d.tokenizer)]
     found = []
     for s in d.sources:
         field = s.text_field or d.text_field
         most = s.max_tokens or d.max_tokens
-        found.append(read_source(s.source, field, most, s.validation, growing, d.tokenizer))
+        found.append(read_source(s.source, field, most, s.validation, d.tokenizer))
     return found
 
 
@@ -149,15 +151,15 @@ def mixed(weights: tuple[str, ...], count: int) -> list[tuple[int, int]]:
 def samples(cfg: config.Config, sources: list[Source], count: int) -> list[tuple[int, int]]:
     """(source, window) of the first `count` samples."""
     weights = tuple(repr(s.weight) for s in cfg.data.sources) or ("1",)
-    order_of = order_model.global_samples
-    if cfg.data.order == "growing":
-        order_of = order_model.growing_samples
     windows = []
     for number, (_, train, _) in enumerate(sources):
-        its = order_of(
-            len(train.ids), cfg.train.seq_len, cfg.run.seed, number, train.held_out, count
-        )
-        windows.append([window for _, window in its])
+        text = len(train.ids), cfg.train.seq_len, range(*(train.held_out or (0, 0)))
+        of_source: list[int] = []
+        for epoch in itertools.count():
+            if len(of_source) >= count:
+                break
+            of_source += epoch_order(*text, cfg.data.order, cfg.run.seed, epoch, number)
+        windows.append(of_source)
     return [(source, windows[source][index]) for source, index in mixed(weights, count)]
 
 

@@ -15,9 +15,9 @@ import evaluate
 import generate
 import schema
 from config import ConfigError
-from data.dataset import open_data
-from data.encode import is_validation
+from data.dataset import open_dataset
 from data.prepare import prepare
+from data.row_format import is_held_out
 from tests import cases
 from tests.conftest import launch, make_config, needs_extra, rows
 
@@ -123,7 +123,7 @@ def write_texts(path, seed: int) -> list[str]:
         for _ in range(600)
     ]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return [text for text in texts if is_validation(text)]
+    return [text for text in texts if is_held_out(text)]
 
 
 def byte_level(path) -> str:
@@ -163,7 +163,7 @@ def test_bytes_of_targets_are_those_of_the_text(tmp_path, trained, masked):
         train={"seq_len": 16, "global_batch_size": 3, "micro_batch_size": 1},
     )
     prepare(cfg)
-    (stream,) = open_data(cfg, "validation")
+    (stream,) = open_dataset(cfg).validation
 
     def found(stop: int, size: int = 3) -> int:
         return sum(
@@ -177,8 +177,8 @@ def test_bytes_of_targets_are_those_of_the_text(tmp_path, trained, masked):
 
     model = tokenizers.Tokenizer.from_file(str(tmp_path / "p/tokenizer.json"))
     of_byte = {char: byte for byte, char in bytes_of_characters().items()}
-    ids = stream.read(0, stream.length)[1].tolist()
-    begins = {begin for _, begin, _ in stream.documents(0, stream.length)}
+    ids = stream.read(0, stream.length).tolist()
+    begins = {begin for begin, _ in stream.documents(0, stream.length)}
     expected = {}
     for stop in range(2, min(200, stream.length)):
         whole, dropped = b"", 0
@@ -237,8 +237,8 @@ def test_bits_per_byte_are_those_of_transformers_logits_over_the_bytes_of_the_te
     }
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32")
     cfg, nats = config.load(str(path)), {}
-    for name, stream in zip(texts, open_data(cfg, "validation")):
-        ids, length = stream.read(0, stream.length)[1], cfg.train.seq_len
+    for name, stream in zip(texts, open_dataset(cfg).validation):
+        ids, length = torch.from_numpy(stream.read(0, stream.length)), cfg.train.seq_len
         nats[name] = 0.0
         for begin in range(0, stream.length - 1, length):
             window = ids[begin : begin + length + 1]

@@ -1,22 +1,19 @@
-"""docs/fork.md, followed in a copy of the repository: start, worked change, token files. What it names exists."""
+"""docs/fork.md, followed in a copy of the repository: start, worked change. What it names exists."""
 
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
 
 import config
-from tests.conftest import REPO, copy_tracked, launch, rows, tables
+from tests.conftest import REPO, copy_tracked, launch, rows
 from tests.test_repo import BLOCK, commands, run_in
 
 pytestmark = pytest.mark.early
 
 PAGE = (REPO / "docs/fork.md").read_text()
-START, CHANGE, TOKENS = [
-    commands(text) for label, text in BLOCK.findall(PAGE) if label == "bash fork"
-]
+START, CHANGE = [commands(text) for label, text in BLOCK.findall(PAGE) if label == "bash fork"]
 (DIFF,) = [text for label, text in BLOCK.findall(PAGE) if label == "diff fork"]
 (GATE,) = [text for label, text in BLOCK.findall(PAGE) if label == "diff fork-gate"]
 
@@ -105,41 +102,6 @@ def test_what_the_worked_change_leaves_out_is_refused_by_name(fork, corpus, prep
         f"./run_train.sh configs/tiny.toml --run.name=relu2 --train.steps=3 {small(corpus, prepared)}",
     )
     assert done.returncode == 2 and "model.activation = silu" in done.stderr, done.stderr
-
-
-def test_token_files_of_another_program_train_as_prepared_ones_do(
-    fork, prepared, write_config, tmp_path
-):
-    """The same tokens and documents, with a document mask: bit for bit."""
-    (fork / "theirs").mkdir()
-    for ours, theirs in ("train.bin", "train.bin"), ("heldout.bin", "val.bin"):
-        shutil.copy(prepared / ours, fork / "theirs" / theirs)
-    as_theirs = {
-        "data": {"source": "theirs-gpt2", "path": str(tmp_path / "brought"), "document_mask": True},
-        "eval": {"batches": 2},
-        "run": {"output_dir": str(tmp_path / "outputs")},
-    }
-    (fork / "mine.toml").write_text(
-        config.to_toml(config.from_dict(tables(**as_theirs), "mine.toml"))
-    )
-    write, bring, train = TOKENS
-    assert "50256 50257" in bring
-    for command in write, bring.replace("50256 50257", "2 320"), train:
-        done = run_in(fork, command)
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    for name in ("train.bin", "heldout.bin", "train.ends.bin", "heldout.ends.bin"):
-        assert (tmp_path / "brought" / name).read_bytes() == (prepared / name).read_bytes(), name
-    prepared_run = write_config("prepared", eval={"batches": 2})
-    assert launch(prepared_run, "--data.document_mask=true").returncode == 0
-    for kind in ("train", "eval"):
-        (ours, theirs) = (
-            [
-                {key: row.get(key) for key in ("loss", "grad_norm", "batch_digest")}
-                for row in rows(tmp_path / "outputs" / name, kind)
-            ]
-            for name in ("prepared", "mine")
-        )
-        assert ours and ours == theirs
 
 
 def test_the_source_of_text_passes_the_linter():

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 import config
 from data.prepare import prepare
 from model.build import meta_model
-from tests import cases, order_model, plain
+from tests import cases, plain
 from tests.conftest import REPO, lacks, make_config, rows, words
 from tests.test_training import weights
 
@@ -65,7 +65,7 @@ def write_texts(folder: pathlib.Path) -> None:
         """Random words of which the hash decides so."""
         while True:
             found = words(texts.randrange(10**9), size) + end
-            if order_model.held_out_by_hash(found) == held_out:
+            if plain.is_held_out(found) == held_out:
                 return found
 
     def rows(count: int) -> list[dict]:
@@ -226,7 +226,7 @@ def prepared_once(sections: dict, folder: pathlib.Path, made: dict[str, str]) ->
     text = {key: value for key, value in sections["data"].items() if key != "document_mask"}
     path = made.setdefault(repr(text), str(folder / f"data-{len(made)}"))
     cfg = make_config(**{**sections, "data": {**sections["data"], "path": path}})
-    with mock.patch("data.prepare.worker_count", lambda: 0):
+    with mock.patch("data.prepare.worker_count", lambda: 1):
         prepare(cfg)
     return path
 

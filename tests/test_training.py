@@ -20,9 +20,9 @@ import config
 import train
 from checkpoint.catalog import read_state
 from config import IGNORE, ConfigError
-from data.dataset import open_data
-from data.order import Permutation, rank_samples
-from data.tokens import open_stream, window_count
+from data.dataset import open_dataset
+from data.folder import manifest_of, write_manifest
+from data.order import rank_samples
 from model.llama import Llama, add_terms
 from optim import build_optimizer, learning_rate
 from parallel import mesh
@@ -133,7 +133,7 @@ def plain_loop(cfg: config.Config, weights: dict | None = None, optimizer_of=Non
         block.register_forward_hook(
             lambda module, args, out: of_blocks.extend(out[1:] if type(out) is tuple else ())
         )
-    loader = loader_of(cfg, *open_data(cfg, "train"))
+    loader = loader_of(cfg)
     found = []
     for step in range(1, t.steps + 1):
         batch = next(loader)
@@ -264,7 +264,8 @@ def test_terms_of_a_block_are_exact_on_any_mesh(
         expected = plain_loop(make_config(**plain), last)
         model = Llama(make_config(**plain).model)
         model.load_state_dict({name.removeprefix("model."): p for name, p in last.items()})
-        ids = open_stream(prepared, "validation", 320).read(0, 8 * 32 + 1)[1]
+        (stream,) = open_dataset(make_config(**plain)).validation
+        ids = torch.from_numpy(stream.read(0, 8 * 32 + 1))
         with torch.no_grad():
             logits = model(ids[:-1].view(8, 32)).flatten(0, 1)
     validation_loss = F.cross_entropy(logits, ids[1:]).item()
@@ -361,10 +362,13 @@ def targetless_data(corpus, prepared, tmp_path, share: float) -> dict:
     """The section of data whose first `share` of tokens are documents of one token each, which no other token predicts,
     but for two in a later step's window. The others are one document."""
     data = shutil.copytree(prepared, tmp_path / "data")
-    tokens = open_stream(data, "train", 320).length
+    manifest = manifest_of(data)
+    tokens = manifest["tokens"]["train"]
     single = torch.arange(2, int(share * tokens) + 1)
     ends = single if share == 1 else torch.cat([single, torch.tensor([tokens])])
     ends.numpy().tofile(data / "train.ends.bin")
+    manifest["documents"]["train"] = len(ends)
+    write_manifest(data, manifest)
     return {"source": str(corpus), "path": str(data), "document_mask": True}
 
 
@@ -708,16 +712,11 @@ def test_a_failure_on_one_rank_is_told_and_ends_all(write_config, tmp_path):
     path, copy = write_config("broken"), tmp_path / "data"
     cfg = config.load(str(path))
     shutil.copytree(cfg.data.path, copy)
-    windows = window_count(open_stream(copy, "train", 320).length, 32)
     numbers = rank_samples(1, 8, 2, 1, 2)[0]
-    window = Permutation(windows, cfg.run.seed, 0)(numbers[0])
+    window = open_dataset(cfg).position(numbers[0]).window
     tokens = bytearray((copy / "train.bin").read_bytes())
     tokens[2 * (window * 32 + 5) + 1] = 0x7F
     (copy / "train.bin").write_bytes(tokens)
-    # As if the file had been prepared so: one written after its manifest is hashed, which would tell at once. The
-    # time is set, since two files written within a tick of the kernel's clock may have either order.
-    written = (copy / "train.bin").stat().st_mtime + 1
-    os.utime(copy / "manifest.json", (written, written))
     done = launch(path, f"--data.path={copy}", nproc=2)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "failed first on rank 1, step 1, phase data:\n" in done.stderr, done.stderr

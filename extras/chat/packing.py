@@ -223,16 +223,12 @@ def open_packed(folder: pathlib.Path, manifest: dict, split: str, cfg: config.Co
         numbers = numbers[is_validation == (split == "validation")]
     left_out = manifest["left_out"]
     if split == "train" and not len(numbers):
-        reason = (
-            f"all {left_out:,} were left out, without an assistant's turn to learn or with an empty "
-            "one"
+        raise ConfigError(
+            f"{folder}: holds no conversation to train on: {left_out:,} were left out, without an "
+            "assistant's turn to learn or with an empty one, and "
+            f"{sum(manifest['documents'].values()):,} are held out for validation; bring more, or "
+            "name data.validation"
         )
-        count = sum(manifest["documents"].values())
-        if count:
-            reason = (
-                f"its {count:,} are held out for validation; bring more, or name data.validation"
-            )
-        raise ConfigError(f"{folder}: holds no conversation to train on: {reason}")
     seq_len = cfg.train.seq_len
     lengths = np.diff(ends, prepend=0)[numbers]
     cut = int((lengths > seq_len).sum())

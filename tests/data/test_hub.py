@@ -17,8 +17,9 @@ import pytest
 
 import config
 from data import hub
+from data.folder import manifest_of
 from schema import Given
-from tests.conftest import REPO, words
+from tests.conftest import REPO, make_config, words
 from tests.hub import LOST, Hub
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -52,7 +53,7 @@ for line in sys.stdin:
         d = config.Data(**request["data"])
         answer["files"], answer["commit"] = request["files"], None
         if not answer["files"]:
-            answer["files"], answer["commit"] = list_files(d)
+            answer["files"], answer["commit"] = list_files(d, request["revision"])
         files = [SourceFile(*file) for file in answer["files"]]
         source = Source(d, files, Position(*request["position"]))
         answer["texts"] = []
@@ -122,13 +123,19 @@ class Client:
         source: str = "me/texts",
         files: list | None = None,
         position: tuple = (0, 0),
+        revision: str | None = None,
         **data: str,
     ) -> dict[str, Any]:
         """{"texts", "files", "commit", "position"}; what was read before it failed, and why."""
         assert self.process.stdin and self.process.stdout
         if source == "me/texts":
             data = {"subset": "en", **data}
-        request = {"data": {"source": source, **data}, "files": files, "position": position}
+        request = {
+            "data": {"source": source, **data},
+            "files": files,
+            "position": position,
+            "revision": revision,
+        }
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
@@ -168,6 +175,8 @@ def test_a_moved_branch_changes_nothing(client, server):
     assert client.read(files=begun["files"])["texts"] == ["held out"]
     again = client.read(split="validation")
     assert (again["texts"], again["commit"]) == (["another"], moved)
+    pinned = client.read(split="validation", revision=begun["commit"])
+    assert pinned["texts"] == ["held out"]
     old = client.read(f"me/texts@{begun['commit']}", subset="en", split="validation")
     assert old["texts"] == ["held out"]
 
@@ -236,6 +245,39 @@ def test_a_private_dataset_and_a_machine_without_a_network(server, tmp_path):
         stranger.close()
         assert problem in refused and "log in with `hf auth login`" in refused
         assert "hf download --repo-type dataset me/texts --local-dir FOLDER" in refused
+
+
+@pytest.mark.slow
+def test_a_preparation_resumes_to_the_bytes_of_local_files(server, prepared, tmp_path):
+    """The hub fails at the second file, which is not the text's fault."""
+    (tmp_path / "local").mkdir()
+    for name, content in REPOSITORIES["parquet"].items():
+        (tmp_path / "local" / name).write_bytes(content)
+    last = max(REPOSITORIES["parquet"], key=lambda name: hashlib.sha256(name.encode()).digest())
+
+    def prepare(folder: str, source: str) -> subprocess.CompletedProcess:
+        tokenizer = str(prepared / "tokenizer.model")
+        data = {"source": source, "path": str(tmp_path / folder), "tokenizer": tokenizer}
+        path = tmp_path / f"{folder}.toml"
+        path.write_text(config.to_toml(make_config(data=data)))
+        environment = os.environ | server.environment(tmp_path / "home")
+        command = [sys.executable, "-m", "data.prepare", str(path)]
+        return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+
+    server.fault = lambda request: 409 if request.path.endswith(last) else None
+    failed = prepare("hub", "me/parquet")
+    server.fault = lambda request: None
+    assert failed.returncode == 1, failed.stderr
+    line = failed.stderr.splitlines()[-1]
+    assert f"{last}: rows from 1 on: cannot be read: " in line
+    assert line.endswith("; the same command resumes")
+    assert 0 < manifest_of(tmp_path / "hub")["documents"]["train"] <= 600
+    for folder, source in (("hub", "me/parquet"), ("files", str(tmp_path / "local"))):
+        done = prepare(folder, source)
+        assert done.returncode == 0, done.stderr
+    for name in ("train.bin", "heldout.bin", "train.ends.bin"):
+        content = (tmp_path / "hub" / name).read_bytes()
+        assert content and content == (tmp_path / "files" / name).read_bytes()
 
 
 # Ids of models and tokenizers

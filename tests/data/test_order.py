@@ -19,11 +19,12 @@ from data.order import (
     permute,
     rank_samples,
 )
-from tests.conftest import make_config, refuses
+from schema import read_toml
+from tests.conftest import REPO, make_config, refuses
 from tests.data import order_model
 
 ORDERS = ("global", "growing")
-# tokens, tokens of a window; with "growing" the first epoch has 1, 1, 1, 2 and 5 segments
+# tokens, tokens of a window; with "growing" the first epoch has 1, 1, 3, 4 and 7 segments
 SIZES = [(700, 30), (65_537, 257), (1 << 22, 10_000), (5_000_000, 9999), (60_000_000, 123_456)]
 
 
@@ -77,6 +78,7 @@ def test_text_that_is_complete_later_keeps_the_samples_of_its_first_segments():
     tokens, seq_len = 40_000_000, 9999
     complete = source_order(tokens, seq_len, "growing", 5)
     windows = Windows(seq_len, last_hundredth(tokens))
+    assert complete.epoch_length
     nothing = SourceOrder(5, 0, windows, [], is_complete=False)
     assert nothing.covers(-1) and not nothing.covers(0)
     for segments in range(1, 6):
@@ -173,3 +175,11 @@ def test_weights_are_exact_where_they_can_be():
     assert sum(integer_weights([0.123456789, math.pi, math.e])) == LONGEST_PERIOD
     with refuses("a weight must be at least 1/65536 of the sum"):
         make_config(data={"sources": [{"source": "a", "weight": 1e-9}, {"source": "b"}]})
+
+
+@pytest.mark.quick
+def test_shipped_configurations_of_much_text_train_while_it_is_prepared():
+    """Otherwise the GPUs of a first command would wait for hours."""
+    for path in (REPO / "configs").glob("*.toml"):
+        d = read_toml(str(path))["data"]
+        assert d.get("order") == "growing" or d.get("max_tokens", 0) < 1e9, path

@@ -7,7 +7,8 @@ import pathlib
 import resource
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -17,6 +18,7 @@ import config
 from data.dataset import Dataset, open_dataset
 from data.loader import Loader
 from data.prepare import prepare
+from data.tokens import TokenStream
 from parallel.ranks import on_rank_zero
 from tests.conftest import data_rank, make_config, refuses, rows, train_run
 from tests.distributed import distributed
@@ -31,7 +33,7 @@ def documents(seed: int, count: int = 60) -> list[list[int]]:
     return [[*draw.integers(3, 320, size).tolist(), EOS] for size in sizes]
 
 
-def flat(texts: list[list[int]]) -> list[int]:
+def flat(texts: Iterable[list[int]]) -> list[int]:
     return [token for text in texts for token in text]
 
 
@@ -45,17 +47,17 @@ def nanogpt(path: pathlib.Path, texts: list[list[int]]) -> None:
     array.flush()
 
 
-def olmo(path: pathlib.Path, texts: list[list[int]], dtype: type = np.uint32) -> None:
+def olmo(path: pathlib.Path, texts: list[list[int]], dtype: Any = np.uint32) -> None:
     """dolma tokens: ids alone, in a file that is called .npy."""
     np.array(flat(texts), dtype).tofile(path)
 
 
-def numpy_save(path: pathlib.Path, texts: list[list[int]], dtype: type = np.int64) -> None:
+def numpy_save(path: pathlib.Path, texts: list[list[int]], dtype: Any = np.int64) -> None:
     np.save(path, np.array(flat(texts), dtype))
 
 
 def llmc(
-    path: pathlib.Path, texts: list[list[int]], magic: int = 20240520, dtype: type = np.uint16
+    path: pathlib.Path, texts: list[list[int]], magic: int = 20240520, dtype: Any = np.uint16
 ) -> None:
     """dev/data/data_common.py: a header of 256 numbers, of which three are used."""
     header = np.zeros(256, np.int32)
@@ -64,7 +66,7 @@ def llmc(
 
 
 def megatron(
-    path: pathlib.Path, texts: list[list[int]], code: int = 8, dtype: type = np.uint16
+    path: pathlib.Path, texts: list[list[int]], code: int = 8, dtype: Any = np.uint16
 ) -> None:
     """core/datasets/indexed_dataset.py."""
     np.array(flat(texts), dtype).tofile(path)
@@ -98,6 +100,12 @@ def tokens_config(source: object, train: dict | None = None, **data: object) -> 
     return make_config(data=section, train=train or {}, eval={})
 
 
+def training_stream(cfg: config.Config) -> TokenStream:
+    stream = open_dataset(cfg).sources[0].stream
+    assert isinstance(stream, TokenStream)
+    return stream
+
+
 def digests(dataset: Dataset, steps: range, rank: int = 0, ranks: int = 1) -> list[int]:
     loader = Loader(dataset.cfg, dataset, data_rank(rank, ranks), steps.start)
     batches = [loader.batch(step) for step in steps]
@@ -110,8 +118,7 @@ def digests(dataset: Dataset, steps: range, rank: int = 0, ranks: int = 1) -> li
 def test_each_programs_files_have_its_tokens_and_documents(tmp_path, name, write, options):
     texts = documents(0)
     write(tmp_path / name, texts)
-    dataset = open_dataset(tokens_config(tmp_path / name, document_mask=True, **options))
-    stream = dataset.sources[0].stream
+    stream = training_stream(tokens_config(tmp_path / name, document_mask=True, **options))
     assert stream.read(0, stream.length).tolist() == flat(texts)
     begins = np.cumsum([0, *map(len, texts)]).tolist()
     assert stream.documents(0, stream.length) == [*itertools.pairwise(begins)]
@@ -154,8 +161,7 @@ def test_several_files_are_read_in_the_order_of_their_names_hashes(tmp_path):
         nanogpt(tmp_path / name, texts[name])
     (tmp_path / "empty.bin").write_bytes(b"")
     (tmp_path / "notes.txt").write_text("no tokens")
-    dataset = open_dataset(tokens_config(tmp_path / "**/*", **RAW, document_mask=True))
-    stream = dataset.sources[0].stream
+    stream = training_stream(tokens_config(tmp_path / "**/*", **RAW, document_mask=True))
     # sorted by the SHA-256 of these names, as sha256sum prints it
     expected = [texts[name] for name in ("c.bin", "b/part.bin", "d.bin", "a/part.bin")]
     assert stream.read(0, stream.length).tolist() == flat(map(flat, expected))
@@ -166,12 +172,12 @@ def test_several_files_are_read_in_the_order_of_their_names_hashes(tmp_path):
 
 @pytest.mark.quick
 def test_an_empty_sequence_of_megatrons_is_no_document(tmp_path):
-    texts = [[5, 6], [], [], [7], []]
+    texts = [[5, 6], [], [], [7], []] * 30
     megatron(tmp_path / "a.bin", texts)
     cfg = tokens_config(tmp_path / "a.bin", document_mask=True, train={"seq_len": 1})
-    (source,) = open_dataset(cfg, train=False).sources
-    assert source.stream.documents(0, 3) == [(0, 2), (2, 3)]
-    assert source.stream.targets_without_loss(0, 3) == 1
+    stream = training_stream(cfg)
+    assert stream.documents(0, 3) == [(0, 2), (2, 3)]
+    assert stream.targets_without_loss(0, 3) == 1
 
 
 @pytest.mark.quick
@@ -180,15 +186,15 @@ def test_last_hundredth_of_the_first_tokens_is_held_out(tmp_path):
     for number, part in enumerate(np.split(ids, [1_000_000, 4_190_000])):
         olmo(tmp_path / f"{number}.bin", [part.tolist()], np.uint16)
     cfg = tokens_config(tmp_path / "*.bin", token_dtype="uint16")
-    dataset = open_dataset(cfg)
-    (validation,) = dataset.validation
-    training = dataset.sources[0].stream
+    (validation,) = open_dataset(cfg).validation
+    training = training_stream(cfg)
     first = 2**22 - 2**22 // 100
     assert training.validation == (first, 2**22)
     assert validation.length == 2**22 // 100
     assert (validation.read(0, 9) == training.read(first, first + 9)).all()
-    limited = open_dataset(tokens_config(tmp_path / "*.bin", token_dtype="uint16", max_tokens=5000))
-    assert limited.sources[0].stream.length == 5000 and limited.validation[0].length == 50
+    limited = tokens_config(tmp_path / "*.bin", token_dtype="uint16", max_tokens=5000)
+    assert training_stream(limited).length == 5000
+    assert open_dataset(limited).validation[0].length == 50
 
 
 @pytest.mark.quick
@@ -307,7 +313,7 @@ def test_wrong_options_are_refused(data, words):
 def test_an_id_outside_the_vocabulary_is_named_when_it_is_read(tmp_path):
     ids = [1, 2, 3, 320, 4] + [5] * 500
     olmo(tmp_path / "a.npy", [ids], np.uint32)
-    stream = open_dataset(tokens_config(tmp_path / "a.npy", token_dtype="uint32")).sources[0].stream
+    stream = training_stream(tokens_config(tmp_path / "a.npy", token_dtype="uint32"))
     assert stream.read(0, 3).tolist() == [1, 2, 3]
     with refuses(r"a\.npy: token 3 has id 320", "vocab_size = 320"):
         stream.read(2, 5)
@@ -316,7 +322,7 @@ def test_an_id_outside_the_vocabulary_is_named_when_it_is_read(tmp_path):
 @pytest.mark.quick
 def test_a_file_that_is_cut_in_use_is_named(tmp_path):
     nanogpt(tmp_path / "a.bin", documents(0))
-    stream = open_dataset(tokens_config(tmp_path / "a.bin", **RAW)).sources[0].stream
+    stream = training_stream(tokens_config(tmp_path / "a.bin", **RAW))
     os.truncate(tmp_path / "a.bin", 100)
     with refuses(r"a\.bin: ends before token 60", "cut"):
         stream.read(40, 60)
@@ -328,10 +334,13 @@ def test_a_file_that_is_cut_in_use_is_named(tmp_path):
 @pytest.mark.quick
 def test_100_gb_open_at_once_in_flat_memory(tmp_path):
     with (tmp_path / "a.bin").open("wb") as file:
-        file.truncate(100 << 30)
+        file.seek((100 << 30) - 6)
+        file.write(np.array([5, 6, 7], np.uint16).tobytes())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.monotonic()
     cfg = tokens_config(tmp_path / "a.bin", **RAW, document_mask=True, order="growing")
+    stream = training_stream(cfg)
+    assert stream.read((50 << 30) - 4, 50 << 30).tolist() == [0, 5, 6, 7]
     assert digests(open_dataset(cfg), range(10**7, 10**7 + 5))
     assert time.monotonic() - began < 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # KiB
@@ -341,10 +350,9 @@ def test_100_gb_open_at_once_in_flat_memory(tmp_path):
 def test_more_files_than_a_process_may_open(tmp_path):
     for number in range(400):
         nanogpt(tmp_path / f"{number}.bin", [[number % 320] * 40])
-    dataset = open_dataset(tokens_config(tmp_path / "*.bin", **RAW))
-    stream = dataset.sources[0].stream
+    stream = training_stream(tokens_config(tmp_path / "*.bin", **RAW))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 200, hard))
     try:
         assert sorted(stream.read(0, 16_000)[::40].tolist()) == sorted(n % 320 for n in range(400))
     finally:

@@ -1,32 +1,27 @@
-"""The first rows of public data sets in their real form: columns and nesting as their cards show them, texts of our
-own. Each is read as its conversation written by hand, and transformers renders that to the same ids and mask."""
+"""The first rows of public data sets in their real form: columns and nesting as their cards show
+them, texts of our own. Each is read as its conversation written by hand, and transformers renders
+that to the same ids and mask."""
 
 import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from unittest import mock
+from typing import Any
 
 import numpy as np
 import pytest
 
-from config import ConfigError
-from data.dataset import open_dataset
-from data.formats import found_format, found_options
-from data.identity import identity, open_source
-from data.prepare import prepare
-from data.record import read_manifest
+import config
+from data import formats
+from data.folder import manifest_of
+from data.source import Source, list_files
 from extras.chat.conversations import Chat
 from extras.chat.messages import from_document
-from tests.conftest import make_config, words
-from tests.extras.chat import test_chat
+from tests.conftest import make_config, refuses, words
+from tests.extras.chat.conftest import prepare_here
 
 ROWS = 6
-MANY = 40  # enough to train on
-tokenizer = test_chat.tokenizer
-theirs = test_chat.theirs
 
 # With tools, and without a template's usual helpfulness: it renders what it gets.
 TEMPLATE = """{%- if tools %}
@@ -437,7 +432,10 @@ SETS = {
 }
 
 
-def written(rows: list[dict], kind: str, folder: pathlib.Path) -> pathlib.Path:
+KINDS = ("jsonl", "json", "parquet", "saved")
+
+
+def write(rows: list[dict], kind: str, folder: pathlib.Path) -> str:
     path = folder / f"rows.{kind}"
     if kind == "jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -452,33 +450,28 @@ def written(rows: list[dict], kind: str, folder: pathlib.Path) -> pathlib.Path:
         datasets = pytest.importorskip("datasets")
         datasets.disable_progress_bars()
         datasets.Dataset.from_list(rows).save_to_disk(path)
-    return path
-
-
-KINDS = ("jsonl", "json", "parquet", "saved")
+    return str(path)
 
 
 @pytest.fixture
-def sections(tokenizer, tmp_path):
+def configured(tokenizer, tmp_path) -> Callable[..., config.Config]:
+    """The configuration of a run on these options of [data]."""
     (tmp_path / "t.jinja").write_text(TEMPLATE)
 
-    def sections_of(**options) -> dict:
+    def configure(**options: Any) -> config.Config:
         data = {
             "tokenizer": str(tokenizer),
             "chat_template": str(tmp_path / "t.jinja"),
             "path": str(tmp_path / "out"),
             **options,
         }
-        train = {"seq_len": 128, "global_batch_size": 4, "micro_batch_size": 1}
-        return {"data": data, "train": train}
+        return make_config(data=data)
 
-    return sections_of
+    return configure
 
 
-def prepared(cfg) -> pathlib.Path:
-    """prepare() in this process."""
-    with mock.patch("data.prepare.worker_count", lambda: 0), mock.patch("data.prepare.report"):
-        return prepare(cfg)[0]
+def documents(cfg: config.Config) -> list[str]:
+    return list(Source(cfg.data, list_files(cfg.data)[0]))
 
 
 def mask_of(rendered: dict, without_loss: tuple[int, ...]) -> list[bool]:
@@ -494,21 +487,14 @@ def mask_of(rendered: dict, without_loss: tuple[int, ...]) -> list[bool]:
 @pytest.mark.quick
 @pytest.mark.parametrize("name", SETS)
 def test_ids_and_mask_are_those_of_the_conversation_written_by_hand(
-    name,
-    sections,
-    tokenizer,
-    theirs,
-    tmp_path,
+    name, configured, tokenizer, theirs, tmp_path
 ):
     published = SETS[name]
     rows = [published.row(i) for i in range(ROWS)]
-    source = written([row.columns for row in rows], "jsonl", tmp_path)
-    options = published.options or {"format": published.found}
-    cfg = make_config(**sections(source=str(source), **options))
+    source = write([row.columns for row in rows], "jsonl", tmp_path)
+    cfg = configured(source=source, **(published.options or {"format": published.found}))
     chat = Chat(tokenizer, cfg.data.chat_template)
-    documents = list(open_source(cfg.data))
-    assert len(documents) == ROWS
-    for row, document in zip(rows, documents):
+    for row, document in zip(rows, documents(cfg), strict=True):
         _, conversation = from_document(document)
         assert conversation.messages == row.messages and conversation.tools == row.tools
         rendered = theirs.apply_chat_template(
@@ -524,159 +510,36 @@ def test_ids_and_mask_are_those_of_the_conversation_written_by_hand(
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_each_kind_of_file_has_the_same_digest(name, sections, tmp_path):
+def test_each_kind_of_file_has_the_same_conversations_and_format(name, configured, tmp_path):
     published = SETS[name]
     rows = [published.row(i).columns for i in range(ROWS)]
-    hashes = set()
+    by_kind = []
     for kind in KINDS:
-        source = written(rows, kind, tmp_path)
-        given = sections(source=str(source), path=str(tmp_path / f"out-{kind}"))
-        cfg = make_config(**given)
+        source = write(rows, kind, tmp_path)
+        cfg = configured(source=source, chat_template=None)
         if published.found is None:
-            with pytest.raises(
-                ConfigError, match="its first row has the columns of no data.format"
-            ):
-                found_format(cfg, ask_hub=False)
+            with refuses("the columns of its first row, .*, are those of no data.format"):
+                formats.format_of(cfg, tmp_path, is_plan=False)
         else:
-            assert found_format(cfg, ask_hub=False) == published.found
-        options = published.options or {"format": published.found}
-        folder = prepared(make_config(**{**given, "data": {**given["data"], **options}}))
-        manifest = read_manifest(folder)
-        assert sum(manifest["documents"].values()) == ROWS and not manifest.get("left_out")
-        hashes.add((manifest["sha256"]["train.bin"], manifest["sha256"]["heldout.bin"]))
-    assert len(hashes) == 1
-
-
-# What is found
-
-
-@pytest.mark.quick
-def test_the_columns_decide_and_what_is_unclear_is_refused_with_options_to_paste(
-    sections, tmp_path, capsys
-):
-    def found(*rows: dict, **options):
-        source = written([*rows], "jsonl", tmp_path)
-        return found_options(make_config(**sections(source=str(source), **options)))
-
-    two = {"prompt": "a", "completion": "b", "instruction": "c", "output": "d"}
-    refused = {
-        "of several formats: prompt, completion, instruction, output; "
-        "add --data.format=alpaca or --data.format=prompt_completion": two,
-        "of no data.format: prompt, chosen, rejected; add --data.text_field=prompt or": {
-            "prompt": "a",
-            "chosen": "b",
-            "rejected": "c",
-        },
-        "of no data.format: dialog, n; add --data.messages_field=dialog$": {
-            "dialog": [user("a")],
-            "n": 1,
-        },
-        "of no data.format: messages, uuid; add --data.messages_field=messages or": (
-            messages_as_text(0).columns
-        ),
-        "of no data.format: tokens; none of them holds text or messages": {"tokens": [1, 2]},
-        "of no data.format: messages, output; add": {"messages": None, "output": "a"},
-    }
-    for message, row in refused.items():
-        with pytest.raises(ConfigError, match=message):
-            found(row, chat_template=None)
-    assert found({"text": "a"}, chat_template=None) == []
-    for row in (
-        {"body": "a", "prompt": "b", "completion": "c"},
-        {"prompt": "b", "completion": "c"},
-    ):
-        # which a template contradicts
-        assert found(row, text_field="body") == ["--data.format=text"]
-    assert found({**two, "text": "a"}, chat_template=None) == []
-    assert "--data.format=alpaca or --data.format=prompt_completion trains on the answers" in (
-        capsys.readouterr().err
-    )
-    # a first line that is wrong decides nothing
-    (tmp_path / "rows.jsonl").write_text('{"prompt"\n{"prompt": "a", "completion": "b"}\n')
-    source = str(tmp_path / "rows.jsonl")
-    assert found_options(make_config(**sections(source=source))) == [
-        "--data.format=prompt_completion"
-    ]
-    assert 'data.format = "prompt_completion", by its first' in capsys.readouterr().err
-    # what is not there is reported by whoever prepares it; a folder that is there says it, too
-    missing = sections(source="missing.jsonl")
-    assert found_options(make_config(**missing)) == []
-    rows = [tldr(i).columns for i in range(ROWS)]
-    given = sections(source=str(written(rows, "jsonl", tmp_path)), format="prompt_completion")
-    prepared(make_config(**given))
-    (tmp_path / "rows.jsonl").unlink()
-    del given["data"]["format"]
-    assert found_options(make_config(**given)) == ["--data.format=prompt_completion"]
-
-
-def test_a_mixture_finds_each_source_s_format_and_its_own_validation(sections, tmp_path):
-    made = {}
-    for name in ("alpaca-cleaned", "ShareGPT", "tldr"):
-        for part, numbers in (("train", range(MANY)), ("valid", range(50, 53))):
-            (tmp_path / name / part).mkdir(parents=True)
-            rows = [SETS[name].row(i).columns for i in numbers]
-            made[name, part] = str(written(rows, "json", tmp_path / name / part))
-    sources = []
-    for name, weight in (("alpaca-cleaned", 1.0), ("ShareGPT", 2.0), ("tldr", 1.0)):
-        validation = made[name, "valid"]
-        sources.append({"source": made[name, "train"], "weight": weight, "validation": validation})
-    given = {**sections(sources=sources), "eval": {}}
-    (option,) = found_options(make_config(**given))
-    from config import from_dict
-    from tests.conftest import tables
-
-    cfg = from_dict(tables(**given), "t.toml", [option])
-    assert [source.format for source in cfg.data.sources] == [
-        "alpaca",
-        "messages",
-        "prompt_completion",
-    ]
-    assert cfg.data.document_mask and found_options(cfg) == []
-    prepared(cfg)
-    dataset = open_dataset(cfg)
-    assert [stream.document_count for stream in dataset.train] == [MANY] * 3
-    assert [stream.document_count for stream in dataset.validation] == [3] * 3
-    # one source says its format, the others' are found
-    said = [{**sources[0], "format": "alpaca"}, *sources[1:]]
-    assert found_options(make_config(**{**given, **sections(sources=said)})) == [option]
-    (tmp_path / "t.txt").write_text("a text")
-    text = {"source": str(tmp_path / "t.txt"), "weight": 1.0}
-    mixed = sections(sources=[said[0], text])
-    (option,) = found_options(make_config(**{**given, **mixed}))
-    with pytest.raises(
-        ConfigError, match=r"mixes text and conversations \(format = alpaca, text\)"
-    ):
-        from_dict(tables(**{**given, **mixed}), "t.toml", [option])
-    # of one that is not there, whoever prepares it reports that
-    missing = sections(sources=[said[0], {"source": "missing.jsonl", "weight": 1.0}])
-    assert found_options(make_config(**{**given, **missing})) == []
+            assert formats.format_of(cfg, tmp_path, is_plan=False) == published.found
+        cfg = configured(source=source, **(published.options or {"format": published.found}))
+        by_kind.append([from_document(document)[1] for document in documents(cfg)])
+    assert len(by_kind[0]) == ROWS and all(each == by_kind[0] for each in by_kind)
 
 
 @pytest.mark.parametrize("name", ["alpaca-cleaned", "SlimOrca", "tldr"])
-def test_validation_of_one_s_own(name, sections, tmp_path):
-    rows = [SETS[name].row(i).columns for i in range(2 * MANY)]
+def test_validation_of_ones_own(name, configured, tmp_path):
+    """Is as if it were a source itself, and nothing of the source is held out."""
+    rows = [SETS[name].row(i).columns for i in range(40)]
     (tmp_path / "valid").mkdir()
-    source = str(written(rows[:MANY], "json", tmp_path))
-    validation = str(written(rows[MANY:], "jsonl", tmp_path / "valid"))
-    given = sections(source=source, validation=validation, format=SETS[name].found)
-    cfg = make_config(**given, eval={})
-    folder = prepared(cfg)
-    assert read_manifest(folder)["documents"] == {"train": MANY, "heldout": MANY}
-    (train,), (heldout,) = open_dataset(cfg).train, open_dataset(cfg).validation
-    assert train.document_count == heldout.document_count == MANY
-    # as if it were a source itself
-    alone = sections(source=validation, path=str(tmp_path / "alone"), format=SETS[name].found)
-    with mock.patch("extras.chat.conversations.is_validation", lambda text: False):
-        other = prepared(make_config(**alone))
-    expected = np.fromfile(other / "train.bin", "<i4")
+    validation = write(rows[30:], "jsonl", tmp_path / "valid")
+    options = {"source": write(rows[:30], "json", tmp_path), "format": SETS[name].found}
+    folder = prepare_here(configured(validation=validation, **options))
+    assert manifest_of(folder)["documents"] == {"train": 30, "heldout": 10}
+    options = {"source": validation, "validation": options["source"], "format": SETS[name].found}
+    swapped = prepare_here(configured(path=str(tmp_path / "swapped"), **options))
+    expected = np.fromfile(swapped / "train.bin", "<i4")
     assert np.array_equal(np.fromfile(folder / "heldout.bin", "<i4"), expected)
-    # where it says nothing
-    silent = [{**rows[0], "output": "", "completion": "", "conversations": []}]
-    written(silent, "jsonl", tmp_path / "valid")
-    with pytest.raises(
-        ConfigError, match="validation = .*: holds nothing to evaluate on; 1 of its"
-    ):
-        prepared(make_config(**{**given, "data": {**given["data"], "path": str(tmp_path / "x")}}))
 
 
 def test_a_template_without_blocks_leaves_out_the_same_turns(tokenizer, tmp_path):
@@ -684,20 +547,13 @@ def test_a_template_without_blocks_leaves_out_the_same_turns(tokenizer, tmp_path
     bare += "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
     (tmp_path / "blocks.jinja").write_text(TEMPLATE)
     (tmp_path / "bare.jinja").write_text(bare)
-    row = openai_weights(0)
-    has_loss = [True, True, True, True, False]
-    results = [
-        Chat(tokenizer, str(tmp_path / name)).encode(row.messages, None, has_loss)
-        for name in ("blocks.jinja", "bare.jinja")
-    ]
-    assert results[0] == results[1] and any(results[0][1])
-    everything = Chat(tokenizer, str(tmp_path / "bare.jinja")).encode(row.messages)
-    assert sum(everything[1]) > sum(results[0][1])
-    none = [False] * 5
-    assert Chat(tokenizer, str(tmp_path / "bare.jinja")).encode(row.messages, None, none) == (
-        [],
-        [],
-    )
+    messages = openai_weights(0).messages
+    blocks = Chat(tokenizer, str(tmp_path / "blocks.jinja"))
+    without = Chat(tokenizer, str(tmp_path / "bare.jinja"))
+    last_learned = [True, True, True, True, False]
+    one, other = (chat.encode(messages, None, last_learned) for chat in (blocks, without))
+    assert one == other and 0 < sum(one[1]) < sum(without.encode(messages)[1])
+    assert without.encode(messages, None, [False] * 5) == ([], [])
 
 
 # What is wrong
@@ -712,16 +568,6 @@ def nested(depth: int) -> dict:
 
 def called(**function) -> list[dict]:
     return [user("a"), {"role": "assistant", "tool_calls": [{"function": function}]}]
-
-
-def test_a_value_may_be_nested_as_deeply_as_any_needs(sections, tokenizer, tmp_path):
-    """Nothing that recurses fails below the limit."""
-    messages = called(name="f", arguments=json.dumps(nested(98)))
-    source = str(written([{"messages": messages}], "jsonl", tmp_path))
-    cfg = make_config(**sections(source=source, format="messages"))
-    (document,) = open_source(cfg.data)
-    ids, _ = Chat(tokenizer, cfg.data.chat_template).encode(*from_document(document)[1])
-    assert ids
 
 
 WRONG = {
@@ -764,24 +610,42 @@ WRONG = {
     ],
     "has two system prompts: in its field 'system', and as a message": [system("b"), user("a")],
     "field 'tools' must be a list of functions, or JSON of one": [user("a"), assistant("b")],
+    "message 1: needs the keys role and content, but is of type str": ["hello"],
+    "message 1: needs the keys role and content, but has human": [{"human": "a"}],
+    "message 1 (user): has no content": [{"role": "user", "tool_calls": []}],
+    "message 1 (assistant): has no content": [{"role": "assistant", "content": None}],
+    "message 1: role 'robot' is unknown; the roles are system, developer, user": [
+        {"role": "robot", "content": "a"}
+    ],
+    "message 1: role ['user'] is unknown": [{"role": ["user"], "content": "a"}],
+    "message 1 (user): content has a part of type 'image'; only text is read": [
+        {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
+    ],
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_row_is_one_line(name, sections, tmp_path):
-    line = name.partition(" /")[0]
-    row = {"messages": WRONG[name]}
+def test_a_wrong_row_is_one_line(name, configured, tmp_path):
+    row: dict[str, Any] = {"messages": WRONG[name]}
     if "two system" in name:
         row["system"] = "a"
     if "tools" in name:
         row["tools"] = "weather(city)"
     good = {"messages": [user("a"), assistant("b")]}
-    source = str(written([good, row, good, row], "json", tmp_path))
-    with pytest.raises(ConfigError) as error:
-        list(open_source(make_config(**sections(source=source, format="messages")).data))
-    first, second = error.value.problems
-    assert "rows.json: row 2, line " in first and "rows.json: row 4, line " in second
-    assert line in first and line in second
+    source = write([good, row, good], "json", tmp_path)
+    with refuses(r"rows.json: row 2: ") as refused:
+        documents(configured(source=source, format="messages"))
+    assert name.partition(" /")[0] in str(refused.value)
+    assert len(refused.value.problems) == 1 and "\n" not in str(refused.value)
+
+
+def test_a_value_may_be_nested_as_deeply_as_any_needs(configured, tokenizer, tmp_path):
+    """Nothing that recurses fails below the limit."""
+    messages = called(name="f", arguments=json.dumps(nested(98)))
+    cfg = configured(source=write([{"messages": messages}], "jsonl", tmp_path), format="messages")
+    (document,) = documents(cfg)
+    ids, _ = Chat(tokenizer, cfg.data.chat_template).encode(*from_document(document)[1])
+    assert ids
 
 
 @pytest.mark.parametrize(
@@ -819,130 +683,41 @@ def test_a_wrong_row_is_one_line(name, sections, tmp_path):
         ({"text": "a"}, "messages", "has no field 'messages' or 'conversations' (data.messages"),
     ],
 )
-def test_a_wrong_column_is_named(columns, format, message, sections, tmp_path):
-    source = str(written([columns], "json", tmp_path))
-    with pytest.raises(ConfigError) as error:
-        list(open_source(make_config(**sections(source=source, format=format)).data))
-    (problem,) = error.value.problems
-    assert message in problem
+def test_a_wrong_column_is_named(columns, format, message, configured, tmp_path):
+    source = write([columns], "json", tmp_path)
+    with refuses("rows.json: row 1: ") as refused:
+        documents(configured(source=source, format=format))
+    assert message in str(refused.value)
 
 
-def test_all_rows_that_a_template_refuses_are_listed(sections, tmp_path):
-    """Of the file with the first of them, and from whatever chunk."""
+@pytest.mark.parametrize("number", [0, 30])
+def test_a_row_that_the_template_refuses_is_named_and_mended_it_resumes(
+    number, configured, tmp_path
+):
+    """To the same tokens as of rows that were right from the beginning."""
     rows = [tulu(i).columns for i in range(60)]
-    for number in (10, 30, 50):
-        rows[number]["messages"][0]["content"] = "no"
-    written(rows, "jsonl", tmp_path)
-    (tmp_path / "rows.jsonl").rename(tmp_path / "a.jsonl")
-    written([*rows[:10], rows[10]], "jsonl", tmp_path)
-    (tmp_path / "rows.jsonl").rename(tmp_path / "b.jsonl")
-    refusing = (
-        "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
-    )
-    (tmp_path / "no.jinja").write_text(refusing)
-    given = sections(
-        source=str(tmp_path / "*.jsonl"),
+    refusing = "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}"
+    (tmp_path / "no.jinja").write_text(refusing + TEMPLATE)
+    cfg = configured(
+        source=str(tmp_path / "rows.jsonl"),
         format="messages",
         chat_template=str(tmp_path / "no.jinja"),
     )
-    with (
-        mock.patch("data.encode.CHUNK", 300),
-        pytest.raises(ConfigError) as error,
-    ):
-        prepared(make_config(**given))
-    said = [problem.partition(": the chat")[0] for problem in error.value.problems]
-    assert [name.rpartition("/")[2] for name in said] == [
-        f"a.jsonl: line {number}" for number in (11, 31, 51)
-    ]
-    # mended, the same command goes on, and ends as if nothing had been
-    for number in (10, 30, 50):
-        rows[number]["messages"][0]["content"] = "yes"
-    written(rows, "jsonl", tmp_path)
-    (tmp_path / "rows.jsonl").rename(tmp_path / "a.jsonl")
-    (tmp_path / "b.jsonl").write_text(json.dumps(tulu(99).columns))
-    folder = prepared(make_config(**given))
-    given["data"]["path"] = str(tmp_path / "again")
-    assert (
-        read_manifest(folder)["sha256"] == read_manifest(prepared(make_config(**given)))["sha256"]
-    )
+    right = rows[number]["messages"][0]["content"]
+    rows[number]["messages"][0]["content"] = "no"
+    write(rows, "jsonl", tmp_path)
+    with refuses(f"rows.jsonl: row {number + 1}: the chat template fails: TemplateError: no"):
+        prepare_here(cfg)
+    rows[number]["messages"][0]["content"] = right
+    write(rows, "jsonl", tmp_path)
+    mended = prepare_here(cfg)
+    options = {"source": cfg.data.source, "format": "messages", "path": str(tmp_path / "other")}
+    alone = prepare_here(configured(chat_template=cfg.data.chat_template, **options))
+    assert (mended / "train.bin").read_bytes() == (alone / "train.bin").read_bytes()
+    assert manifest_of(mended)["segments"] == manifest_of(alone)["segments"]
 
 
-@pytest.mark.parametrize(
-    "rows, listed, ends",
-    [
-        ("good " * 30 + "bad " * 25, 25, ""),
-        ("bad " * 9 + "good " * 30 + "bad " * 25, 34, ""),
-        ("bad " * 10, 10, ""),
-        ("bad " * 11, 10, "the list ends here, after 10 wrong rows; more may follow"),
-        ("bad " * 300, 10, "the list ends here, after 10 wrong rows; more may follow"),
-        ("good " + "bad " * 50, 40, "the list ends here, after 40 wrong rows; more may follow"),
-    ],
-    ids=["good first", "good between", "ten", "eleven", "all", "more than are listed"],
-)
-@pytest.mark.parametrize("chunk", [1 << 18, 600], ids=["one chunk", "chunks"])
-def test_a_list_of_wrong_rows_says_where_it_ends(rows, listed, ends, chunk, sections, tmp_path):
-    """In the processes that tokenize, as always."""
-    kinds = rows.split()
-    rows = [tulu(i).columns for i in range(len(kinds))]
-    for row, kind in zip(rows, kinds):
-        row["messages"][0]["content"] = kind
-    source = str(written(rows, "jsonl", tmp_path))
-    refusing = "{% if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}"
-    (tmp_path / "no.jinja").write_text(refusing + TEMPLATE)
-    template = str(tmp_path / "no.jinja")
-    cfg = make_config(**sections(source=source, format="messages", chat_template=template))
-    with (
-        mock.patch("data.encode.CHUNK", chunk),
-        mock.patch("data.prepare.MOST_PROBLEMS", 40),
-        mock.patch("data.prepare.report"),
-        pytest.raises(ConfigError) as error,
-    ):
-        prepare(cfg)
-    problems = [*error.value.problems]
-    assert problems[listed:] == ([ends] if ends else [])
-    bad = [number for number, kind in enumerate(kinds, 1) if kind == "bad"][:listed]
-    for number, problem in zip(bad, problems[:listed], strict=True):
-        assert f"rows.jsonl: line {number}: the chat template fails" in problem
-
-
-def test_folders_from_before_there_were_formats_stay_valid(sections):
-    """Another key would give them another name."""
-    before = {"source", "subset", "split", "text_field", "tokenizer", "vocab_size", "max_tokens"}
-    before |= {"format", "messages_field", "chat_template"}
-    chats = identity(make_config(**sections(source="a.jsonl", messages_field="messages")))
-    assert chats.keys() == before
-    given = sections(source="a.jsonl", messages_field="messages", format="messages")
-    assert identity(make_config(**given)) == chats
-    alpaca = identity(make_config(**sections(source="a.jsonl", format="alpaca")))
-    assert alpaca.keys() == before - {"messages_field"} | {"data.format"}
-    texts = [
-        identity(make_config(**sections(source="a.jsonl", chat_template=None, format=name)))
-        for name in (None, "text")
-    ]
-    assert texts[0] == texts[1] and texts[0].keys() == before - {"messages_field", "chat_template"}
-
-
-def test_a_dataset_of_the_hub_is_asked_for_its_first_row_unless_it_is_prepared(
-    sections, monkeypatch
-):
-    import datasets
-    import huggingface_hub
-
-    rows = datasets.Dataset.from_list([glaive_toolcall(i).columns for i in range(ROWS)])
-    asked = []
-
-    def load(*names, **options):
-        asked.append(names)
-        return rows.to_iterable_dataset()
-
-    monkeypatch.setattr("datasets.load_dataset", load)
-    info = SimpleNamespace(sha="first")
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_: info)
-    given = sections(source="owner/name", path=None)
-    assert not found_options(make_config(**given), ask_hub=False) and not asked
-    assert found_options(make_config(**given)) == ["--data.format=messages"] and len(asked) == 1
-    with monkeypatch.context() as context:
-        context.chdir(pathlib.Path(given["data"]["chat_template"]).parent)
-        prepared(make_config(**{**given, "data": {**given["data"], "format": "messages"}}))
-        asked.clear()
-        assert found_options(make_config(**given)) == ["--data.format=messages"] and not asked
+def test_a_lone_surrogate_is_refused(configured, tmp_path):
+    rows = [{"messages": [user("a"), assistant("b \ud800")]}]
+    with refuses("rows.jsonl: row 1: is not valid Unicode"):
+        documents(configured(source=write(rows, "jsonl", tmp_path), format="messages"))

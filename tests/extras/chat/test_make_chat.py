@@ -53,7 +53,7 @@ def library(tmp_path, monkeypatch):
         "".join(f"def {name}():\n    {same}\n" for name in ("first", "second", "third"))
     )
     (tmp_path / "c.py").write_text("this is no Python")
-    files = [tmp_path / name for name in ("a.py", "b.py", "c.py")]
+    files = [str(tmp_path / name) for name in ("a.py", "b.py", "c.py")]
     monkeypatch.setattr(make_chat, "stdlib_files", lambda: files)
 
 

@@ -1,14 +1,13 @@
-"""Conversations whose prompts are longer than a window, mixed in by 0, 10 and 100 %: against a plain loop over the
-conversations one by one; on any mesh, with adapters, Muon and accumulation; in training and in evaluation."""
+"""Conversations whose prompts are longer than a window, mixed in by 0, 10 and 100 %: against a plain
+loop over the conversations one by one, on any mesh, with adapters, Muon and accumulation."""
 
 import json
 import math
 import pathlib
 import random
 import re
-from unittest import mock
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,20 +16,19 @@ import config
 from checkpoint.catalog import read_state
 from checkpoint.load import Reader, read_tensors
 from data.dataset import open_dataset
-from data.order import make_order
-from data.prepare import prepare
-from model.llama import Llama
+from extras.chat.packing import Packed
 from optim import learning_rate
-from parallel.materialize import materialize
-from tests import cases
-from tests.conftest import launch, make_config, needs_extra, rows, words
-from tests.extras.chat.test_chat import sections_of, talk, tokenizer  # noqa: F401
+from parallel.mesh import World
+from tests.conftest import launch, make_config, needs_extra, rows, train_run, words
+from tests.distributed import run_on_ranks
+from tests.extras.chat.conftest import prepare_here, sections_of, talk
+from tests.reference import fresh_model
 
-pytestmark = [pytest.mark.early, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 STEPS = 16
 SEQ_LEN = 256
-SIZES = {
+MODEL = {
     "dim": 64,
     "n_layers": 2,
     "n_heads": 4,
@@ -39,75 +37,53 @@ SIZES = {
     "vocab_size": 320,
 }
 SHARES = {"none": 0.0, "a tenth": 0.1, "all": 1.0}  # of the prompts, longer than a window
-ON_TWO = {
-    "accumulated": {"train": {"micro_batch_size": 1}},
-    "reduced once": {
-        "train": {"micro_batch_size": 1},
-        "parallel": {"sync_every_micro_batch": False},
-    },
+# of the tenth, on two ranks
+ON_TWO: dict[str, dict] = {
+    "reduced once": {"parallel": {"sync_every_micro_batch": False}},
     "tp": {"parallel": {"tp": 2}},
     "cp": {"parallel": {"cp": 2}},
     "skip": {"train": {"skip_nonfinite": 1}},
 }
-# each of its own loss, equal on one rank and on two
-OF_ITS_OWN = {
+# each with a loss of its own, equal on one rank and on two
+OTHERS: dict[str, dict] = {
     "muon": {"optim": {"name": "muon"}},
     "lora": {"lora": {"rank": 4, "base_dtype": "float32"}},
     "nf4": {"lora": {"rank": 4, "base_dtype": "nf4"}},
 }
-NEEDS = {"muon": "optimizers", "lora": "lora", "nf4": "lora"}
-OF_ITS_OWN = {name: run for name, run in OF_ITS_OWN.items() if config.has_extra(NEEDS[name])}
+EXTRAS = {"muon": "optimizers", "lora": "lora", "nf4": "lora"}
+OTHERS = {name: changes for name, changes in OTHERS.items() if config.has_extra(EXTRAS[name])}
+Runs = dict[tuple[int, str], list[dict]]  # rows by (ranks, name)
 
 
-def talks(share: float, count: int = 120) -> list[list[dict]]:
+def talks(share: float) -> list[list[dict]]:
     draw = random.Random(3)
-    found = []
-    for number in range(count):
+    rows = []
+    for number in range(120):
         is_long = number % 10 < 10 * share
         question = words(number, 300 if is_long else draw.randint(1, 6))
-        found.append(talk(question, words(number + 1, draw.randint(1, 6))))
-    return found
-
-
-def by_hash(text: str) -> bool:
-    """One in eight is held out."""
-    return sum(text.encode()) % 8 == 0
+        rows.append(talk(question, words(number + 1, draw.randint(1, 6))))
+    return rows
 
 
 @pytest.fixture(scope="module")
-def sections(tokenizer, tmp_path_factory) -> dict[str, dict]:  # noqa: F811
+def sections(tokenizer, tmp_path_factory) -> dict[str, dict[str, Any]]:
     """By share, those of a run on conversations that are prepared."""
-    found = {}
+    by_share = {}
+    train = {"steps": STEPS, "seq_len": SEQ_LEN, "global_batch_size": 4, "micro_batch_size": 1}
     for name, share in SHARES.items():
-        folder = tmp_path_factory.mktemp("talks")
-        found[name] = sections_of(
+        by_share[name] = sections_of(
             tokenizer,
-            folder,
+            tmp_path_factory.mktemp("talks"),
             talks(share),
-            model=SIZES,
+            data={"validation": None},
+            model=MODEL,
             eval={},
             checkpoint={},
             optim={"schedule_steps": STEPS},
         )
-        found[name]["train"] = {
-            "steps": STEPS,
-            "seq_len": SEQ_LEN,
-            "global_batch_size": 2,
-            "micro_batch_size": None,
-        }
-        with (
-            mock.patch("data.prepare.worker_count", lambda: 0),
-            mock.patch("extras.chat.conversations.is_validation", by_hash),
-        ):
-            prepare(make_config(**found[name]))
-    return found
-
-
-def changed(sections: dict, changes: dict, base: pathlib.Path | None = None) -> dict:
-    merged = {name: {**sections.get(name, {}), **keys} for name, keys in changes.items()}
-    if "lora" in changes:
-        merged["model"] = {**dict.fromkeys(SIZES), "vocab_size": 320, "init_from": str(base)}
-    return {**sections, **merged}
+        by_share[name]["train"] = train
+        prepare_here(make_config(**by_share[name]))
+    return by_share
 
 
 @pytest.fixture(scope="module")
@@ -128,73 +104,76 @@ def base(tmp_path_factory) -> pathlib.Path:
     return folder
 
 
+def train_all(world: World, runs: dict[str, dict], folder: pathlib.Path) -> dict[str, list[dict]]:
+    trained = {}
+    for name, changed in runs.items():
+        run = {"name": name.replace(" ", "-"), "output_dir": str(folder)}
+        trained[name] = train_run(make_config(**changed, run=run), world)
+    return trained
+
+
 @pytest.fixture(scope="module")
-def trained(on_ranks, sections, base, tmp_path_factory) -> tuple[dict, pathlib.Path]:
-    """({(ranks, name): rows}, the folder of the runs, by the number of ranks)."""
+def trained(sections, base, tmp_path_factory) -> tuple[Runs, pathlib.Path]:
+    """(the rows of all runs, the folder of the runs by the number of ranks)."""
     folder = tmp_path_factory.mktemp("runs")
-    tenth = sections["a tenth"]
-    own = {name: changed(tenth, changes, base) for name, changes in OF_ITS_OWN.items()}
-    of_four = with_batch_of_four(tenth)
-    of_two = {name: changed(of_four, changes) for name, changes in ON_TWO.items()}
-    mesh = changed(of_four, {"parallel": {"dp_replicate": 2, "tp": 2}})
+
+    def changed(changes: dict) -> dict:
+        merged = {**sections["a tenth"]}
+        for name, keys in changes.items():
+            merged[name] = {**merged.get(name, {}), **keys}
+        if "lora" in changes:
+            merged["model"] = {**dict.fromkeys(MODEL), "vocab_size": 320, "init_from": str(base)}
+        return merged
+
+    others = {name: changed(changes) for name, changes in OTHERS.items()}
     runs = {
-        1: {**sections, **own},
-        2: {**sections, **own, **of_two},
-        4: {**{name: with_batch_of_four(of) for name, of in sections.items()}, "mesh": mesh},
+        1: {**sections, **others},
+        2: {**sections, **others, **{name: changed(ON_TWO[name]) for name in ON_TWO}},
+        4: {**sections, "mesh": changed({"parallel": {"dp_replicate": 2, "tp": 2}})},
     }
-    # four data ranks need four windows a step
-    runs[1] |= {f"{name}, four": with_batch_of_four(of) for name, of in sections.items()}
-    found = {}
+    all_rows: Runs = {}
     for ranks, of_ranks in runs.items():
-        for name, of_run in on_ranks(ranks, cases.train_all, of_ranks, str(folder))[0].items():
-            found[ranks, name] = of_run
-    return found, folder
-
-
-def with_batch_of_four(sections: dict) -> dict:
-    return {**sections, "train": {**sections["train"], "global_batch_size": 4}}
+        trained = run_on_ranks(ranks, train_all, of_ranks, folder / str(ranks))[0]
+        all_rows |= {(ranks, name): of_run for name, of_run in trained.items()}
+    return all_rows, folder
 
 
 def plain_losses(cfg: config.Config) -> list[float | None]:
-    """Of a loop over the conversations one by one; without a target it skips the step."""
+    """Of a loop over the conversations one by one. A step without a target is skipped."""
     o = cfg.optim
-    model = Llama(cfg.model)
-    materialize(model, cfg.run.seed, torch.device("cpu"))
+    model = fresh_model(cfg)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     norms = [p for p in model.parameters() if p.ndim == 1]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": o.weight_decay},
-            {"params": norms, "weight_decay": 0.0},
-        ],
-        betas=o.betas,
-        eps=o.eps,
-    )
-    (packed,) = open_dataset(cfg).train
-    order = make_order(cfg, [packed])
-    found = []
+    groups = [
+        {"params": matrices, "weight_decay": o.weight_decay},
+        {"params": norms, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=o.betas, eps=o.eps)
+    dataset = open_dataset(cfg)
+    packed = dataset.sources[0].stream
+    limit = cfg.train.max_grad_norm
+    assert isinstance(packed, Packed) and limit != "off"
+    means: list[float | None] = []
     for step in range(1, STEPS + 1):
-        batch_size = cfg.train.global_batch_size
         losses = []
-        for number in range((step - 1) * batch_size, step * batch_size):
-            for _, begin, end in packed.conversations(order(number).window):
-                stored = torch.tensor(packed.stored(begin, end).astype(np.int64))
-                has_loss = stored[1:] >= 0
+        for number in range(4 * (step - 1), 4 * step):
+            for _, begin, end in packed.conversations(dataset.position(number).window):
+                stored = torch.tensor(packed.file.read(begin, end), dtype=torch.int64)
                 ids = torch.where(stored >= 0, stored, ~stored)
-                of_talk = F.cross_entropy(model(ids[None])[0, :-1], ids[1:], reduction="none")
-                losses.append(of_talk[has_loss])
-        losses = torch.cat(losses)
-        if not len(losses):
-            found.append(None)
+                each = F.cross_entropy(model(ids[None])[0, :-1], ids[1:], reduction="none")
+                losses.append(each[stored[1:] >= 0])
+        with_loss = torch.cat(losses)
+        if not len(with_loss):
+            means.append(None)
             continue
-        losses.mean().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.train.max_grad_norm)
+        with_loss.mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(o, STEPS, step)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(losses.mean().item())
-    return found
+        means.append(with_loss.mean().item())
+    return means
 
 
 def empty_steps(of_run: list[dict]) -> list[int]:
@@ -202,31 +181,28 @@ def empty_steps(of_run: list[dict]) -> list[int]:
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_losses_are_those_of_a_plain_loop_on_any_ranks(trained, sections, share, ranks):
-    of_share = with_batch_of_four(sections[share]) if ranks == 4 else sections[share]
-    expected = plain_losses(make_config(**of_share))
-    found = trained[0][ranks, share]
-    same = trained[0][1, f"{share}, four" if ranks == 4 else share]
-    assert [row["loss"] is None for row in found] == [loss is None for loss in expected]
-    for row, one, loss in zip(found, same, expected, strict=True):
-        assert row["batch_digest"] == one["batch_digest"]
-        assert math.isfinite(row["grad_norm"])
-        if loss is None:
-            assert (row["loss"], row["loss_mean"], row["grad_norm"]) == (None, None, 0.0)
-        else:
-            assert row["loss"] == pytest.approx(loss, rel=1e-5)
-            assert row["loss"] == pytest.approx(one["loss"], rel=1e-5)
-    empty = empty_steps(found)
-    assert {"none": not empty, "a tenth": 0 < len(empty) < STEPS, "all": len(empty) == STEPS}[share]
+def test_losses_are_those_of_a_plain_loop_on_any_ranks(trained, sections, share):
+    expected = plain_losses(make_config(**sections[share]))
+    digests = [row["batch_digest"] for row in trained[0][1, share]]
+    for ranks in (1, 2, 4):
+        of_run = trained[0][ranks, share]
+        assert [row["batch_digest"] for row in of_run] == digests
+        for row, loss in zip(of_run, expected, strict=True):
+            assert math.isfinite(row["grad_norm"])
+            if loss is None:
+                assert (row["loss"], row["loss_mean"], row["grad_norm"]) == (None, None, 0.0)
+            else:
+                assert row["loss"] == pytest.approx(loss, rel=1e-5)
+    empty = expected.count(None)
+    assert {"none": empty == 0, "a tenth": 0 < empty < STEPS, "all": empty == STEPS}[share]
 
 
-@pytest.mark.parametrize("name", ["mesh", *ON_TWO, *OF_ITS_OWN])
+@pytest.mark.parametrize("name", ["mesh", *ON_TWO, *OTHERS])
 def test_other_ways_to_train_leave_out_the_same_steps(trained, name):
-    found = trained[0][4 if name == "mesh" else 2, name]
-    expected = trained[0][1, name if name in OF_ITS_OWN else "a tenth, four"]
-    assert empty_steps(found) == empty_steps(expected) != []
-    for row, one in zip(found, expected, strict=True):
+    of_run = trained[0][4 if name == "mesh" else 2, name]
+    expected = trained[0][1, name if name in OTHERS else "a tenth"]
+    assert empty_steps(of_run) == empty_steps(expected) != []
+    for row, one in zip(of_run, expected, strict=True):
         assert row["batch_digest"] == one["batch_digest"]
         assert row["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
         if one["loss"] is not None:
@@ -235,10 +211,9 @@ def test_other_ways_to_train_leave_out_the_same_steps(trained, name):
 
 def test_steps_without_a_target_are_counted_and_update_nothing(trained):
     """state.json counts them, and the optimizers count their updates."""
-    found, folder = trained
-    for (ranks, name), of_run in found.items():
-        checkpoint = folder / f"{ranks}/{name.replace(' ', '-').replace(',', '')}"
-        checkpoint /= f"checkpoints/step-{STEPS:08d}"
+    all_rows, folder = trained
+    for (ranks, name), of_run in all_rows.items():
+        checkpoint = folder / f"{ranks}/{name.replace(' ', '-')}/checkpoints/step-{STEPS:08d}"
         empty = len(empty_steps(of_run))
         assert read_state(checkpoint)["targetless_steps"] == empty
         reader = Reader(checkpoint)
@@ -254,6 +229,7 @@ def test_a_validation_loss_is_finite_or_none_and_equal_on_any_ranks(trained):
         losses = []
         for ranks in (1, 2):
             (row,) = rows(folder / f"{ranks}/{share.replace(' ', '-')}", "eval")
+            assert row["bits_per_byte"] is None
             losses.append(row["loss"])
         if share == "all":
             assert losses == [None, None]
@@ -262,23 +238,26 @@ def test_a_validation_loss_is_finite_or_none_and_equal_on_any_ranks(trained):
 
 
 @needs_extra("reports")
-def test_a_source_of_which_nothing_is_learned_is_named(tokenizer, write_config, tmp_path):  # noqa: F811
+def test_a_source_of_which_nothing_is_learned_is_named(tokenizer, write_config, tmp_path):
     """In a mixture the other source has targets in every step."""
+    sources = []
     for name, share in (("long", 1.0), ("short", 0.0)):
         lines = [json.dumps({"messages": row}) + "\n" for row in talks(share)]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        sources.append({"source": str(tmp_path / f"{name}.jsonl")})
     path = write_config(
         "mixed",
         data={
             "tokenizer": str(tokenizer),
             "messages_field": "messages",
-            "sources": [{"source": str(tmp_path / f"{name}.jsonl")} for name in ("long", "short")],
+            "sources": sources,
+            "path": str(tmp_path / "prepared"),
         },
         train={"steps": 2, "seq_len": SEQ_LEN},
         eval={},
         checkpoint={},
     )
-    done = launch(path, "--data.path=" + str(tmp_path / "prepared"))
+    done = launch(path)
     assert done.returncode == 0, done.stderr
     (row,) = rows(tmp_path / "outputs/mixed", "eval")
     by_source = {pathlib.Path(name).stem: loss for name, loss in row["loss_by_source"].items()}
@@ -287,3 +266,36 @@ def test_a_source_of_which_nothing_is_learned_is_named(tokenizer, write_config, 
     (note,) = [line for line in done.stdout.splitlines() if "cut before any answer" in line]
     (cut,) = re.findall(r"; (\d+) cut at a window's end;", note)
     assert note.endswith(f"; {cut} cut before any answer: raise train.seq_len")
+
+
+def test_a_hundred_steps_in_a_row_without_a_target_end_the_run(tokenizer, tmp_path, write_config):
+    """The steps of two launches count; train.skip_nonfinite = 0 does not."""
+    too_long = [talk(words(i, 30), "yes") for i in range(500)]
+    sections = sections_of(tokenizer, tmp_path, too_long, data={"validation": None})
+    sections["train"] = {
+        "steps": 120,
+        "seq_len": 32,
+        "global_batch_size": 4,
+        "micro_batch_size": 2,
+    }
+    path = write_config(
+        "cut",
+        **sections,
+        optim={"schedule_steps": 120},
+        log={"every_steps": 50},
+        checkpoint={},
+        eval={"batches": 1},
+    )
+    begun = launch(path, "--train.steps=60", nproc=2)
+    assert begun.returncode == 0, begun.stderr
+    assert re.findall(r"such steps so far: (\d+)", begun.stdout) == ["1", "2", "4", "8", "16", "32"]
+    assert "step 50/60  loss    none  grad  0.00" in begun.stdout
+    no_loss = "no validation loss: no token of the validation data has a loss"
+    assert f"step 60  {no_loss}" in begun.stdout
+    evaluated = launch(path, "--eval-only")
+    assert evaluated.returncode == 0 and evaluated.stderr.splitlines()[-1] == no_loss
+    assert json.loads(evaluated.stdout.splitlines()[-1])["loss"] is None
+    done = launch(path, nproc=2)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "step 100: no token of the last 100 steps has a loss" in done.stderr.splitlines()[-1]
+    assert rows(tmp_path / "outputs/cut")[-1]["step"] == 100

@@ -500,7 +500,7 @@ def test_a_tokenizer_of_llama_2_s_kind(tmp_path, settings):
     """Where transformers puts spaces, and where its tokenizer.json would."""
     pytest.importorskip("google.protobuf")
     from extras.huggingface.tokenizer import fast_tokenizer_files, read_sentencepiece
-    from tests.test_tokenizer import sentencepiece_model
+    from tests.conftest import sentencepiece_model
 
     sentencepiece_model(tmp_path / "made.model", add_dummy_prefix=True)
     files = fast_tokenizer_files(read_sentencepiece(tmp_path / "made.model"))

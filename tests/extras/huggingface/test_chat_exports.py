@@ -25,7 +25,7 @@ from tests.conftest import make_config, seal, words
 if not config.has_extra("chat") or not config.has_extra("lora"):
     pytest.skip("needs extras/chat and extras/lora", allow_module_level=True)
 
-from tests.extras.chat.test_chat import CHATML, LLAMA3, QWEN3, talk
+from tests.extras.chat.conftest import CHATML, LLAMA3, QWEN3, talk
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 

@@ -9,8 +9,6 @@ import random
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -31,8 +29,8 @@ from checkpoint import catalog
 from checkpoint.__main__ import main as checkpoint_tool
 from checkpoint.load import restore
 from config import ConfigError
+from data.preparer import Preparer
 from data.tokenizer import Tokenizer
-from data.tokens import open_stream
 from extras.huggingface import config as hf_config
 from extras.huggingface import convert as hf
 from extras.huggingface import tokenizer as hf_tokenizer
@@ -44,11 +42,21 @@ from launch.command import Ranks
 from model.llama import Llama, named_parameters
 from optim import build_optimizer, learning_rate
 from tests import cases
-from tests.conftest import REPO, TINY, launch, loader_of, make_config, run_tool, seal, tables, words
+from tests.conftest import (
+    REPO,
+    TINY,
+    launch,
+    loader_of,
+    make_config,
+    run_tool,
+    seal,
+    sentencepiece_model,
+    tables,
+    words,
+)
 from tests.extras.huggingface import hf_cases
 from tests.extras.huggingface.hf_cases import config_from, configuration, make_folder
 from tests.model.test_llama import SCALING
-from tests.test_tokenizer import sentencepiece_model
 
 pytestmark = pytest.mark.early
 
@@ -309,9 +317,7 @@ def test_an_imported_checkpoint(folders, tmp_path, capsys, name):
         catalog.choose(run_cfg, catalog.steps(run_cfg), catalog.problems_of)
 
 
-def plain_loop(
-    theirs: PreTrainedModel, cfg: config.Config, folder: pathlib.Path, steps: int
-) -> list[dict]:
+def plain_loop(theirs: PreTrainedModel, cfg: config.Config, steps: int) -> list[dict]:
     """Training as a textbook has it: transformers' model, torch's AdamW, the whole batch at once."""
     optimizer = torch.optim.AdamW(
         [
@@ -325,7 +331,7 @@ def plain_loop(
         eps=cfg.optim.eps,
         foreach=False,
     )
-    loader = loader_of(cfg, open_stream(folder, "train", cfg.model.vocab_size))
+    loader = loader_of(cfg)
     found = []
     for step in range(1, steps + 1):
         inputs, targets = (torch.cat(part) for part in zip(*next(loader).micro_batches))
@@ -347,7 +353,8 @@ def test_training_from_it_is_transformers_training(on_ranks, folders, corpus, pr
     source = shutil.copytree(folders["sharded"], tmp_path / "hf")
     data = {"source": str(corpus), "path": str(prepared), "tokenizer": str(prepared)}
     cfg = config_from(str(source), optim={"schedule_steps": 6}, data=data)
-    expected = plain_loop(in_transformers(source), cfg, prepared, 6)
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, steps=6))
+    expected = plain_loop(in_transformers(source), cfg, 6)
     found = on_ranks(2, hf_cases.train_and_resume, str(source), str(tmp_path / "outputs"), data)[0]
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
     for ours, theirs, tolerance in zip(found, expected, [1e-5, *[1e-4] * 5]):
@@ -534,9 +541,7 @@ def test_a_folder_that_is_not_there(folders, tmp_path):
             ConfigError, match="init_from = .*has no config.json.* or the id of a repository"
         ):
             config_from(name)
-    command = (
-        "run the export first: ./run_train.sh -m huggingface export outputs/tiny outputs/tiny-hf"
-    )
+    command = "run the export first: ./run_train.sh -m huggingface export RUN outputs/tiny-hf"
     with pytest.raises(ConfigError, match=command):
         config_from("outputs/tiny-hf")
     # complete: it may go on from a checkpoint
@@ -551,7 +556,7 @@ def test_a_launch_refuses_it_before_it_makes_anything(folders, write_config, tmp
     next(folder.glob("model-00002*")).unlink()
     args = config.parse_arguments([str(path)])
     with pytest.raises(ConfigError, match="model-00002-of-.*is not there"):
-        check_launch(config.load(str(path)), Ranks(1, 1, 0, None), args)
+        check_launch(config.load(str(path)), Ranks(1, 1, 0, None), args, Preparer(1))
     assert not (tmp_path / "outputs").exists()
 
 
@@ -1028,22 +1033,6 @@ def test_wrong_calls_are_one_line(read, folders, tmp_path, capsys, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
-def test_room_is_looked_for_before_anything_is_written(
-    read, folders, tmp_path, capsys, monkeypatch
-):
-    needed = {"export": sum(p.nbytes for p in in_transformers(folders["single"]).parameters())}
-    needed["import"] = needed["export"]
-    for command, source in (("export", read[1][0] / "single"), ("import", folders["single"])):
-        for free, code in ((needed[command] - 1, 2), (needed[command], 0)):
-            monkeypatch.setattr(
-                "extras.huggingface.convert.shutil.disk_usage",
-                lambda _, free=free: mock.Mock(free=free),
-            )
-            found, error = run(capsys, command, source, tmp_path / f"{command}-{code}")
-            assert found == code and ("GiB are needed, 0.00 GiB are free" in error) is bool(code)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["export-0", "import-0"]
-
-
 def test_an_export_without_a_usable_tokenizer_says_what_it_leaves_out(read, tmp_path, capsys):
     checkpoint = shutil.copytree(
         read[1][0] / "single/checkpoints/step-00000001", tmp_path / "checkpoint"
@@ -1408,25 +1397,6 @@ def test_nothing_is_written_over(read, folders, tmp_path, capsys):
             in run(capsys, "export", source, tmp_path / "twice")[1]
         )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "twice"]
-
-
-@pytest.mark.parametrize(
-    "command, options, width",
-    [("export", (), 4), ("export", ("--dtype", "bfloat16"), 2), ("import", (), 4)],
-)
-def test_a_disk_without_the_room_is_told_before_anything_is_written(
-    read, folders, tmp_path, capsys, monkeypatch, command, options, width
-):
-    source = read[1][0] / "tied" if command == "export" else folders["tied"]
-    # a tied matrix once
-    needed = width * sum(p.numel() for p in in_transformers(folders["tied"]).parameters())
-    for free, code in ((needed - 1, 2), (needed, 0)):
-        monkeypatch.setattr(
-            shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free)
-        )
-        found, error = run(capsys, command, source, tmp_path / "out", *options)
-        assert found == code and ("GiB are needed, " in error) == bool(code), error
-        assert (tmp_path / "out").exists() != bool(code)
 
 
 def test_what_appears_is_on_disk(read, folders, tmp_path, capsys, monkeypatch):

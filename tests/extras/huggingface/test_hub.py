@@ -4,10 +4,9 @@ is said when they cannot be had."""
 import json
 import os
 import pathlib
-import signal
+import re
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
@@ -15,15 +14,13 @@ from safetensors.torch import save
 
 import config
 from config import ConfigError
-from data import hub
 from data.tokenizer import tokenizer_files
 from extras.huggingface import config as hf_config
 from extras.huggingface.weights import hf_name, shapes
 from launch.command import usable
-from schema import Given
 from tests.conftest import REPO, launch, make_config, rows
 from tests.extras.huggingface import hf_cases
-from tests.hub import CUT, Hub
+from tests.hub import Hub
 
 # What no one may read: it can run code, or is the same in another format
 OTHERS = {
@@ -142,18 +139,16 @@ tensorboard = false
     )
 
 
-CHILD = f"""
-import json, shutil, sys
-sys.path.insert(0, {str(REPO)!r})
+CHILD = """
+import json, sys
 import config
 from data import hub
 from schema import ConfigError
-free = shutil.disk_usage
 for name in sys.argv[1:]:
-    shutil.disk_usage = lambda folder: free(folder)._replace(free=9) if "full" in name else free(folder)
     try:
-        tables = {{"model": {{"init_from": name}}, "train": {{"steps": 1}}}}
-        print(json.dumps(str(hub.local(config.from_dict(tables, "x.toml").model.init_from, hub.WEIGHTS))))
+        tables = {"model": {"init_from": name}, "train": {"steps": 1}}
+        cfg = config.from_dict(tables, "x.toml")
+        print(json.dumps(str(hub.local(cfg.model.init_from, hub.WEIGHTS))))
     except ConfigError as error:
         print(json.dumps(error.problems))
 """
@@ -163,6 +158,7 @@ def in_child(*names: str, **environment: str) -> tuple[list, str]:
     """For each name: the folder with its weights, or what is wrong; and stderr."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, *names],
+        cwd=REPO,
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -171,153 +167,32 @@ def in_child(*names: str, **environment: str) -> tuple[list, str]:
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
-LARGE = bytes(hub.SMALL + 1)  # downloaded by another process
-
-
 def test_what_cannot_be_had_is_said_in_one_line(server, tmp_path):
-    files = {**repository(0), "model.safetensors": LARGE}
-    sha = {name: server.commit(f"me/{name}", files) for name in ("lost", "full", "good")}
+    files = repository(0)
+    commit = server.commit("me/good", files)
     server.commit("me/private", files, token="secret")
     server.commit("me/empty", {"README.md": b"x"})
-    server.fault = lambda request: (
-        500
-        if "/me/lost/" in request.path and of_weights([f"{request.command} {request.path}"])
-        else None
-    )
-    names = ["private", "nowhere", "good@v1", "empty", "full", "lost", "good"]
-    found, progress = in_child(*(f"me/{name}" for name in names), **server.environment(tmp_path))
-    said = dict(zip(names, found))
-    assert pathlib.Path(said.pop("good")).name == sha["good"]
-    assert f"fetching me/good@{sha['good']}: 0.02 GiB into {tmp_path}/hub\n" in progress
-    for name, words in {
-        "private": "does not exist, or is private: check the name, or log in with `hf auth login` or HF_TOKEN",
-        "nowhere": "does not exist, or is private",
-        "good@v1": "has no such revision",
-        "empty": "has none of *config.json, and nothing else is read",
-        "full": "0.02 GiB are needed, 0.00 GiB are free",
-        "lost": "cannot be fetched: HfHubHTTPError: Server error '500",
-    }.items():
-        (line,) = said[name]
-        assert words in line and "\n" not in line, line
-        beginning = (
-            'x.toml: [model] init_from = "me/'
-            if name in names[:4]
-            else "/"
-            if name == "full"
-            else '"me/'
-        )
-        assert line.startswith(beginning), line
+    names = ["private", "nowhere", "good@v1", "empty", "good"]
+    answers, progress = in_child(*(f"me/{name}" for name in names), **server.environment(tmp_path))
+    by_name = dict(zip(names, answers))
+    folder = pathlib.Path(by_name.pop("good"))
+    assert folder.name == commit and (folder / "model.safetensors").exists()
     assert "Traceback" not in progress
-    server.fault = lambda request: None
-    (resumed, without, other), _ = in_child(
-        "me/lost", "me/private", f"me/good@{sha['good']}", **server.environment(tmp_path, "secret")
-    )
-    assert all(
-        (pathlib.Path(folder) / "model.safetensors").stat().st_size == len(LARGE)
-        for folder in (resumed, without, other)
-    )
+    for name, words in {
+        "private": "RepositoryNotFoundError: 401 .*; check the name, log in with `hf auth login`",
+        "nowhere": "RepositoryNotFoundError",
+        "good@v1": "RevisionNotFoundError: 404 .*`hf download me/good` on a machine with a network",
+        "empty": r"has none of \*config.json, and nothing else is read",
+    }.items():
+        (line,) = by_name[name]
+        assert line.startswith(f'x.toml: [model] init_from = "me/{name}": ') and "\n" not in line
+        assert re.search(words, line), line
     before = [*server.requests]
     (cached, (missing,)), _ = in_child(
         "me/good", "me/nowhere", **server.environment(tmp_path, offline=True)
     )
-    assert cached == other and server.requests == before
-    assert "HF_HUB_OFFLINE is set, and not all of its files are in" in missing
-
-
-def test_a_download_that_is_cut_is_resumed(server, tmp_path):
-    server.commit("me/cut", {**repository(0), "model.safetensors": LARGE})
-    times = iter([CUT])
-    server.fault = lambda request: (
-        next(times, None) if of_weights([f"{request.command} {request.path}"]) else None
-    )
-    (folder,), _ = in_child("me/cut", **server.environment(tmp_path))
-    assert (pathlib.Path(folder) / "model.safetensors").read_bytes() == LARGE
-
-
-def test_a_stop_ends_a_download_at_once(server, tmp_path):
-    """Its process, too: it leaves what it has for the next one."""
-    server.commit("me/slow", {**repository(0), "model.safetensors": LARGE})
-    reached, go_on = threading.Event(), threading.Event()
-
-    def fault(request) -> None:
-        if of_weights([f"{request.command} {request.path}"]):
-            reached.set()
-            go_on.wait(60)
-
-    server.fault = fault
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, "me/slow"],
-        env=os.environ | server.environment(tmp_path),
-        stderr=subprocess.PIPE,
-        text=True,
-        # a shell may have started the tests in the background, without it
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    assert reached.wait(60)
-    child.send_signal(signal.SIGINT)
-    # stderr is closed: the process that downloads ended
-    assert "KeyboardInterrupt" in child.communicate(timeout=20)[1]
-    go_on.set()
-    server.fault = lambda request: None
-    (folder,), _ = in_child("me/slow", **server.environment(tmp_path))
-    assert (pathlib.Path(folder) / "model.safetensors").read_bytes() == LARGE
-
-
-def test_what_is_an_id(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in (
-        "Qwen/Qwen3-0.6B",
-        "meta-llama/Llama-3.1-8B@main",
-        f"a/b@{'0' * 40}",
-        "a/b@refs/pr/1",
-    ):
-        assert hub.is_id(name)
-    for name in (
-        "Qwen3-0.6B",
-        "/a/b",
-        "./a/b",
-        "../a",
-        "a/b/c",
-        "a/",
-        "a/b@",
-        "a/tokenizer.model",
-        "a/b.json",
-        "~/a",
-    ):
-        assert not hub.is_id(name) and hub.local(name) == pathlib.Path(name)
-    (tmp_path / "Qwen/Qwen3-0.6B").mkdir(parents=True)
-    assert not hub.is_id("Qwen/Qwen3-0.6B") and hub.local("Qwen/Qwen3-0.6B") == pathlib.Path(
-        "Qwen/Qwen3-0.6B"
-    )
-
-
-@pytest.mark.parametrize(
-    "given, recorded, expected",
-    [
-        ("a/b", f"a/b@{'1' * 40}", f"a/b@{'1' * 40}"),
-        ("a/b", f"a/c@{'1' * 40}", None),
-        ("a/b", "a/b", None),
-        ("a/b@main", f"a/b@{'1' * 40}", None),
-        (f"a/b@{'2' * 40}", f"a/b@{'1' * 40}", f"a/b@{'2' * 40}"),
-    ],
-)
-def test_the_commit_of_a_run_is_in_its_config(tmp_path, monkeypatch, given, recorded, expected):
-    """Of this run alone, and of this repository."""
-    (tmp_path / "r").mkdir()
-    (tmp_path / "r/config.toml").write_text(f'[model]\ninit_from = "{recorded}"\n')
-    monkeypatch.setattr(hub, "snapshot", lambda name, files: pathlib.Path("newest"))
-    for run, wanted in (
-        ("r", expected or "a/b@newest"),
-        ("s", expected if "@2" in given else "a/b@newest"),
-    ):
-        options = Given(
-            config.SCHEMA,
-            "x.toml",
-            {"run.output_dir": str(tmp_path), "run.name": run, "model.init_from": given},
-            {"model.init_from": "x.toml"},
-        )
-        hub.pin(options, "model.init_from")
-        assert options.values["model.init_from"] == wanted
+    assert cached == str(folder) and server.requests == before
+    assert "is not on this machine" in missing
 
 
 def test_each_machine_fetches_once(server, on_ranks, tmp_path):
@@ -327,14 +202,15 @@ def test_each_machine_fetches_once(server, on_ranks, tmp_path):
         for name, token in (("a", None), ("b", "secret"))
     ]
     homes = [
-        server.environment(tmp_path / str(node), token)
-        for node, token in enumerate(("secret", None))
+        server.environment(tmp_path / str(node), token) for node, token in enumerate(("secret", ""))
     ]
     names = [f"me/{name}@{sha}" for name, sha in zip("ab", shas)]
     for rank, (folder, error) in enumerate(on_ranks(4, hf_cases.read_on_machines, names, homes)):
         assert folder == f"{tmp_path}/{rank // 2}/hub/models--me--a/snapshots/{shas[0]}"
         assert (
-            error.startswith(f'"{names[1]}": ') and "is private" in error and error.count("\n") == 0
+            error.startswith(f'"{names[1]}": ')
+            and "RepositoryNotFoundError" in error
+            and error.count("\n") == 0
         )
     assert len(of_weights([request for request in server.requests if "/me/a/" in request])) == 2
 
@@ -351,7 +227,7 @@ def test_without_the_package_the_error_names_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(
         ConfigError,
-        match="me/without.: is .*: needs huggingface_hub .*-m pip install huggingface_hub",
+        match="me/without.: is .*ModuleNotFoundError.* huggingface_hub",
     ):
         tokenizer_files("me/without")
     path = tmp_path / "x.toml"

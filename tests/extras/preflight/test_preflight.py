@@ -17,8 +17,7 @@ import pytest
 import config
 import files
 from config import ConfigError
-from data import cores, hub
-from data.sources import Source
+from data import cores
 from extras.preflight import disks, libraries, limits, network
 from extras.preflight.finding import Finding
 from extras.preflight.sizes import GIB, gib, sizes
@@ -432,70 +431,6 @@ def test_parts_of_another_cudnn_are_named(wheel, monkeypatch):
 # network
 
 
-@pytest.fixture
-def hub_of(monkeypatch, tmp_path):
-    """Sets the hub's address, and an empty cache."""
-    constants = pytest.importorskip("huggingface_hub.constants")
-    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    hub.connection_problem.cache_clear()
-    yield lambda url: monkeypatch.setattr(constants, "ENDPOINT", url)
-    hub.connection_problem.cache_clear()
-
-
-REMOTE = {"data": {"source": "me/texts", "path": None}}
-
-
-@pytest.fixture
-def listener():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def test_a_hub_that_does_not_answer(hub_of, tmp_path, monkeypatch):
-    """An error where nothing of a dataset is there, else a warning."""
-    monkeypatch.chdir(tmp_path)
-    hub_of(f"http://127.0.0.1:{free_port()}")
-    cfg = make_config(**REMOTE)
-    text = one(network.hub_answers(cfg, ONE), True)
-    assert "me/texts: is neither python-stdlib nor a local file" in text  # perhaps it is misspelt
-    assert ": 127.0.0.1:" in text and "cannot be reached: Connection refused" in text
-    (tmp_path / "cache/datasets--me--texts").mkdir(parents=True)
-    assert "./run_train.sh -m data.prepare" in one(network.hub_answers(cfg, ONE), False)
-    local = make_config(data={"source": "python-stdlib", "path": None})
-    assert not list(network.hub_answers(local, ONE))
-    # a fork's own source: its text is not on the hub
-    (tmp_path / "cache/datasets--me--texts").rmdir()
-    monkeypatch.setattr("data.identity.kind_of", lambda d: Source)
-    assert not list(network.hub_answers(cfg, ONE))
-
-
-def test_a_hub_that_answers_directly_or_through_a_proxy(hub_of, listener, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    hub_of(f"http://127.0.0.1:{listener}")
-    assert not list(network.hub_answers(make_config(**REMOTE), ONE))
-    hub.connection_problem.cache_clear()
-    hub_of("https://hub.invalid")
-    monkeypatch.setenv("https_proxy", f"127.0.0.1:{listener}")
-    assert not list(network.hub_answers(make_config(**REMOTE), ONE))
-
-
-def test_the_hub_switched_off(hub_of, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    text = one(network.hub_answers(make_config(**REMOTE), ONE), True)
-    assert "HF_HUB_OFFLINE is set" in text
-    assert " HF_HUB_OFFLINE=0 ./run_train.sh" in text  # it would be set there, too
-
-
 @pytest.mark.parametrize(
     "name, is_error, told",
     [
@@ -523,18 +458,15 @@ def test_a_port_that_is_taken(monkeypatch):
     assert not list(network.first_node(on_gpus(), JOB))
 
 
-def test_an_evaluation_needs_less_than_training(machine, hub_of, monkeypatch, tmp_path):
-    """Neither the memory of gradients and optimizer state, nor the hub, nor room on a disk."""
+def test_an_evaluation_needs_less_than_training(machine, monkeypatch, tmp_path):
+    """Neither the memory of gradients and optimizer state, nor room on a disk."""
     monkeypatch.chdir(tmp_path)
-    hub_of(f"http://127.0.0.1:{free_port()}")
     monkeypatch.setattr(disks.tempfile, "TemporaryFile", full)
-    cfg = make_config(
-        **REMOTE, model={**LARGE, "vocab_size": 128256}, run={"device": "cpu"}, checkpoint={}
-    )
+    cfg = make_config(model={**LARGE, "vocab_size": 128256}, run={"device": "cpu"}, checkpoint={})
     with pytest.raises(ConfigError) as refused:
         survey(cfg, ONE)
     lines = "\n".join(refused.value.problems)
-    for problem in ("optimizer state", "me/texts", "[run] output_dir"):
+    for problem in ("optimizer state", "[run] output_dir"):
         assert problem in lines
     survey(cfg, ONE, evaluates=True)
 

@@ -1,0 +1,38 @@
+"""How many cores a process may use, in a container too."""
+
+import pytest
+
+from data.cores import control_groups, usable_cores
+from data.prepare import worker_count
+
+
+@pytest.mark.parametrize(
+    "name, content, cores",
+    [
+        ("cpu.max", "150000 100000", 2),
+        ("cpu.max", "max 100000", 64),
+        ("cpu.cfs_quota_us", "300000", 3),  # version 1, of each cpu.cfs_period_us
+        ("cpu.cfs_quota_us", "-1", 64),
+        ("other", "", 64),
+    ],
+)
+def test_cores_are_those_that_a_container_may_use(name, content, cores, tmp_path, monkeypatch):
+    (tmp_path / "cpu.cfs_period_us").write_text("100000")
+    (tmp_path / name).write_text(content)
+    monkeypatch.setattr("data.cores.control_groups", lambda *_: [tmp_path / "inner", tmp_path])
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {*range(64)})
+    assert usable_cores() == cores
+
+
+def test_the_ranks_cores_are_not_for_threads_that_tokenize(monkeypatch):
+    monkeypatch.setattr("data.prepare.usable_cores", lambda: 192)
+    assert [worker_count(ranks) for ranks in (0, 150, 192)] == [64, 42, 1]
+
+
+def test_control_groups_are_those_of_the_process_and_around_it(tmp_path, monkeypatch):
+    """A name may hold colons. In version 1 each controller has groups of its own."""
+    monkeypatch.setattr("data.cores.GROUPS", tmp_path)
+    monkeypatch.setattr("data.cores.MEMBERSHIP", tmp_path / "cgroup")
+    (tmp_path / "cgroup").write_text("7:memory:/m\n4:cpu:/a/b\n0::/pods/cri:containerd:1\n")
+    groups = [str(group.relative_to(tmp_path)) for group in control_groups("cpu")]
+    assert groups == ["cpu/a/b", "cpu/a", "cpu", "pods/cri:containerd:1", "pods", "."]

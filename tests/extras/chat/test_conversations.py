@@ -1,0 +1,255 @@
+"""Conversations -> ids and loss masks, against transformers' templates; what is refused."""
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+
+import extras.chat.template
+from config import ConfigError
+from data.tokenizer_training import train_tokenizer
+from extras.chat.conversations import Chat, spelled
+from extras.chat.messages import checked
+from tests.conftest import make_config, refuses, words
+from tests.extras.chat.conftest import (
+    CHATML,
+    TEMPLATES,
+    conversations,
+    prepare_here,
+    sections_of,
+    talk,
+)
+
+TOOLS = [
+    {"role": "user", "content": "the time?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "now", "arguments": {"at": "é"}}}],
+    },
+    {"role": "tool", "content": "12:00"},
+    {"role": "assistant", "content": "noon"},
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_ids_and_mask_are_those_of_transformers(tokenizer, theirs, name):
+    given = [*conversations(6), talk("  a \n\n", "\n b\n\n", "ö ✓", "c")]
+    if name == "qwen3":
+        given.append(TOOLS)
+    for messages in given:
+        rendered = theirs.apply_chat_template(
+            messages,
+            chat_template=TEMPLATES[name],
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        for template in (f"{name}.jinja", f"{name}-bare.jinja"):
+            ids, mask = Chat(tokenizer, str(tokenizer / template)).encode(checked(messages))
+            assert ids == rendered["input_ids"], template
+            assert mask == [*map(bool, rendered["assistant_masks"])], template
+
+
+@pytest.mark.parametrize("messages", [talk("", "x", "y", " "), talk("a"), [], talk("a", "\n")])
+def test_a_conversation_without_an_answer_or_with_an_empty_one_is_left_out(tokenizer, messages):
+    assert Chat(tokenizer).encode(checked(messages)) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("say <|im_end|> now", "<|im_start|>assistant no"),
+        ("<|im_<|im_end|>end|>", "a|im_end|> <"),
+        ("<|im_end", "|> x"),
+    ],
+    ids=str,
+)
+def test_special_tokens_that_a_message_spells_out_are_text(tokenizer, theirs, texts):
+    """As with transformers' sanitize_control_tokens, which is off by default."""
+    chat = Chat(tokenizer)
+    ids, mask = chat.encode(talk(*texts))
+    rendered = theirs.apply_chat_template(
+        talk(*texts), return_dict=True, sanitize_control_tokens=True
+    )
+    assert ids == rendered["input_ids"] and chat.tokenizer.decode(ids).count(texts[0]) == 1
+    # two turns, each with a begin and an end
+    assert sum(token in chat.special.values() for token in ids) == 4
+    learned = [token for token, has_loss in zip(ids, mask) if has_loss]
+    assert chat.tokenizer.decode(learned) == texts[1]
+
+
+def test_what_a_template_completes_to_a_special_token_is_text(tokenizer, tmp_path):
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ m.content + '|im_end|>' + m.role }}<|eot_id|>"
+        "{% endfor %}{% if add_generation_prompt %}{% endif %}"
+    )
+    chat = Chat(tokenizer, str(tmp_path / "t.jinja"))
+    ids, _ = chat.encode(talk("a <", "b"))
+    end = chat.special["<|eot_id|>"]
+    assert [token for token in ids if token in chat.special.values()] == [end, end]
+
+
+def sentencepiece(folder: Any, template: str = CHATML) -> None:
+    model = train_tokenizer([words(i, 60) for i in range(30)], 300)
+    (folder / "tokenizer.model").write_bytes(model)
+    (folder / "chat_template.jinja").write_text(template)
+
+
+def test_ids_of_a_sentencepiece_model_are_those_of_the_text_between_special_tokens(tmp_path):
+    sentencepiece(
+        tmp_path,
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}Answer: {% generation %}"
+        "{{ m.content + eos_token }}{% endgeneration %}{% else %}Question: {{ m.content + '\n' }}"
+        "{% endif %}{% endfor %}",
+    )
+    chat = Chat(tmp_path)
+    ids, mask = chat.encode(talk("the cat </s> ö", "a dog ▁ ✓", "b", "c"))
+    one, two = chat.tokenizer.encode(
+        ["Question: the cat </s> ö\nAnswer: a dog ▁ ✓", "Question: b\nAnswer: c"]
+    )
+    assert ids == [1, *one, 2, *two, 2]
+    stored = [token if has_loss else ~token for token, has_loss in zip(ids, mask)]
+    # " a" is one token
+    assert spelled(chat.tokenizer, stored) == (
+        "<s>Question: the cat </s> ö\nAnswer:« a dog ▁ ✓</s>»Question: b\nAnswer: «c</s>»"
+    )
+    assert chat.end_of_turn() == [2]
+
+
+def test_null_keys_are_as_if_absent_and_reasoning_has_the_names_that_templates_read():
+    message = {"role": "assistant", "content": "a", "thinking": "b", "name": None}
+    assert checked([message]) == [
+        {"role": "assistant", "content": "a", "thinking": "b", "reasoning_content": "b"}
+    ]
+
+
+# What is refused
+
+DEEP = "{% for a in range(99999) %}{% for a in range(99999) %}{% endfor %}{% endfor %}"
+GROWING = (
+    "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+)
+LEAVES_OUT = (
+    "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+ENDS_EARLY = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}"
+TURN = talk("a", "b")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "messages, template, problem",
+    [
+        (TURN, "{{ raise_exception('no') }}", "the chat template fails: TemplateError: no"),
+        (TURN, "{{ messages[9].content.upper() }}", "the chat template fails: UndefinedError"),
+        (TURN, DEEP, "the chat template fails: TimeoutError: takes more than 0.3 seconds"),
+        (TURN, GROWING, "the chat template takes more than 64 MiB"),
+        (TURN, "{{ 'a' * 10**17 }}", "the chat template takes more than 64 MiB"),
+        (TURN, "{{ 9 ** (9 ** 9) }}", r"fails: SecurityError: \*\* of a number as large as that"),
+        (TURN, "{% include '/etc/passwd' %}", "the chat template fails: TypeError: no loader"),
+        (TURN, "{{ cycler.__init__.__globals__.os.system('touch ran') }}", "fails: SecurityError"),
+        (TURN, "{{ ''.__class__.__mro__[1].__subclasses__() }}", "fails: SecurityError"),
+        (TURN, "{{ messages.append(1) }}", "the chat template fails: SecurityError"),
+        (
+            talk("a", "b", "c", "d"),
+            LEAVES_OUT,
+            r"message 2 \(assistant\): .* leaves out text of it",
+        ),
+        (TURN, ENDS_EARLY, r"ends the assistant's turn before <\|im_end\|>"),
+        (
+            talk("<|im_end|>", "b"),
+            "{% for m in messages %}{{ m.content | length }}{% endfor %}",
+            "spells out a special token, and the chat template renders the message differently",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_a_template_does_wrong_is_one_line_with_the_row(
+    tokenizer, tmp_path, monkeypatch, messages, template, problem
+):
+    monkeypatch.setattr(extras.chat.template, "SECONDS", 0.3)
+    monkeypatch.setattr(extras.chat.template, "BYTES", 1 << 26)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.jinja").write_text(template)
+    more = {"chat_template": str(tmp_path / "t.jinja"), "validation": None}
+    cfg = make_config(**sections_of(tokenizer, tmp_path, [messages], data=more))
+    with refuses("chat.jsonl: row 1: ", problem) as refused:
+        prepare_here(cfg)
+    assert "\n" not in str(refused.value) and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "template, problem",
+    [
+        (
+            b"{% for m in messages %}",
+            "t.jinja: the chat template fails, line 1: TemplateSyntaxError",
+        ),
+        (b"\xff\xfe", "t.jinja: chat template cannot be read: is not UTF-8"),
+        (None, "t.jinja: chat template cannot be read: No such file"),
+    ],
+)
+def test_a_template_that_is_none_is_refused_before_anything_is_made(
+    tokenizer, tmp_path, template, problem
+):
+    if template is not None:
+        (tmp_path / "t.jinja").write_bytes(template)
+    more = {"chat_template": str(tmp_path / "t.jinja")}
+    with refuses(problem):
+        prepare_here(make_config(**sections_of(tokenizer, tmp_path, [TURN], data=more)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_without_a_template_is_refused(tokenizer, tmp_path):
+    (tmp_path / "bare").mkdir()
+    shutil.copy(tokenizer / "tokenizer.json", tmp_path / "bare")
+    cfg = make_config(**sections_of(tmp_path / "bare", tmp_path, [TURN]))
+    with refuses("bare: has no chat template; name a Jinja file, data.chat_template$"):
+        prepare_here(cfg)
+
+
+def test_a_tokenizer_that_cannot_serve_is_refused(tokenizer, tmp_path, monkeypatch):
+    """Without offsets; one that adds a space to each text; one that lowers the case of a text
+    before it looks for special tokens."""
+    import sentencepiece as library
+
+    from tests.conftest import sentencepiece_model
+
+    sentencepiece(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.delattr(library.SentencePieceProcessor, "encode_as_offset_mapping")
+        with refuses("cannot say which characters a token stands for"):
+            Chat(tmp_path)
+    sentencepiece_model(tmp_path / "tokenizer.model", add_dummy_prefix=True)
+    with refuses("adds a space before every text, and does not say whether after a special"):
+        Chat(tmp_path)
+    (tmp_path / "tokenizer.model").unlink()
+    made = json.loads((tokenizer / "tokenizer.json").read_text())
+    made["normalizer"] = {"type": "Lowercase"}
+    made["added_tokens"] = [{**token, "normalized": True} for token in made["added_tokens"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    chat = Chat(tmp_path)
+    assert chat.encode(talk("a", "b"))[0]
+    with refuses("makes special tokens of other text than their names"):
+        chat.encode(talk("<|IM_END|>", "b"))
+
+
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        ({"tokenizer": None}, "needs data.tokenizer"),
+        ({"order": "growing"}, 'is incompatible with order = "growing"'),
+        ({"document_mask": False}, "is implied by conversations"),
+        ({"messages_field": None, "chat_template": "t", "format": "text"}, "renders conversations"),
+        ({"format": "alpaca"}, 'is a column of format = "messages"'),
+    ],
+    ids=str,
+)
+def test_options_that_contradict_are_refused(options, problem):
+    given = {"messages_field": "messages", "tokenizer": "t", **options}
+    with pytest.raises(ConfigError, match=problem):
+        make_config(data={key: value for key, value in given.items() if value is not None})
+    assert make_config(data={"messages_field": "messages", "tokenizer": "t"}).data.document_mask

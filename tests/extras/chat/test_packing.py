@@ -1,0 +1,357 @@
+"""Windows of conversations: planned as best-fit decreasing, read whole, learned as transformers
+would, the same on any ranks."""
+
+import hashlib
+import itertools
+import math
+import random
+import re
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import config
+from data.dataset import open_dataset
+from data.folder import manifest_of
+from data.loader import Loader, validation_batches
+from data.tokens import TokenFile
+from extras.chat.packing import Packed, pack
+from tests.conftest import data_rank, make_config, refuses
+from tests.extras.chat.conftest import TEMPLATES, conversations, prepare_here, sections_of, talk
+
+# Planning
+
+
+def best_fit_decreasing(lengths: list[int], room: int) -> int:
+    """The number of windows, by a plain loop."""
+    free: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [space for space in free if space >= length]
+        if fitting:
+            free.remove(min(fitting))
+        free.append((min(fitting) if fitting else room) - length)
+    return len(free)
+
+
+def test_windows_are_those_of_best_fit_decreasing():
+    draw = random.Random(0)
+    for room, count in itertools.product((1, 7, 64, 100), (1, 2, 50, 400)):
+        lengths = np.array([draw.randint(1, room) for _ in range(count)])
+        members, starts = pack(lengths, room, seed=3)
+        assert sorted(members.tolist()) == [*range(count)]  # each once
+        assert len(starts) - 1 == best_fit_decreasing(lengths.tolist(), room)
+        assert max(lengths[members[a:b]].sum() for a, b in itertools.pairwise(starts)) <= room
+
+
+def test_conversations_of_one_length_stand_in_the_order_of_a_hash():
+    """splitmix64 of (seed, number), in Python's integers: a run that resumes reads the same windows
+    whatever numpy's version."""
+
+    def splitmix64(x: int) -> int:
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+
+    for seed in (0, 7):
+        digest = hashlib.blake2b(f"packing {seed}".encode(), digest_size=8).digest()
+        key = int.from_bytes(digest, "big")
+        hashes = [splitmix64((number + key) % 2**64) >> 24 for number in range(1009)]
+        lengths = np.full(1009, 5)
+        lengths[::3] = 4  # shorter ones follow
+        order = sorted(range(1009), key=lambda i: (-lengths[i], hashes[i]))
+        members, starts = pack(lengths, 5, seed)
+        assert members.tolist() == order and starts.tolist() == [*range(1010)]
+
+
+@pytest.mark.parametrize("room", [2048, 8192])
+def test_windows_are_full_and_planned_in_no_time(room):
+    """Lengths of 100,000 conversations: lognormal, median 450 tokens, sigma 1."""
+    draw = np.random.default_rng(0).lognormal(math.log(450), 1.0, 100_000)
+    lengths = draw.astype(np.int64).clip(8, room)
+    began = time.process_time()
+    _, starts = pack(lengths, room, 0)
+    assert time.process_time() - began < 2 and lengths.sum() / (room * (len(starts) - 1)) > 0.97
+
+
+@pytest.mark.parametrize("count, is_sampled", [(2000, False), (2001, True), (6007, True)])
+def test_a_launch_logs_how_full_its_windows_are_and_how_much_is_learned(
+    tmp_path, count, is_sampled
+):
+    """Exactly of up to 2,000 conversations, and of more about."""
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(1, 90, count)  # the longest of 64 are cut
+    ids = draw.integers(0, 300, lengths.sum()).astype("<i4")
+    is_learned = draw.random(len(ids)) < 0.3
+    ends = np.cumsum(lengths)
+    for number in range(0, count, 7):  # nothing is learned of these
+        is_learned[ends[number] - lengths[number] : ends[number]] = False
+    path = tmp_path / "train.bin"
+    path.write_bytes(np.where(is_learned, ids, ~ids).tobytes())
+    kept = np.minimum(lengths, 64)
+    members, starts = pack(kept, 64, seed=0)
+    learned = []
+    for begin, size in zip(ends - lengths, kept):
+        learned.append(int(is_learned[begin : begin + size].sum()))
+    file = TokenFile(path, np.dtype("<i4"), len(ids), ends=ends)
+    line = Packed(file, 300, 64, members, starts, 31, 1234, int(kept.sum())).summary()
+    windows = len(starts) - 1
+    assert line.startswith(
+        f"{tmp_path}: {count:,} conversations in {windows:,} windows of 64 tokens, "
+        f"{kept.sum() / (64 * windows):.1%} full; 1,234 cut at a window's end; 31 left out, "
+    )
+    pattern = r"; (about )?(\d+)% of the tokens have a loss; (?:about )?([\d,]+) cut before any"
+    match = re.search(pattern, line)
+    assert match
+    about, share, without = match.groups()
+    true_share = 100 * sum(learned) / kept.sum()
+    true_count = learned.count(0)
+    assert (about is not None) is is_sampled and line.count("about") == 2 * is_sampled
+    if is_sampled:
+        assert float(share) == pytest.approx(true_share, abs=2)
+        assert int(without.replace(",", "")) == pytest.approx(true_count, rel=0.15)
+    else:
+        assert (share, without) == (f"{true_share:.0f}", f"{true_count:,}")
+
+
+# Reading
+
+
+@pytest.fixture(scope="module")
+def chats(tokenizer, tmp_path_factory) -> dict[str, Any]:
+    """The sections of a run on 120 conversations, prepared; some are held out by their hash."""
+    folder = tmp_path_factory.mktemp("chats")
+    more = {"validation": None}
+    sections = sections_of(tokenizer, folder, conversations(120), data=more, eval={})
+    prepare_here(make_config(**sections))
+    return sections
+
+
+def packed_of(cfg: config.Config, source: int = 0) -> Packed:
+    stream = open_dataset(cfg).sources[source].stream
+    assert isinstance(stream, Packed)
+    return stream
+
+
+def test_a_window_has_each_conversation_with_what_follows_from_it(chats):
+    cfg = make_config(**chats)
+    dataset = open_dataset(cfg)
+    packed = packed_of(cfg)
+    (heldout,) = dataset.validation
+    assert isinstance(heldout, Packed) and len(heldout.members) > 2
+    assert len(packed.members) + len(heldout.members) == 120
+    assert dataset.notes() == [packed.summary()]
+    tokens = learned = 0
+    numbers = []
+    for window in range(packed.windows):
+        start = 128 * window
+        ids = packed.read(start, start + 129)
+        *documents, (filled, end) = packed.documents(start, start + 129)
+        assert len(ids) == 129 and end == start + 129 and filled <= start + 128
+        assert (ids[filled - start :] == -1).all()
+        members = packed.conversations(window)
+        numbers += [conversation.number for conversation in members]
+        for (begin, past), conversation in zip(documents, members, strict=True):
+            stored = packed.file.read(conversation.begin, conversation.end)
+            assert (ids[begin - start : past - start] == stored).all()
+        tokens += filled - start
+        learned += int((ids >= 0).sum())
+    assert sorted(numbers) == [*range(len(packed.members))]
+    assert tokens == packed.filled and f"{learned / tokens:.0%} of the tokens" in packed.summary()
+
+
+def test_validation_reads_each_window_once_on_any_ranks(chats):
+    cfg = make_config(**chats)
+    (heldout,) = open_dataset(cfg).validation
+    counts = []
+    for ranks in (1, 2):
+        count = 0
+        for rank in range(ranks):
+            for tensors in validation_batches(heldout, cfg, data_rank(rank, ranks)):
+                count += int((tensors[1] >= 0).sum())
+        counts.append(count)
+    assert counts[0] == counts[1] > 20
+
+
+@pytest.mark.parametrize("learns_all", [False, True])
+def test_valid_tokens_and_digests_are_those_of_the_step_on_any_rank(chats, learns_all, monkeypatch):
+    """Also where a conversation's first token has a loss, as after a template without a prompt: it
+    is no target."""
+    cfg = make_config(**chats)
+    if learns_all:
+        read = TokenFile.read
+        monkeypatch.setattr(TokenFile, "read", lambda *args: np.abs(read(*args)))
+    steps = set()
+    for ranks in (1, 2, 4):
+        targets = digest = 0
+        valid = set()
+        for rank in range(ranks):
+            loader = Loader(cfg, open_dataset(cfg), data_rank(rank, ranks), 1)
+            batch = next(loader)
+            loader.close()
+            targets += sum(int((tensors[1] >= 0).sum()) for tensors in batch.micro_batches)
+            digest += batch.digest
+            valid.add(batch.valid_tokens)
+        assert valid == {targets} and targets > 50
+        steps.add((digest % config.DIGEST_MODULUS, targets))
+    assert len(steps) == 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_each_token_s_loss_is_that_of_transformers(tokenizer, theirs, name, tmp_path):
+    """Of all conversations, each by itself there and in windows here."""
+    from tests.model.test_llama import reference, with_weights_of
+
+    given = conversations(24)
+    template = {"chat_template": str(tokenizer / f"{name}.jinja")}
+    sections = sections_of(tokenizer, tmp_path, given, data=template)
+    cfg = make_config(**{**sections, "train": {**sections["train"], "steps": 99}})
+    prepare_here(cfg)
+    torch.manual_seed(0)
+    model = reference(cfg.model)
+    ours = with_weights_of(model, cfg.model)
+    expected = {}
+    for messages in given:
+        rendered = theirs.apply_chat_template(
+            messages,
+            chat_template=TEMPLATES[name],
+            return_dict=True,
+            return_tensors="pt",
+            return_assistant_tokens_mask=True,
+        )
+        ids = rendered["input_ids"][0, :128]
+        mask = rendered["assistant_masks"][0, :128].bool()
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, :-1]
+        losses = F.cross_entropy(logits, ids[1:], reduction="none")
+        expected[tuple(ids.tolist())] = losses[mask[1:]]
+    loader = Loader(cfg, open_dataset(cfg), data_rank(), 1)
+    for _ in range(packed_of(cfg).windows // cfg.train.global_batch_size):
+        for inputs, targets, positions, documents in next(loader).micro_batches:
+            with torch.no_grad():
+                logits = ours(inputs, None, positions, documents)
+            for number in documents[0].unique().tolist()[:-1]:  # the last is padding
+                here = documents[0] == number
+                with_loss = here & (targets[0] >= 0)
+                losses = F.cross_entropy(
+                    logits[0][with_loss], targets[0][with_loss], reduction="none"
+                )
+                theirs_here = expected.pop(tuple(inputs[0][here].tolist()))
+                torch.testing.assert_close(losses, theirs_here, rtol=1e-5, atol=1e-5)
+    loader.close()
+    assert len(expected) < 14  # in the windows that fill no batch
+
+
+# Few, none, several sources
+
+
+def test_of_few_conversations_the_last_are_held_out_whole(tokenizer, tmp_path, monkeypatch):
+    """Where no conversation is held out by its hash."""
+    monkeypatch.setattr("extras.chat.conversations.is_held_out", lambda text: False)
+    rows = conversations(60)
+    sections = sections_of(tokenizer, tmp_path, rows, data={"validation": None}, eval={})
+    cfg = make_config(**sections)
+    manifest = manifest_of(prepare_here(cfg))
+    packed = packed_of(cfg)
+    split, first, end, _ = manifest["validation"]
+    assert packed.file.ends is not None
+    ends = packed.file.ends.tolist()
+    assert split == "train" and end == manifest["tokens"]["train"] == ends[-1]
+    assert first in ends and 2 <= end - first < end // 10
+    count = sum(each > first for each in ends)
+    (held,) = open_dataset(cfg).validation
+    assert isinstance(held, Packed)
+    assert sorted(held.members.tolist()) == [*range(60 - count, 60)]
+    assert sorted(packed.members.tolist()) == [*range(60 - count)]
+
+
+def test_a_conversation_alone_is_refused(tokenizer, tmp_path):
+    rows = [talk("the cat", "sat")]
+    cfg = make_config(**sections_of(tokenizer, tmp_path, rows, data={"validation": None}))
+    prepare_here(cfg)
+    with refuses(
+        "0 were left out, .* and 1 are held out for validation; bring more, or name data.val"
+    ):
+        open_dataset(cfg)
+
+
+def test_conversations_without_an_answer_are_refused(tokenizer, tmp_path):
+    cfg = make_config(**sections_of(tokenizer, tmp_path, [talk("a"), talk("b")]))
+    prepare_here(cfg)
+    with refuses("holds no conversation to train on: 2 were left out, .*, and 1 are held out"):
+        open_dataset(cfg)
+
+
+def test_what_says_nothing_is_left_out_and_counted_as_what_is_cut(tokenizer, tmp_path):
+    rows = [talk("a"), talk("a", ""), talk("a", " \n"), [], *conversations(30)]
+    sections = sections_of(tokenizer, tmp_path, rows)
+    cfg = make_config(**{**sections, "train": {**sections["train"], "seq_len": 24}})
+    manifest = manifest_of(prepare_here(cfg))
+    packed = packed_of(cfg)
+    assert manifest["left_out"] == 4 and len(packed.members) == 30 and packed.cut > 5
+    assert f"{packed.cut} cut at a window's end; 4 left out" in packed.summary()
+    for window in range(packed.windows):  # cut at its end: begins with its first token
+        assert packed.read(24 * window, 24 * window + 25)[0] == ~1
+
+
+@pytest.mark.quick
+def test_a_mixture_of_jsonl_and_parquet(tokenizer, tmp_path):
+    """A parquet file has null for a key that only some messages have."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    from pyarrow import table
+
+    rows = []
+    for i, messages in enumerate(conversations(9)):
+        rows.append([{**message, "name": None if i else "x"} for message in messages])
+    parquet.write_table(table({"messages": rows, "text": ["x"] * 9}), tmp_path / "b.parquet")
+    sections = sections_of(tokenizer, tmp_path, conversations(20))
+    validation = sections["data"].pop("validation")
+    sources = [{"source": sections["data"].pop("source"), "validation": validation}]
+    sources.append({"source": str(tmp_path / "b.parquet"), "weight": 0.5, "validation": validation})
+    cfg = make_config(**{**sections, "data": {**sections["data"], "sources": sources}})
+    prepare_here(cfg)
+    assert [len(packed_of(cfg, source).members) for source in (0, 1)] == [20, 9]
+    dataset = open_dataset(cfg)
+    assert len(dataset.notes()) == 2
+    loader = Loader(cfg, dataset, data_rank(), 1)
+    assert next(loader).valid_tokens > 50
+    loader.close()
+
+
+def test_another_template_or_format_is_other_data(chats, tokenizer):
+    data = chats["data"]
+    for changes, problem in (
+        ({"chat_template": str(tokenizer / "chatml-bare.jinja")}, "prepared with chat_template = "),
+        ({"messages_field": None}, "prepared with data.format = 'messages'"),
+    ):
+        other = {key: value for key, value in {**data, **changes}.items() if value is not None}
+        with refuses(problem):
+            open_dataset(make_config(**{**chats, "data": other}))
+
+
+def test_an_id_outside_the_vocabulary_or_a_file_that_was_cut_is_named(tokenizer, tmp_path):
+    cfg = make_config(**sections_of(tokenizer, tmp_path, conversations(30)))
+    folder = prepare_here(cfg)
+    packed = packed_of(cfg)
+    path = folder / "train.bin"
+    stored = np.fromfile(path, "<i4")
+    stored[packed.conversations(0)[0].begin] = ~320
+    path.write_bytes(stored.tobytes())
+    with refuses("train.bin: has id 320, but .* vocab_size = 320"):
+        packed.read(0, 129)
+    path.write_bytes(b"")
+    with refuses("train.bin"):
+        packed.read(0, 129)
+
+
+def test_show_marks_what_has_a_loss(chats):
+    from data import show
+
+    text = "\n".join(show.samples(make_config(**chats), 1))
+    assert text.count("=== step 1, sample") == 4 and "--- conversation " in text
+    assert "<|im_start|>assistant\n«" in text and "«<|im_start|>" not in text
+    assert "<|im_end|>»\n<|im_start|>" in text

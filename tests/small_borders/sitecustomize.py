@@ -1,5 +1,0 @@
-"""Python imports this module by itself at its start."""
-
-from tests.small_borders import shrink
-
-shrink()
