@@ -19,6 +19,7 @@ from checkpoint.catalog import path_of
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.save import SaveFailed
 from config import Config, ConfigError
+from data.dataset import PreparedSource
 from data.loader import Loader
 from files import write_if_possible
 from metrics import log
@@ -67,6 +68,8 @@ class Run:
         self.checkpointer: Checkpointer | None = None  # from begin() on
         self.claim: FolderClaim | None = None  # on rank 0, from begin() on
         self.loader: Any = None  # a Loader, from steps() on
+        self.next_step = 0  # whose batch the ranks agree on
+        self.awaited: PreparedSource | None = None  # the source whose text this rank lacks for it
         self.failure: Exception | None = None  # why this rank cannot read its next batch
 
     @property
@@ -157,12 +160,11 @@ class Run:
     def _begin_agreement(self, next_step: int) -> None:
         """Starts an all-reduce, with whether what is read next is prepared."""
         self.next_step = next_step
-        is_ready = False
         try:
-            is_ready = self.loader.is_ready(next_step)
+            self.awaited = self.loader.missing(next_step)
         except (ConfigError, OSError) as error:
             self._stop_by(error)
-        self.agreement.begin(waits=not is_ready)
+        self.agreement.begin(waits=self.awaited is not None)
 
     def _stop_by(self, error: Exception) -> None:
         """Stops all ranks because this one cannot read its next batch."""
@@ -182,20 +184,23 @@ class Run:
             while self.agreement.waits and not self.stops:
                 self._enter("data")  # the wait has a limit of its own
                 time.sleep(WAIT_SECONDS)
-                if not is_logged and time.monotonic() > began + LOG_WAIT_SECONDS:
-                    is_logged = True
-                    log.info("waiting for text: %s", self.loader.dataset.waits_for(self.next_step))
-                self._check_wait(began)
+                if self.awaited:  # else another rank waits
+                    is_logged = self._check_wait(self.awaited, began, is_logged)
                 self._begin_agreement(self.next_step)
                 self.agreement.finish()
 
-    def _check_wait(self, began: float) -> None:
-        """Stops all ranks if no text was recorded for run.start_timeout_seconds."""
-        source = self.loader.dataset.missing(self.next_step)
+    def _check_wait(self, source: PreparedSource, began: float, is_logged: bool) -> bool:
+        """Logs once what is awaited, and returns whether it has. Stops all ranks if no text was
+        recorded for run.start_timeout_seconds."""
+        now = time.monotonic()
+        if not is_logged and now > began + LOG_WAIT_SECONDS:
+            is_logged = True
+            log.info("waiting for text: %s", source.progress())
         limit = self.cfg.run.start_timeout_seconds
-        if source and time.monotonic() > max(began, source.changed) + limit:
+        if now > max(began, source.changed) + limit:
             problem = f"nothing was prepared for {limit:.0f} s (run.start_timeout_seconds)"
             self._stop_by(OSError(errno.ETIMEDOUT, problem, str(source.folder)))
+        return is_logged
 
     def log_save(self, step: int, problem: str | None) -> None:
         """Logs how the save of a step ended, on rank 0. problem: why it failed, None if it

@@ -126,13 +126,15 @@ class Text:
     def __init__(self, questions: int, error: Exception | None = None):
         self.left = questions
         self.error = error
-        self.dataset = SimpleNamespace(waits_for=lambda step: "more", missing=lambda step: None)
+        self.source = SimpleNamespace(
+            changed=time.monotonic(), folder="prepared/x", progress=lambda: "1 of 2 tokens"
+        )
 
-    def is_ready(self, step: int) -> bool:
+    def missing(self, step: int) -> SimpleNamespace | None:
         self.left -= 1
         if self.left < 0 and self.error:
             raise self.error
-        return self.left < 0
+        return self.source if self.left >= 0 else None
 
 
 @distributed(ranks=2)
@@ -169,11 +171,8 @@ def test_wait_without_a_new_record_ends_as_a_failure(world, tmp_path):
     run.cfg = dataclasses.replace(
         run.cfg, run=dataclasses.replace(run.cfg.run, start_timeout_seconds=1.0)
     )
-    source = SimpleNamespace(changed=time.monotonic(), folder="prepared/x")
-    loader = Text(10**6)
-    loader.dataset.missing = lambda step: source
     with pytest.raises(OSError, match="nothing was prepared for 1 s"):
-        list(run.steps(1, 9, loader))
+        list(run.steps(1, 9, Text(10**6)))
     assert run.stops
 
 
