@@ -76,7 +76,7 @@ def launch(argv: list[str]) -> int:
     if code == FINISHED and config.has_extra("reports"):
         from extras.reports.report import report_end
 
-        report_end(cfg, finished=True)
+        report_end(cfg)
     return code
 
 

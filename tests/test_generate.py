@@ -266,9 +266,7 @@ def test_tool_refuses_an_id_that_the_model_has_no_row_for(checkpoint, capsys, mo
         # its rows are not those of the checkpoint
         code, text, errors = run(capsys, checkpoint, "--prompt", "the cat")
         assert code == 2 and text == ""
-        assert (f"has id {largest}, and the model {rows}" in errors) is refused, (
-            errors
-        )
+        assert (f"has id {largest}, and the model {rows}" in errors) is refused, errors
 
 
 def test_tool_commands_no_terminal(checkpoint, capsys):

@@ -31,9 +31,9 @@ def be_alone(size: int) -> None:
     backend, and objects are gathered as if every rank had this one's."""
     import torch.distributed as dist
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
+    from lifecycle import process_group
 
     from checkpoint import load, save
-    from lifecycle import process_group
 
     os.environ |= {
         "RANK": "0",

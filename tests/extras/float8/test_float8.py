@@ -21,9 +21,9 @@ from extras.float8.matmul import (
     float8_matrices,
     use_float8,
 )
-from run import rank
 from model.build import meta_model
 from model.llama import Linear, Llama
+from run import rank
 from tests import cases
 from tests.conftest import launch, make_config
 from tests.parallel import test_activation_checkpoint

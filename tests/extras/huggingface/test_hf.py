@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,6 @@ from checkpoint import catalog
 from checkpoint.__main__ import main as checkpoint_tool
 from checkpoint.load import restore
 from config import ConfigError
-from data.preparer import Preparer
 from data.tokenizer import Tokenizer
 from extras.huggingface import config as hf_config
 from extras.huggingface import convert as hf
@@ -548,14 +548,15 @@ def test_a_folder_that_is_not_there(folders, tmp_path):
         weights_to_read(cfg, 0)
 
 
-def test_a_launch_refuses_it_before_it_makes_anything(folders, write_config, tmp_path):
+@pytest.mark.slow
+def test_incomplete_folder_is_refused_before_anything_is_made(folders, write_config, tmp_path):
     folder = shutil.copytree(folders["sharded"], tmp_path / "hf")
     path = write_config(model={"init_from": str(folder), "norm_eps": 1e-6, "rope_theta": 1e4})
     next(folder.glob("model-00002*")).unlink()
-    args = config.parse_arguments([str(path)])
-    with pytest.raises(ConfigError, match="model-00002-of-.*is not there"):
-        check_launch(config.load(str(path)), Ranks(1, 1, 0, None), args, Preparer(1))
-    assert not (tmp_path / "outputs").exists()
+    done = launch(path)
+    assert done.returncode == 2
+    assert re.search("model-00002-of-.*is not there", done.stderr)
+    assert not (tmp_path / "outputs/test/checkpoints").exists()
 
 
 def test_an_import_is_evaluated_without_the_folder_that_it_is_of(

@@ -3,7 +3,6 @@
 import html.parser
 import itertools
 import json
-import logging
 import math
 import pathlib
 import random
@@ -16,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 
 from extras.reports import report
-from lifecycle.run import Run
 from tests.conftest import launch, make_config, needs_extra, rows, run_tool
 
 NAMES = {
@@ -456,20 +454,6 @@ def test_invalid_input_is_exit_2_with_all_problems(tmp_path, capsys):
     assert capsys.readouterr().out == f"{tmp_path}/x.html\n" and not (good / "report.html").exists()
 
 
-def ended(folder: pathlib.Path, step: int = 2) -> None:
-    """A run's end on rank 0, as Run has it."""
-    run = Run(
-        make_config(run={"name": folder.name, "output_dir": str(folder.parent)}, checkpoint={}),
-        SimpleNamespace(rank=0, size=1),
-        None,
-        SimpleNamespace(signal=0, standalone=False),
-    )
-    run.watchdog = SimpleNamespace(stop=lambda: None)
-    run.lock = SimpleNamespace(release=lambda: None)
-    run.step = step
-    run._end()
-
-
 def test_a_mean_stands_in_the_middle_of_its_steps(tmp_path):
     """A loss that falls by 1 a step, and the validation loss after steps 10 and 20, lie on one line."""
     found = []
@@ -600,41 +584,18 @@ def test_a_finished_run_names_the_commands_that_fit_it(monkeypatch, sections, pu
     assert report.what_next(cfg, None).startswith("finished: /runs/r")
 
 
-def test_a_run_that_was_stopped_names_its_page_alone(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)
-    caplog.set_level("INFO", "train")
-    for name, found in (("good", [train_row(2)]), ("bad", [])):
-        write_run(tmp_path / name, found)
-        cfg = make_config(run={"name": name, "output_dir": str(tmp_path)}, checkpoint={})
-        report.report_end(cfg, finished=False)
-    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("INFO", f"report: {tmp_path}/good/report.html"),
-        (
-            "WARNING",
-            f"report.html: not written: {tmp_path}/bad: metrics.jsonl has no rows yet",
-        ),
-    ]
-
-
-def test_a_run_writes_its_own_and_a_failure_is_one_warning(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)
-    caplog.set_level("INFO", "train")
+def test_page_that_cannot_be_written_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(report, "what_next", lambda cfg, path: f"next, {path}")
-    good, bad = write_run(tmp_path / "good", [train_row(2)]), write_run(tmp_path / "bad", [])
-    ended(good)
-    assert "finished at step 2" in page_of(good).text
-    ended(bad)
-    monkeypatch.setattr(report, "write_report", lambda folders: 1 / 0)
-    ended(good)
-    ended(bad, step=0)  # stopped before there was anything to see
-    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("INFO", f"next, {good}/report.html"),
-        ("WARNING", f"report.html: not written: {bad}: metrics.jsonl has no rows yet"),
-        ("INFO", "next, None"),
-        ("WARNING", "report.html: not written: division by zero"),
-        ("INFO", "next, None"),
-    ]
-    assert json.loads((bad / "status.json").read_text())["state"] == "finished"
+    write_run(tmp_path / "good", [train_row(2)])
+    write_run(tmp_path / "bad", [])
+    for name in ("good", "bad"):
+        report.report_end(make_config(run={"name": name, "output_dir": str(tmp_path)}))
+    printed = capsys.readouterr()
+    assert printed.out == f"next, {tmp_path}/good/report.html\nnext, None\n"
+    assert printed.err == (
+        f"report.html: not written: {tmp_path}/bad: metrics.jsonl has no rows yet\n"
+    )
+    assert "finished at step 2" in page_of(tmp_path / "good").text
 
 
 @pytest.mark.slow
