@@ -284,7 +284,7 @@ class Positions:
     [
         (2500, 30, range(1014, 1024)),
         (2**20, 9999, range(0)),
-        (50_000_000, 123_456, range(4_152_361, 2**22)),
+        (1_900_000_000, 2_999_999, range(4_152_361, 2**22)),
     ],
 )
 def test_samples_are_those_of_the_model(tokens, seq_len, validation, order):
