@@ -30,7 +30,7 @@ from tests.conftest import REPO, build, is_near, mesh_for, tables, train_run, wo
 from tests.data import order_model
 from tests.distributed import distributed, run_on_ranks
 
-# 4 ranks divide none of them. The embedding has two blocks of generators, of which ranks draw parts.
+# 4 ranks divide none of them. The embedding has two blocks of generators: ranks draw parts of them.
 MODEL = {"dim": 250, "n_layers": 2, "n_heads": 5, "n_kv_heads": 1, "ffn_dim": 75, "vocab_size": 323}
 # The norm is above the limit, and AdamW divides a gradient's size out again, but for one that is
 # small against its eps.
