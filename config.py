@@ -165,8 +165,8 @@ class Data:
     document_mask: bool = option(False, "attend only within a document; positions restart in each")
     format: RowFormat | None = option(
         None,
-        "what a row is: a text, or a conversation; absent: found from the first row; tokens: files of "
-        "token ids (.bin, .npy)",
+        "what a row is: a text, or a conversation; absent: found from the first row; tokens: files "
+        "of token ids (.bin, .npy)",
     )
     token_dtype: Literal["uint16", "int32", "uint32"] | None = option(
         None, "dtype in files of token ids alone; others say it themselves"

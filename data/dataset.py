@@ -48,15 +48,15 @@ class Source:
         return self.order.covers(index) and (not evaluates or self.validation is not None)
 
     def compare(self, hashes: list[str | None]) -> None:
-        """Raises ConfigError if text differs from the one that was read before. hashes: of a folder,
-        a checkpoint or rank 0."""
+        """Raises ConfigError if text differs from the one that was read before. hashes: of a
+        folder, a checkpoint or rank 0."""
         for number, (one, other) in enumerate(zip(hashes, self.hashes)):
             if one and other and one != other:
                 text = f"segment {number - 1}" if number else "the validation text"
                 raise ConfigError(
                     f"{self.cfg.data.source}: {text} is not the one that the run has read before, "
-                    "or that rank 0 reads; restore the source and prepare it anew, or choose another "
-                    "run.name"
+                    "or that rank 0 reads; restore the source and prepare it anew, or choose "
+                    "another run.name"
                 )
         self.hashes = max(self.hashes, hashes, key=len)
 

@@ -110,9 +110,8 @@ def open_megatron(path: pathlib.Path, index: pathlib.Path) -> TokenFile:
         header = file.read(INDEX_HEADER.size).ljust(INDEX_HEADER.size)
     magic, version, code, sequences, _ = INDEX_HEADER.unpack(header)
     if magic != INDEX_MAGIC or version != 1 or code not in INDEX_DTYPES:
-        raise ConfigError(
-            f"{index}: is no index of Megatron-LM's with ids of {' or '.join(INDEX_DTYPES.values())}"
-        )
+        dtypes = " or ".join(INDEX_DTYPES.values())
+        raise ConfigError(f"{index}: is no index of Megatron-LM's with ids of {dtypes}")
     dtype = np.dtype(INDEX_DTYPES[code])
     lengths = np.memmap(index, "<i4", "r", INDEX_HEADER.size, (sequences,))
     begins = np.memmap(index, "<i8", "r", INDEX_HEADER.size + lengths.nbytes, (sequences,))

@@ -54,7 +54,7 @@ def configure(long_text, tmp_path) -> Callable[..., config.Config]:
         folder.mkdir()
         long_text[:tokens].tofile(folder / "train.bin")
         long_text[:1000].tofile(folder / "heldout.bin")
-        np.array([5, 999, tokens]).tofile(folder / "train.ends.bin")
+        np.array([5, BORDER, tokens]).tofile(folder / "train.ends.bin")
         np.array([300, 1000]).tofile(folder / "heldout.ends.bin")
         record(cfg, 0)
         return cfg
@@ -308,6 +308,26 @@ def test_at_every_record_of_the_writer_samples_are_those_of_the_complete_text(
 
 
 @pytest.mark.quick
+def test_text_waits_until_it_is_known_whether_training_tokens_are_held_out(configure):
+    """Of a text of which no document is held out, the last tokens before 2^22 are."""
+    cfg = configure()
+    none_held_out = {
+        "tokens": {"train": 20_000_000, "heldout": 0},
+        "documents": {"train": 3, "heldout": 0},
+    }
+    record(cfg, 2, **none_held_out)
+    dataset = open_dataset(cfg)
+    assert not dataset.covers(1)
+    held_out = [2**22 - 41_943, 2**22]
+    record(cfg, 3, **none_held_out, validation=["train", *held_out, "a hash"])
+    assert dataset.covers(6) and not dataset.covers(7)  # 5 of 419 windows are left out
+    assert [stream.length for stream in dataset.validation] == [41_943]
+    for number in range(414):
+        _, start, stop = dataset.span(number)
+        assert stop <= held_out[0] or start >= held_out[1]
+
+
+@pytest.mark.quick
 def test_a_loader_reads_ahead_what_is_prepared_alone(configure):
     """Three segments have 419 windows, and 6.5 steps."""
     cfg = configure(train={"steps": 8})
@@ -316,6 +336,7 @@ def test_a_loader_reads_ahead_what_is_prepared_alone(configure):
     record(cfg, 3)
     for step in range(1, 7):
         assert not loader.missing(step)
+        assert len(loader.pending) == min(3, 7 - step)
         next(loader)
     assert loader.missing(7) and not loader.pending
     record(cfg, 4)
@@ -383,7 +404,8 @@ def test_the_record_of_a_slower_writer_is_ignored(configure):
     cfg = configure()
     record(cfg, 2)
     dataset = open_dataset(cfg)
-    record(cfg, 1, tokens={"train": BORDER, "heldout": 1000})
+    behind = {"train": BORDER, "heldout": 1000}
+    record(cfg, 1, tokens=behind, documents={"train": 2, "heldout": 2})
     assert not dataset.covers(1000) and dataset.covers(3)
 
 

@@ -24,8 +24,9 @@ from tests.conftest import REPO, make_config, refuses
 from tests.data import order_model
 
 ORDERS = ("global", "growing")
-# tokens, tokens of a window; with "growing" the first epoch has 1, 1, 3, 4 and 7 segments
-SIZES = [(700, 30), (65_537, 257), (1 << 22, 10_000), (5_000_000, 9999), (60_000_000, 123_456)]
+# tokens, tokens of a window; with "growing" the first epoch has 1, 1, 3, 4 and 16 segments,
+# of which the first are shorter than a window
+SIZES = [(700, 30), (65_537, 257), (1 << 22, 10_000), (5_000_000, 9999), (1_900_000_000, 2_999_999)]
 
 
 def source_order(tokens: int, seq_len: int, order: str, seed: int, source: int = 0) -> SourceOrder:

@@ -310,12 +310,13 @@ def test_wrong_options_are_refused(data, words):
 
 
 @pytest.mark.quick
-def test_an_id_outside_the_vocabulary_is_named_when_it_is_read(tmp_path):
-    ids = [1, 2, 3, 320, 4] + [5] * 500
-    olmo(tmp_path / "a.npy", [ids], np.uint32)
-    stream = training_stream(tokens_config(tmp_path / "a.npy", token_dtype="uint32"))
+@pytest.mark.parametrize("wrong", [320, config.IGNORE])
+def test_an_id_outside_the_vocabulary_is_named_when_it_is_read(tmp_path, wrong):
+    ids = [1, 2, 3, wrong, 4] + [5] * 500
+    olmo(tmp_path / "a.npy", [ids], np.int32)
+    stream = training_stream(tokens_config(tmp_path / "a.npy", token_dtype="int32"))
     assert stream.read(0, 3).tolist() == [1, 2, 3]
-    with refuses(r"a\.npy: token 3 has id 320", "vocab_size = 320"):
+    with refuses(rf"a\.npy: token 3 has id {wrong}", "vocab_size = 320"):
         stream.read(2, 5)
 
 
