@@ -206,8 +206,17 @@ class Dataset:
 
     @property
     def validation(self) -> list[TextStream]:
-        """The validation text of each source, as far as it is decided: see missing()."""
-        return [source.validation for source in self.sources if source.validation]
+        """The validation text of each source. Raises ConfigError if it is not decided yet; a run
+        waits for it before an evaluation: missing()."""
+        streams = []
+        for source in self.sources:
+            if source.validation is None:
+                raise ConfigError(
+                    f"{source.cfg.data.source}: its validation text is not prepared yet; `python -m "
+                    "data.prepare CONFIG` prepares it"
+                )
+            streams.append(source.validation)
+        return streams
 
     @property
     def identities(self) -> list[dict]:
@@ -241,10 +250,6 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
             tokenizer_paths = sorted(paths)
         if train:
             source.require_size(mixture)
-        elif source.validation is None:
-            raise ConfigError(
-                f"{folder}: has no validation text yet; `python -m data.prepare CONFIG` prepares it"
-            )
         sources.append(source)
     if cfg.data.tokenizer and not tokenizer_paths:
         tokenizer_paths = paths_of_tokenizer(cfg.data.tokenizer)
