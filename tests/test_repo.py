@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 
 import config
 from tests.conftest import REPO, copy_tracked, launch, make_config, needs_extra
-from tests.test_launching import trainer_environment
+from tests.run.test_pods import trainer_environment
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 
@@ -53,7 +53,6 @@ needs_every_extra = needs_extra(
 
 
 def test_pods_run_what_is_there_with_the_variables_that_torchrun_reads():
-    """tests/test_launching.py runs that command with those variables."""
     job, env = (yaml.safe_load(text) for _, label, text in blocks() if "kubernetes" in label)
     master, worker = job["spec"]["pytorchReplicaSpecs"].values()
     for pods in (master, worker):
