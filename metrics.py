@@ -86,7 +86,7 @@ class Accent(logging.Formatter):
         return re.sub(r"^(step .*?loss +)([^\s,]+)", rf"\g<1>{ACCENT}\2{NO_ACCENT}", line)
 
 
-def start_logging(folder: pathlib.Path, rank: int) -> None:
+def start_logging(folder: pathlib.Path, rank: int, color: bool) -> None:
     """Every rank logs to logs/rank-N.log; rank 0 also to the console, the others redirect stdout
     and stderr to it."""
     path = folder / "logs" / f"rank-{rank}.log"
@@ -103,7 +103,7 @@ def start_logging(folder: pathlib.Path, rank: int) -> None:
     logging.raiseExceptions = False
     if rank == 0:
         console = logging.StreamHandler(sys.stdout)
-        if os.isatty(1) and not os.environ.get("NO_COLOR"):  # no-color.org
+        if color:
             console.setFormatter(Accent())
         log.handlers = [in_file, console]
         return

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import gc
+import os
 import signal
 import time
 from collections import defaultdict
@@ -88,7 +89,8 @@ class Run:
         dist.barrier()
         on_rank_zero(lambda: self._take_folder(checkpointer))
         self._enter("set-up")
-        metrics.start_logging(self.folder, self.world.rank)
+        color = os.isatty(1) and not os.environ.get("NO_COLOR")  # no-color.org
+        metrics.start_logging(self.folder, self.world.rank, color)
 
     def _take_folder(self, checkpointer: Checkpointer) -> None:
         """On rank 0. Raises ConfigError if another run has it, and OSError."""

@@ -24,8 +24,7 @@ FLOORS = [
     ("data", "optim"),
     ("checkpoint",),
     ("metrics",),
-    ("lifecycle",),
-    ("launch",),
+    ("run",),
     ("generate", "evaluate"),
     ("train",),
 ]
@@ -139,7 +138,7 @@ def test_the_model_knows_nothing_of_ranks():
 
 def test_the_environment_is_read_where_processes_start():
     for path in SOURCES:
-        starts = ("launch/", "lifecycle/", "parallel/ranks.py", "minimal.py", "extras/preflight/")
+        starts = ("run/", "parallel/ranks.py", "minimal.py", "extras/preflight/")
         if not path.startswith(starts):
             text = (REPO / path).read_text()
             assert "os.environ" not in text and "getenv" not in text, path
@@ -149,10 +148,10 @@ def test_the_top_holds_what_the_architecture_names():
     files = """
         train.py minimal.py evaluate.py generate.py optim.py metrics.py config.py schema.py files.py
         run_train.sh README.md CONTRIBUTING.md LICENSE pyproject.toml requirements.txt
-        .gitignore .git-blame-ignore-revs .pre-commit-config.yaml
+        .gitattributes .gitignore .git-blame-ignore-revs .pre-commit-config.yaml
     """
     folders = """
-        model parallel data checkpoint launch lifecycle configs docs benchmarks tests .ci .github
+        model parallel data checkpoint run configs docs benchmarks tests .ci .github
     """
     top = {name.split("/")[0] for name in tracked()}
     assert top - {"extras"} == {*files.split(), *folders.split()}

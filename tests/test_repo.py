@@ -19,6 +19,7 @@ from packaging.specifiers import SpecifierSet
 
 import config
 from tests.conftest import REPO, copy_tracked, launch, make_config, needs_extra
+from tests.run.test_pods import trainer_environment
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 
@@ -52,7 +53,6 @@ needs_every_extra = needs_extra(
 
 
 def test_pods_run_what_is_there_with_the_variables_that_torchrun_reads():
-    """tests/run/test_launching.py runs that command with those variables."""
     job, env = (yaml.safe_load(text) for _, label, text in blocks() if "kubernetes" in label)
     master, worker = job["spec"]["pytorchReplicaSpecs"].values()
     for pods in (master, worker):
@@ -63,13 +63,7 @@ def test_pods_run_what_is_there_with_the_variables_that_torchrun_reads():
     assert (master["replicas"], worker["replicas"]) == (1, 3)
     given = [variable["name"] for variable in env["env"]]
     given.remove("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-    assert sorted(given) == [
-        "PET_MASTER_ADDR",
-        "PET_MASTER_PORT",
-        "PET_NNODES",
-        "PET_NODE_RANK",
-        "PET_NPROC_PER_NODE",
-    ]
+    assert sorted(given) == sorted(trainer_environment(0, "29500"))
 
 
 def test_quoted_code_is_that_of_the_file():

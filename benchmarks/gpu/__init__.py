@@ -1,4 +1,4 @@
-"""The first hour on a GPU, as one command: python -m benchmarks.gpu. docs/gpu.md explains it.
+"""The first hour on a GPU, as one command: python -m benchmarks.gpu. docs/cluster.md explains it.
 
 File by file:
 

@@ -1,4 +1,4 @@
-"""The first hour on a GPU: does it train, how fast, and as planned? docs/gpu.md explains it.
+"""The first hour on a GPU: does it train, how fast, and as planned? docs/cluster.md explains it.
 
     ./run_train.sh -m benchmarks.gpu [--seconds 600] [--json gpu.json] [--only GROUP ...]
     ./run_train.sh -m benchmarks.gpu --tiny        tiny sizes, to see that all of it runs
