@@ -142,7 +142,8 @@ def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset)
     if "python-stdlib" in (dataset.names or [cfg.data.source]):
         prompt = "def "
     tokenizer = tokenizer_for(prompt, dataset)
-    if not all(all_gather_objects(tokenizer is not None)):
+    are_loaded = all(all_gather_objects(tokenizer is not None))
+    if tokenizer is None or not are_loaded:
         return
     ids = encode(tokenizer, prompt)
     model.eval()

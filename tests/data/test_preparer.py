@@ -106,7 +106,7 @@ class Launch:
         """Steps with a row."""
         return len(rows(self.folder)) if (self.folder / "metrics.jsonl").exists() else 0
 
-    def preparer(self) -> int | None:
+    def preparer(self) -> int:
         """The process that prepares."""
         for process in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -114,7 +114,7 @@ class Launch:
                 parent = re.search(r"PPid:\s*(\d+)", (process / "status").read_text())
                 if "data.prepare" in command and parent and int(parent[1]) == self.process.pid:
                     return int(process.name)
-        return None
+        raise AssertionError(f"nothing prepares: {self.output()}")
 
     def has_samples_of_prepared_text(self, folder: pathlib.Path) -> bool:
         """Whether each step's digest is that of the same text, prepared before into a folder."""

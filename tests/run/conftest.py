@@ -58,7 +58,10 @@ class Launch:
                 continue
             if str(self.path) not in words or int(entry.name) == self.process.pid:
                 continue
-            variables = dict(entry.partition("=")[::2] for entry in environment)
+            variables = {}
+            for variable in environment:
+                name, _, value = variable.partition("=")
+                variables[name] = value
             if any("run.agent" in word for word in words):
                 found["torchrun"] = int(entry.name)
             elif any(word.endswith("train.py") for word in words):

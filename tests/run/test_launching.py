@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -254,8 +255,8 @@ def outcome(
 ) -> tuple[int, dict]:
     """(exit code, status) of a launch whose ranks end so."""
     cfg = make_config(run={"name": "r", "output_dir": str(folder)}, checkpoint={"resume": 7})
-    preparer = SimpleNamespace(has_failed=lambda: False, exit_code=text)
-    ranks = FakeRanks([*attempts], restarts)
+    preparer: Any = SimpleNamespace(has_failed=lambda: False, exit_code=text)
+    ranks: Any = FakeRanks([*attempts], restarts)
     code = launch.Attempts(cfg, ranks, [], preparer).train()
     status = folder / "r/status.json"
     return code, json.loads(status.read_text()) if status.exists() else {}

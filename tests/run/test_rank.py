@@ -5,6 +5,7 @@ import os
 import resource
 import sys
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -143,6 +144,7 @@ def determinism(deterministic: bool) -> tuple[bool, int, bool]:
             torch.are_deterministic_algorithms_enabled(),
             torch.initial_seed(),
             # NaN into each new buffer
+            # pyrefly: ignore[missing-attribute]  # torch adds it at run time
             torch.utils.deterministic.fill_uninitialized_memory,
         )
 
@@ -176,7 +178,7 @@ def test_errors_are_described_by_what_a_person_can_do(
     monkeypatch, error, step, code, words, is_final
 ):
     monkeypatch.setattr(sys, "argv", ["train.py", "a b.toml", "--optim.lr=1e-3"])
-    run = SimpleNamespace(
+    run: Any = SimpleNamespace(
         start=4, step=step, world=SimpleNamespace(size=8, device=torch.device("cpu"))
     )
     found, text, final = describe(error, run)

@@ -30,12 +30,12 @@ from tests.conftest import make_config, refuses, rows, train_run
 from tests.distributed import distributed
 
 
-def run_of(world: Any, tmp_path: pathlib.Path, **sections: dict) -> Run:
+def run_of(world: Any, tmp_path: pathlib.Path, **sections: dict) -> Any:
     cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)}, **sections)
     return Run(cfg, world, Watchdog(world.rank, None), None)
 
 
-def load(path: pathlib.Path, **run: object) -> config.Config:
+def load(path: pathlib.Path, **run: Any) -> config.Config:
     cfg = config.load(str(path))
     return dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, name="r", **run))
 
@@ -51,7 +51,7 @@ def test_each_part_of_a_run_has_its_phase(world, write_config, monkeypatch):
     now = []
     begin = Watchdog.begin
 
-    def begun(watchdog: Watchdog, phase: str, *arguments: object, **more: object) -> None:
+    def begun(watchdog: Watchdog, phase: str, *arguments: Any, **more: Any) -> None:
         now[:] = [phase]
         begin(watchdog, phase, *arguments, **more)
 
@@ -88,7 +88,7 @@ def test_each_part_of_a_run_has_its_phase(world, write_config, monkeypatch):
 @pytest.mark.quick
 @distributed(ranks=1)
 def test_phases_have_the_timeout_of_what_they_wait_for(world, tmp_path):
-    run = run_of(world, tmp_path, checkpoint={"keep_last": 3})
+    run: Any = run_of(world, tmp_path, checkpoint={"keep_last": 3})
     seconds = {}
     run.watchdog = SimpleNamespace(
         begin=lambda phase, limit, step: seconds.update({phase: limit}), phase="step", step=1
@@ -140,7 +140,7 @@ class Text:
 @distributed(ranks=2)
 def test_all_ranks_wait_for_the_text_of_one(world, tmp_path):
     run = run_of(world, tmp_path)
-    loader = Text(questions=3 * world.rank)
+    loader: Any = Text(questions=3 * world.rank)
     began = time.monotonic()
     assert list(run.steps(1, 2, loader)) == [1, 2]
     assert time.monotonic() > began + 3 * 0.2 - 0.1
@@ -152,7 +152,7 @@ def test_text_that_one_rank_cannot_read_stops_all(world, tmp_path):
     """That rank raises why, after the step before was saved."""
     run = run_of(world, tmp_path)
     failure = OSError(5, "Input/output error", "train.bin")
-    loader = Text(0) if world.rank else Text(2, failure)
+    loader: Any = Text(0) if world.rank else Text(2, failure)
     steps = []
     raised = None
     try:
@@ -250,7 +250,7 @@ def test_small_files_that_cannot_be_written_cost_a_line(world, write_config, mon
     write = files.write_atomic
     small = ("status.json", "config.toml", "environment.json", "tokenizer.model")
 
-    def full(path: pathlib.Path, *arguments: object) -> None:
+    def full(path: pathlib.Path, *arguments: Any) -> None:
         if path.name in small:
             raise OSError(28, "No space left on device", str(path))
         write(path, *arguments)

@@ -80,7 +80,9 @@ class Job:
     def shows(self, field: str) -> str:
         """A field of `scontrol show job`: JobState, Restarts, ExitCode, ..."""
         text = self.cluster.run("scontrol", "show", "job", self.number, "--oneliner")
-        return re.search(rf"\b{field}=(\S*)", text)[1]
+        shown = re.search(rf"\b{field}=(\S*)", text)
+        assert shown, text
+        return shown[1]
 
     def log(self) -> str:
         return self.log_file.read_text() if self.log_file.exists() else ""

@@ -8,6 +8,7 @@ import itertools
 import os
 import pathlib
 import time
+from typing import Any
 
 import data.order
 
@@ -19,11 +20,12 @@ import data.prepare  # noqa: E402  # takes the values from above
 
 data.prepare.BATCH_CHARACTERS = 4000
 data.prepare.RECORD_SECONDS = 0.0
-record = data.prepare.TokenWriter.record
+TokenWriter: Any = data.prepare.TokenWriter
+record = TokenWriter.record
 records = itertools.count()
 
 
-def record_slowly(writer: data.prepare.TokenWriter) -> None:
+def record_slowly(writer: Any) -> None:
     record(writer)
     file = os.environ.get("SLOWLY_AFTER")
     while file and next(records) > 6 and not pathlib.Path(file).exists():
@@ -31,4 +33,4 @@ def record_slowly(writer: data.prepare.TokenWriter) -> None:
     time.sleep(0.2 if file else 0)
 
 
-data.prepare.TokenWriter.record = record_slowly
+TokenWriter.record = record_slowly
