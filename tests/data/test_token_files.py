@@ -114,7 +114,7 @@ def digests(dataset: Dataset, steps: range, rank: int = 0, ranks: int = 1) -> li
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name, write, options", PROGRAMS, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize("name, write, options", PROGRAMS, ids=[name for name, *_ in PROGRAMS])
 def test_each_programs_files_have_its_tokens_and_documents(tmp_path, name, write, options):
     texts = documents(0)
     write(tmp_path / name, texts)
