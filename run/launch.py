@@ -244,7 +244,7 @@ class Attempts:
         if is_text_wrong:
             print_error("the text is wrong, see above; mended, the same command resumes")
         else:
-            print_root_cause(self.run_folder, reports, code, self.began)
+            self._print_root_cause(reports, code)
         return code
 
     def _mark_failed(self, code: int) -> None:
@@ -255,31 +255,31 @@ class Attempts:
             claim.write_status("failed", step, exit_code=code)
             claim.release()
 
-
-def print_root_cause(folder: pathlib.Path, reports: list[Report], code: int, began: float) -> None:
-    """Prints why the ranks failed, the root cause last. began: the attempt, in seconds since the
-    epoch."""
-    failed = [report for report in reports if report.text]
-    if not failed:
-        print_error(f"the ranks ended with exit code {code} (137: is the host out of memory?)")
-        return
-    cause = f"failed first on {failed[0].place}:\n{failed[0].text}"
-    lines = [f"the log of every rank is in {folder}/logs", cause]
-    silent = [report.place for report in reports if not report.text]
-    if silent:
-        line = f"no report from {'; '.join(silent[:8])}: killed, stopped, or unable to answer"
-        # a rank that exceeds a timeout waits for those that cannot report
-        lines.insert(2 if failed[0].is_timeout else 1, line)
-    for report in failed[1:]:
-        if report.progress == failed[0].progress and report.is_timeout:
-            lines.append(f"as far as that: rank {report.rank}, {report.innermost_frame}")
-    for record in sorted(folder.glob("logs/nccl-rank-*")):
-        if record.stat().st_mtime > began:
-            lines.append(
-                f"each rank's last collectives: {record.with_name('nccl-rank-*')}; {READER}"
-            )
-            break
-    print_error("\n".join(lines))
+    def _print_root_cause(self, reports: list[Report], code: int) -> None:
+        """Prints why the ranks failed, the root cause last."""
+        failed = [report for report in reports if report.text]
+        if not failed:
+            was_killed = code == 128 + signal.SIGKILL and not self.signal
+            hint = "is the host out of memory?" if was_killed else "see above"
+            print_error(f"the ranks ended with exit code {code}: {hint}")
+            return
+        first = failed[0]
+        lines = [f"the log of every rank is in {self.run_folder}/logs"]
+        lines.append(f"failed first on {first.place}:\n{first.text}")
+        silent = [report.place for report in reports if not report.text]
+        if silent:
+            line = f"no report from {'; '.join(silent[:8])}: killed, stopped, or unable to answer"
+            # a rank that exceeds a timeout waits for those that cannot report
+            lines.insert(2 if first.is_timeout else 1, line)
+        for report in failed[1:]:
+            if report.progress == first.progress and report.is_timeout:
+                lines.append(f"as far as that: rank {report.rank}, {report.innermost_frame}")
+        for record in self.run_folder.glob("logs/nccl-rank-*"):
+            if record.stat().st_mtime > self.began:
+                records = record.with_name("nccl-rank-*")
+                lines.append(f"each rank's last collectives: {records}; {READER}")
+                break
+        print_error("\n".join(lines))
 
 
 if __name__ == "__main__":
