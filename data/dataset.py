@@ -48,14 +48,15 @@ class Source:
         return self.order.covers(index) and (not evaluates or self.validation is not None)
 
     def compare(self, hashes: list[str | None]) -> None:
-        """Raises ConfigError if text differs from the one that was read before. hashes: of a folder
-        or a checkpoint."""
+        """Raises ConfigError if text differs from the one that was read before. hashes: of a folder,
+        a checkpoint or rank 0."""
         for number, (one, other) in enumerate(zip(hashes, self.hashes)):
             if one and other and one != other:
                 text = f"segment {number - 1}" if number else "the validation text"
                 raise ConfigError(
-                    f"{self.cfg.data.source}: {text} is not the one that the run has read before; "
-                    "restore the source and prepare it anew, or choose another run.name"
+                    f"{self.cfg.data.source}: {text} is not the one that the run has read before, "
+                    "or that rank 0 reads; restore the source and prepare it anew, or choose another "
+                    "run.name"
                 )
         self.hashes = max(self.hashes, hashes, key=len)
 
@@ -219,8 +220,8 @@ class Dataset:
         return [source.identity | {"hashes": source.hashes} for source in self.sources]
 
     def require_same_text(self, fingerprint: list[dict] | None) -> None:
-        """Refuses text other than that of a checkpoint's fingerprint(); what isn't prepared yet is
-        compared when it is. Raises ConfigError."""
+        """Refuses text other than that of a fingerprint(), a checkpoint's or rank 0's; what isn't
+        prepared yet is compared when it is. Raises ConfigError."""
         for source, entry in zip(self.sources, fingerprint or ()):
             source.compare(entry["hashes"])
 

@@ -148,7 +148,10 @@ def list_files(d: config.Data, revision: str | None = None) -> tuple[list[Source
         return hub_files(d, revision)
     for path in paths:
         if not is_readable(path):
-            raise ConfigError(f"[data] source = {path}: must be one of {', '.join(READERS)}")
+            raise ConfigError(
+                f"[data] source = {path}: must be one of {', '.join(READERS)}; of token ids with "
+                'data.format = "tokens"'
+            )
     if not paths:
         raise ConfigError(
             f"[data] source = {d.source}: no such file (or folder, or pattern) of "

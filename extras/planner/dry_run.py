@@ -155,12 +155,16 @@ def print_advice(rows: list[dict], cfg: config.Config, args: Namespace, asked: A
 
 
 def samples_per_epoch(cfg: config.Config) -> float | None:
-    """Samples until every source has been read once; None if data or tokenizer is missing."""
+    """Samples until every source has been read once; None if data or tokenizer is missing, or not
+    this configuration's."""
     if cfg.data.tokenizer and not os.path.exists(cfg.data.tokenizer):
         return None
     if not is_prepared(cfg):
         return None
-    dataset = open_dataset(cfg, train=False)
+    try:
+        dataset = open_dataset(cfg, train=False)
+    except ConfigError:  # token files that are on another machine
+        return None
     # a source gives `weight` of every `period` samples
     samples = []
     for source, weight in zip(dataset.sources, dataset.mixture.weights):

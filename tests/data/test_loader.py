@@ -7,6 +7,7 @@ import math
 import operator
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,12 +19,13 @@ import torch
 import config
 from config import DIGEST_MODULUS, IGNORE
 from data.dataset import Dataset, PreparedSource, Source, open_dataset
-from data.folder import identity, write_manifest
+from data.folder import identity, manifest_of, write_manifest
 from data.loader import Loader, sample_digest, validation_batches
 from data.mixture import Mixture
 from data.order import border_of
 from data.prepare import prepare
-from tests.conftest import REPO, data_rank, loader_of, make_config, refuses
+from tests.conftest import REPO, data_rank, loader_of, make_config, refuses, train_run
+from tests.distributed import distributed
 
 BORDER = 2**20  # the first
 
@@ -408,6 +410,21 @@ def test_a_resume_refuses_other_text_as_soon_as_it_is_prepared(configure):
     record(cfg, 3, validation=["heldout", 0, 1000, "other"])
     with refuses("text.jsonl: the validation text"):
         open_dataset(cfg).require_same_text(before)
+
+
+@distributed(ranks=2)
+@pytest.mark.parametrize("key", ["segments", "validation"])
+def test_ranks_with_other_text_than_rank_zero_are_refused(world, corpus, prepared, tmp_path, key):
+    folder = prepared
+    if world.rank == 1:
+        folder = shutil.copytree(prepared, tmp_path / "copy")
+        manifest = manifest_of(folder)
+        manifest[key][-1] = "another hash"
+        write_manifest(folder, manifest)
+    data = {"source": str(corpus), "path": str(folder)}
+    cfg = make_config(data=data, run={"output_dir": str(tmp_path)})
+    with refuses("segment 0|validation text", "rank 0 reads"):
+        train_run(cfg, world)
 
 
 # What is refused
