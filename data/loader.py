@@ -41,7 +41,7 @@ class Loader:
     """Iterates over a data rank's batches from first_step on.
 
     A thread reads ahead, and pins memory for the GPU. It never waits for text that is still being
-    prepared: ask missing(step) before each next(). The ranks agree on it (lifecycle/stop.py).
+    prepared: ask missing(step) before each next(). The ranks agree on it (run/stop.py).
     """
 
     def __init__(self, cfg: config.Config, dataset: Dataset, world: Any, first_step: int):

@@ -76,7 +76,7 @@ def launch(argv: list[str]) -> int:
     if code == FINISHED and config.has_extra("reports"):
         from extras.reports.report import report_end
 
-        report_end(cfg, finished=True)
+        report_end(cfg)
     return code
 
 
@@ -181,7 +181,8 @@ class Attempts:
     def evaluate(self) -> int:
         """Runs ranks that write nothing, not even reports, and so read the configuration
         themselves. Returns their exit code."""
-        return self.run({})
+        returned = self.run({})
+        return 128 + self.signal if self.signal and not returned else returned
 
     def run(self, variables: dict[str, str]) -> int:
         """Runs the ranks until they exit. Returns their exit code."""
@@ -225,7 +226,9 @@ class Attempts:
         has_begun = any(report.phase not in BEFORE for report in reports)
         failed = [report for report in reports if report.text]
         self.end = next((report for report in reports if report.phase == END), None)
-        was_asked = self.signal or (not failed and returned - 128 in SIGNALS)
+        # torchrun ends well after a signal to it alone
+        ended_by_signal = returned == 0 or returned - 128 in SIGNALS
+        was_asked = self.signal or (ended_by_signal and not failed)
         if self.end:
             code = self.end.exit_code
         elif was_asked and not has_begun:

@@ -711,19 +711,15 @@ def write_report(folders: list[pathlib.Path], out: pathlib.Path | None = None) -
     return out
 
 
-def report_end(cfg: config.Config, finished: bool) -> None:
-    """Writes the page of this process's run and logs its path. If the run finished, also logs what
-    its user may want next. A failure is one warning, because a page is no reason for a run to fail.
-    """
+def report_end(cfg: config.Config) -> None:
+    """Writes the page of a run that has finished, and prints what its user may want next. A failure
+    is one warning, because a page is no reason for a run to fail."""
     path = None
     try:
         path = write_report([config.run_folder(cfg)])
     except Exception as error:
         log.warning("report.html: not written: %s", " ".join(str(error).split()))
-    if finished:
-        print_line(what_next(cfg, path))
-    elif path:
-        print_line(f"report: {path}")
+    print_line(what_next(cfg, path))
 
 
 def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:

@@ -29,7 +29,6 @@ from checkpoint import catalog
 from checkpoint.__main__ import main as checkpoint_tool
 from checkpoint.load import restore
 from config import ConfigError
-from data.preparer import Preparer
 from data.tokenizer import Tokenizer
 from extras.huggingface import config as hf_config
 from extras.huggingface import convert as hf
@@ -37,8 +36,6 @@ from extras.huggingface import tokenizer as hf_tokenizer
 from extras.huggingface import weights as hf_weights
 from extras.huggingface.tokenizer import fast_tokenizer_files, read_sentencepiece
 from extras.huggingface.weights import StoredTensor, Weights, hf_name, weights_to_read
-from launch.checks import check_launch
-from launch.command import Ranks
 from model.llama import Llama, named_parameters
 from optim import build_optimizer, learning_rate
 from tests import cases
@@ -554,10 +551,10 @@ def test_a_launch_refuses_it_before_it_makes_anything(folders, write_config, tmp
     folder = shutil.copytree(folders["sharded"], tmp_path / "hf")
     path = write_config(model={"init_from": str(folder), "norm_eps": 1e-6, "rope_theta": 1e4})
     next(folder.glob("model-00002*")).unlink()
-    args = config.parse_arguments([str(path)])
-    with pytest.raises(ConfigError, match="model-00002-of-.*is not there"):
-        check_launch(config.load(str(path)), Ranks(1, 1, 0, None), args, Preparer(1))
-    assert not (tmp_path / "outputs").exists()
+    done = launch(path)
+    assert done.returncode == 2 and "model-00002-of-" in done.stderr
+    assert "is not there" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "outputs/test").exists()
 
 
 def test_an_import_is_evaluated_without_the_folder_that_it_is_of(

@@ -17,7 +17,6 @@ from config import ConfigError
 from data.tokenizer import tokenizer_files
 from extras.huggingface import config as hf_config
 from extras.huggingface.weights import hf_name, shapes
-from launch.command import usable
 from tests.conftest import REPO, launch, make_config, rows
 from tests.extras.huggingface import hf_cases
 from tests.hub import Hub
@@ -230,9 +229,3 @@ def test_without_the_package_the_error_names_it(tmp_path, monkeypatch):
         match="me/without.: is .*ModuleNotFoundError.* huggingface_hub",
     ):
         tokenizer_files("me/without")
-    path = tmp_path / "x.toml"
-    path.write_text('[model]\ninit_from = "me/without"\n[train]\nsteps = 1\n')
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name, package=None: name != "huggingface_hub"
-    )
-    assert not usable([str(path)])  # run_train.sh looks for another Python
