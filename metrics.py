@@ -437,8 +437,12 @@ class Rows:
             self.board.write(row)
 
     def sync(self) -> None:
-        self.file.flush()
-        files.sync_handle(self.file.fileno())
+        try:
+            self.file.flush()
+            files.sync_handle(self.file.fileno())
+        except OSError as error:
+            error.filename = self.file.name  # it knows only the handle
+            raise
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -40,6 +40,8 @@ class Checkpointer:
         self.cfg, self.world, self.dataset = cfg, world, dataset
         data, tokenizer_files = dataset.identities, dataset.tokenizer_files
         check_same_on_all_ranks("prepared data", compare.by_source(data))
+        text_of_rank_zero = on_rank_zero(dataset.fingerprint)  # a node may have a copy of the data
+        on_each_rank(lambda: dataset.require_same_text(text_of_rank_zero))
         self.found, self.start, self.corrupt = compare.starting_point(
             cfg, evaluating, self._problems_on_all_ranks, on_rank_zero
         )

@@ -157,7 +157,12 @@ class Attempts:
         for _ in range(self.ranks.restarts + 1):
             if self.signal:
                 break
-            code = self.outcome(self.attempt())
+            try:
+                code = self.outcome(self.attempt())
+            finally:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    self.run_folder.rmdir()  # if it is empty: it was made for this launch
             if code in (FINISHED, INPUT_IS_WRONG, STOPPED) or self.is_final:
                 break
             self.cfg = resume_newest(self.cfg)
@@ -176,7 +181,8 @@ class Attempts:
     def evaluate(self) -> int:
         """Runs ranks that write nothing, not even reports, and so read the configuration
         themselves. Returns their exit code."""
-        return self.run({})
+        returned = self.run({})
+        return 128 + self.signal if self.signal and not returned else returned
 
     def run(self, variables: dict[str, str]) -> int:
         """Runs the ranks until they exit. Returns their exit code."""
@@ -217,11 +223,12 @@ class Attempts:
         """The attempt's exit code. After a failure prints the root cause, below the output of all
         ranks, and writes the status, which they may have been unable to. returned: by run()."""
         reports = read_reports(self.folder)
-        shutil.rmtree(self.folder, ignore_errors=True)
         has_begun = any(report.phase not in BEFORE for report in reports)
         failed = [report for report in reports if report.text]
         self.end = next((report for report in reports if report.phase == END), None)
-        was_asked = self.signal or (not failed and returned - 128 in SIGNALS)
+        # torchrun ends well after a signal to it alone
+        ended_by_signal = returned == 0 or returned - 128 in SIGNALS
+        was_asked = self.signal or (ended_by_signal and not failed)
         if self.end:
             code = self.end.exit_code
         elif was_asked and not has_begun:
@@ -230,14 +237,17 @@ class Attempts:
         else:
             code = failed[0].exit_code if failed else max(1, returned)
             self.is_final = any(report.final for report in failed)
-            print_root_cause(self.run_folder, reports, code, self.began)
-        if code == STOPPED and self.preparer.exit_code == TEXT_IS_WRONG:
-            print_error("the text is wrong, see above; mended, the same command resumes")
+        is_text_wrong = code == STOPPED and self.preparer.exit_code == TEXT_IS_WRONG
+        if is_text_wrong:
             code = INPUT_IS_WRONG
-        if code not in (FINISHED, STOPPED) and (has_begun or code != INPUT_IS_WRONG):
+        if code in (FINISHED, STOPPED):
+            return code
+        if has_begun or code != INPUT_IS_WRONG:
             self._mark_failed(code)
-        with contextlib.suppress(OSError):
-            self.run_folder.rmdir()  # if it is empty: it was made for this launch
+        if is_text_wrong:
+            print_error("the text is wrong, see above; mended, the same command resumes")
+        else:
+            self._print_root_cause(reports, code)
         return code
 
     def _mark_failed(self, code: int) -> None:
@@ -248,30 +258,31 @@ class Attempts:
             claim.write_status("failed", step, exit_code=code)
             claim.release()
 
-
-def print_root_cause(folder: pathlib.Path, reports: list[Report], code: int, began: float) -> None:
-    """Prints why the ranks failed, the root cause last. began: the attempt, in seconds since the
-    epoch."""
-    cause = f"the ranks ended with exit code {code} (137: is the host out of memory?)"
-    failed = [report for report in reports if report.text]
-    if failed:
-        cause = f"failed first on {failed[0].place}:\n{failed[0].text}"
-    lines = [f"the log of every rank is in {folder}/logs", cause]
-    silent = [report.place for report in reports if not report.text]
-    if silent:
-        line = f"no report from {'; '.join(silent[:8])}: killed, stopped, or unable to answer"
-        # a rank that exceeds a timeout waits for those that cannot report
-        lines.insert(2 if failed and failed[0].is_timeout else 1, line)
-    for report in failed[1:]:
-        if report.progress == failed[0].progress and report.is_timeout:
-            lines.append(f"as far as that: rank {report.rank}, {report.innermost_frame}")
-    for record in sorted(folder.glob("logs/nccl-rank-*")):
-        if record.stat().st_mtime > began:
-            lines.append(
-                f"each rank's last collectives: {record.with_name('nccl-rank-*')}; {READER}"
-            )
-            break
-    print_error("\n".join(lines))
+    def _print_root_cause(self, reports: list[Report], code: int) -> None:
+        """Prints why the ranks failed, the root cause last."""
+        failed = [report for report in reports if report.text]
+        if not failed:
+            was_killed = code == 128 + signal.SIGKILL and not self.signal
+            hint = "is the host out of memory?" if was_killed else "see above"
+            print_error(f"the ranks ended with exit code {code}: {hint}")
+            return
+        first = failed[0]
+        lines = [f"the log of every rank is in {self.run_folder}/logs"]
+        lines.append(f"failed first on {first.place}:\n{first.text}")
+        silent = [report.place for report in reports if not report.text]
+        if silent:
+            line = f"no report from {'; '.join(silent[:8])}: killed, stopped, or unable to answer"
+            # a rank that exceeds a timeout waits for those that cannot report
+            lines.insert(2 if first.is_timeout else 1, line)
+        for report in failed[1:]:
+            if report.progress == first.progress and report.is_timeout:
+                lines.append(f"as far as that: rank {report.rank}, {report.innermost_frame}")
+        for record in self.run_folder.glob("logs/nccl-rank-*"):
+            if record.stat().st_mtime > self.began:
+                records = record.with_name("nccl-rank-*")
+                lines.append(f"each rank's last collectives: {records}; {READER}")
+                break
+        print_error("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -169,13 +169,14 @@ def raise_file_limit() -> None:
 def exit_failed(error: BaseException, run: Run | None, watchdog: Watchdog) -> NoReturn:
     """Reports an error to the launcher, in the rank's log and in the status, and exits."""
     code, text, is_final = describe(error, run)
-    if not watchdog.fail(text, code, is_final):  # else the launcher prints it, as the last lines
-        print_error(text)
+    is_reported = watchdog.fail(text, code, is_final)
     if log.handlers:
         log.handlers = log.handlers[:1]  # only the rank's log
         log.error("step %d, phase %s: %s", watchdog.step, watchdog.phase, text)
     if run:
         run.fail(code)
+    if not is_reported:  # else the launcher prints it, as the last lines
+        print_error(text)
     exit_immediately(code)
 
 

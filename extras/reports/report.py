@@ -14,6 +14,7 @@ import functools
 import html
 import itertools
 import json
+import logging
 import math
 import pathlib
 import re
@@ -26,7 +27,9 @@ import numpy as np
 import config
 import schema
 from config import ConfigError, run_tool
-from files import print_error, print_line, write_atomic
+from files import print_line, write_atomic
+
+log = logging.getLogger("train")
 
 FIELDS = (
     "step",
@@ -709,13 +712,13 @@ def write_report(folders: list[pathlib.Path], out: pathlib.Path | None = None) -
 
 
 def report_end(cfg: config.Config) -> None:
-    """Writes the page of a run that has finished, and prints its path and what its user may want
-    next. A failure is one line, because a page is no reason for a run to fail."""
+    """Writes the page of a run that has finished, and prints what its user may want next. A failure
+    is one warning, because a page is no reason for a run to fail."""
     path = None
     try:
         path = write_report([config.run_folder(cfg)])
     except Exception as error:
-        print_error(f"report.html: not written: {' '.join(str(error).split())}")
+        log.warning("report.html: not written: %s", " ".join(str(error).split()))
     print_line(what_next(cfg, path))
 
 

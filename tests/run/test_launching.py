@@ -295,8 +295,8 @@ KILLED = [(report(0), ""), (report(1), "killed by SIGKILL")]
             1,
             "no report from rank 1, step 7, phase step: killed, stopped, or unable to answer",
         ),
-        ([], 134, 134, "the ranks ended with exit code 134 (137: is the host out of memory?)"),
-        ([], -9, 137, "the ranks ended with exit code 137 (137: is the host out of memory?)"),
+        ([], 134, 134, "the ranks ended with exit code 134: see above"),
+        ([], -9, 137, "the ranks ended with exit code 137: is the host out of memory?"),
         # before they took the folder
         ([(report(0, phase="start", exit_code=2), "no GPU")], 1, 2, "phase start:\nno GPU"),
         ([(report(0, phase="start"), "")], -15, 75, "stopped before the run began"),

@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -548,15 +547,14 @@ def test_a_folder_that_is_not_there(folders, tmp_path):
         weights_to_read(cfg, 0)
 
 
-@pytest.mark.slow
-def test_incomplete_folder_is_refused_before_anything_is_made(folders, write_config, tmp_path):
+def test_a_launch_refuses_it_before_it_makes_anything(folders, write_config, tmp_path):
     folder = shutil.copytree(folders["sharded"], tmp_path / "hf")
     path = write_config(model={"init_from": str(folder), "norm_eps": 1e-6, "rope_theta": 1e4})
     next(folder.glob("model-00002*")).unlink()
     done = launch(path)
-    assert done.returncode == 2
-    assert re.search("model-00002-of-.*is not there", done.stderr)
-    assert not (tmp_path / "outputs/test/checkpoints").exists()
+    assert done.returncode == 2 and "model-00002-of-" in done.stderr
+    assert "is not there" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "outputs/test").exists()
 
 
 def test_an_import_is_evaluated_without_the_folder_that_it_is_of(

@@ -1792,7 +1792,7 @@ def test_a_disk_that_may_not_be_looked_at_ends_no_plan(monkeypatch, capsys):
     def check_machine(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/secret")
 
-    monkeypatch.setattr("launch.checks.check_machine", check_machine)
+    monkeypatch.setattr("run.launch.check_machine", check_machine)
     dry_run_module.print_lacks(make_config())
     assert (
         "a run here would fail: [Errno 13] Permission denied: '/secret'" in capsys.readouterr().err

@@ -27,8 +27,8 @@ from tests.conftest import REPO, launch, make_config
 
 pytestmark = pytest.mark.quick
 
-ONE = Ranks(1, 1, 0, None)
-NODE = Ranks(1, 8, 0, None)
+ONE = Ranks(1, 1, 0, "")
+NODE = Ranks(1, 8, 0, "")
 JOB = Ranks(2, 8, 3, "4242")
 LARGE = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 14336}
 

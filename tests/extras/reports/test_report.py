@@ -3,6 +3,7 @@
 import html.parser
 import itertools
 import json
+import logging
 import math
 import pathlib
 import random
@@ -454,6 +455,12 @@ def test_invalid_input_is_exit_2_with_all_problems(tmp_path, capsys):
     assert capsys.readouterr().out == f"{tmp_path}/x.html\n" and not (good / "report.html").exists()
 
 
+def ended(folder: pathlib.Path) -> None:
+    """A run's end, as the launcher has it."""
+    run = {"name": folder.name, "output_dir": str(folder.parent)}
+    report.report_end(make_config(run=run, checkpoint={}))
+
+
 def test_a_mean_stands_in_the_middle_of_its_steps(tmp_path):
     """A loss that falls by 1 a step, and the validation loss after steps 10 and 20, lie on one line."""
     found = []
@@ -475,15 +482,14 @@ def test_a_mean_stands_in_the_middle_of_its_steps(tmp_path):
 
 
 def test_time_and_command_are_those_of_the_user(tmp_path):
-    command = ["/repo/train.py", "my configs/a.toml", "--train.steps=20", "--launch=7f"]
+    command = ["/repo/train.py", "my configs/a.toml", "--train.steps=20"]
     launched = json.dumps({"command": command, "ranks": 4, "hosts": ["a", "b"]})
     found = [train_row(1, step_seconds=60.0), train_row(11, step_seconds=6.5)]
     page = page_of(write_run(tmp_path / "r", found, environment_json=launched))
     text = {label: values for label, *values in page.rows}
     assert text["command"] == ["NPROC=2 ./run_train.sh 'my configs/a.toml' --train.steps=20"]
     assert text["training, without saves and evaluations"] == ["0:02:05"]
-    by_hand = {"command": ["train.py", "a.toml"], "ranks": 1}
-    assert report.typed_command(by_hand) == "train.py a.toml" and report.typed_command({}) == ""
+    assert report.typed_command({}) == ""
     one_a_node = {"command": command, "ranks": 2, "hosts": ["a", "b"]}
     assert report.typed_command(one_a_node).startswith("./run_train.sh 'my configs/a.toml'")
 
@@ -568,7 +574,7 @@ STRETCHED = "more steps, a longer schedule"
 )
 @needs_extra("huggingface", "chat")
 def test_a_finished_run_names_the_commands_that_fit_it(monkeypatch, sections, purposes, prompt):
-    monkeypatch.setattr(sys, "argv", ["train.py", "a.toml", "--launch=7"])
+    monkeypatch.setattr(sys, "argv", ["launch", "a.toml"])
     cfg = make_config(run={"name": "r", "output_dir": "/runs"}, **sections)
     page = pathlib.Path("/runs/r/report.html")
     head, *commands = report.what_next(cfg, page).replace("; ", "\n", 1).splitlines()
@@ -584,18 +590,19 @@ def test_a_finished_run_names_the_commands_that_fit_it(monkeypatch, sections, pu
     assert report.what_next(cfg, None).startswith("finished: /runs/r")
 
 
-def test_page_that_cannot_be_written_is_one_line(tmp_path, capsys, monkeypatch):
+def test_a_run_writes_its_own_and_a_failure_is_one_warning(tmp_path, caplog, capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)
     monkeypatch.setattr(report, "what_next", lambda cfg, path: f"next, {path}")
-    write_run(tmp_path / "good", [train_row(2)])
-    write_run(tmp_path / "bad", [])
-    for name in ("good", "bad"):
-        report.report_end(make_config(run={"name": name, "output_dir": str(tmp_path)}))
-    printed = capsys.readouterr()
-    assert printed.out == f"next, {tmp_path}/good/report.html\nnext, None\n"
-    assert printed.err == (
-        f"report.html: not written: {tmp_path}/bad: metrics.jsonl has no rows yet\n"
-    )
-    assert "finished at step 2" in page_of(tmp_path / "good").text
+    good, bad = write_run(tmp_path / "good", [train_row(2)]), write_run(tmp_path / "bad", [])
+    ended(good)
+    ended(bad)
+    monkeypatch.setattr(report, "write_report", lambda folders: 1 / 0)
+    ended(good)
+    assert capsys.readouterr().out == f"next, {good}/report.html\nnext, None\nnext, None\n"
+    assert caplog.messages == [
+        f"report.html: not written: {bad}: metrics.jsonl has no rows yet",
+        "report.html: not written: division by zero",
+    ]
 
 
 @pytest.mark.slow

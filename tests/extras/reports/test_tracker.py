@@ -11,12 +11,8 @@ from collections import Counter
 
 import pytest
 
-from config import ConfigError
 from extras.reports import tracker
 from extras.reports.tracker import Tracker
-from run.command import Ranks
-from run.launch import check_machine
-from tests.conftest import launch, make_config, rows
 
 pytestmark = pytest.mark.early
 
@@ -292,49 +288,3 @@ def test_rows_of_a_step_are_sent_together_but_not_held_for_long(tmp_path, monkey
         {2: 1},
         {2: 1},
     ]
-
-
-def test_a_missing_package_is_named_before_the_launch(monkeypatch):
-    """By a dry run, too; an evaluation sends no rows."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("extras.preflight.survey.survey", lambda *_: None)
-    alone = Ranks(1, 1, 0, None)
-    check_machine(make_config(run={"device": "cpu"}), alone)
-    cfg = make_config(run={"device": "cpu"}, log={"tracker": "trackio"})
-    with pytest.raises(
-        ConfigError, match=r"\[log\] tracker = trackio: needs the package trackio: .* pip install"
-    ):
-        check_machine(cfg, alone)
-    check_machine(cfg, alone, evaluates=True)
-
-
-@pytest.mark.slow
-def test_a_tracker_costs_a_run_nothing(store, write_config, tmp_path, monkeypatch):
-    """Whether it works, fails or hangs: the same losses, and one line at most. Of two ranks, one sends."""
-    losses = {}
-    for behavior in (None, "works", "raises", "sleeps"):
-        name = behavior or "none"
-        monkeypatch.setenv("FAKE_TRACKER", name)
-        path = write_config(name, log={"tracker": behavior and "wandb"}, eval={"batches": 1})
-        done = launch(path, nproc=1 + (behavior == "works"))
-        assert done.returncode == 0, done.stderr
-        folder = tmp_path / "outputs" / name
-        losses[name] = [found["loss"] for found in rows(folder)]
-        assert done.stdout.count("wandb lacks rows of this launch") == (
-            name in ("raises", "sleeps")
-        ), done.stdout
-        waited = "the last rows were not taken within 5 s" in done.stdout
-        assert waited == (behavior == "sleeps") and done.stdout.count("tracker.example") == bool(
-            behavior
-        )
-    assert losses["none"] == losses["raises"] == losses["sleeps"] and len(losses["none"]) == 4
-    assert (store / "launches").read_text().count("\n") == 3
-    of_it = next(path for path in store.iterdir() if path.name.startswith("works"))
-    sent = [json.loads(line) for line in of_it.read_text().splitlines()]
-    assert (
-        [one["train/loss"] for one in sent]
-        == losses["works"]
-        == pytest.approx(losses["none"], rel=1e-5)
-    )
-    (evaluated,) = rows(tmp_path / "outputs" / "works", "eval")
-    assert sent[-1]["eval/bits_per_byte"] == evaluated["bits_per_byte"]
