@@ -181,7 +181,7 @@ def window(text: Text, start: int, length: int, masked: bool) -> tuple[list[int]
 
 
 def digest(number: int, text: Text, start: int, length: int) -> int:
-    raw = b"".join(token.to_bytes(2, "little") for token in text.ids[start : start + length + 1])
+    raw = b"".join(token.to_bytes(8, "little") for token in text.ids[start : start + length + 1])
     salt = number.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(raw, digest_size=5, salt=salt).digest(), "big")
 
