@@ -182,9 +182,10 @@ def check_files(folder: pathlib.Path, manifest: dict, d: config.Data) -> None:
 
 def _compare(folder: pathlib.Path, d: config.Data, recorded: list, read: list) -> None:
     """recorded, read: lists of SourceFile, or of lists of its fields."""
-    if not local_paths(d.source, d.split):  # a dataset's commit does not change; or they are gone
+    paths = local_paths(d.source, d.split)
+    if not paths:  # a dataset's commit does not change; or they are gone
         return
-    now = {file.path: file for file in list_files(d)[0]}
+    now = {path: file_now(SourceFile(path)) for path in paths}
     added = sorted(now.keys() - {path for path, *_ in recorded})
     if added and len(added) < len(now):  # else all of them were moved
         raise _changed(folder, f"{added[0]} was added")

@@ -65,11 +65,16 @@ def prepare(
     Raises ConfigError and OSError."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of ours take one core each
     sources = begin_all(cfg)
-    while not all(manifest_of(folder)["complete"] for folder, _ in sources):
+    while True:
+        incomplete = [each for each in sources if not manifest_of(each[0])["complete"]]
+        if not incomplete:
+            return [folder for folder, _ in sources]
         with contextlib.ExitStack() as stack:
             preparations = []
-            for folder, source_cfg in sources:
-                if is_ours(folder, stack):
+            for folder, source_cfg in incomplete:
+                lock = take_lock(folder)
+                if lock:
+                    stack.callback(lock.release)
                     preparation = Preparation(folder, source_cfg, has_bar)
                     stack.callback(preparation.close)
                     preparations.append(preparation)
@@ -79,20 +84,6 @@ def prepare(
                 prepare_together(preparations, pool)
             else:
                 time.sleep(POLL_SECONDS)
-    return [folder for folder, _ in sources]
-
-
-def is_ours(folder: pathlib.Path, stack: contextlib.ExitStack) -> bool:
-    """Whether this process is to complete a folder: then `stack` holds its lock. Raises ConfigError
-    and OSError."""
-    if manifest_of(folder)["complete"]:
-        return False
-    lock = take_lock(folder)
-    if lock is None:
-        return False
-    stack.callback(lock.release)
-    # whoever held the lock before may have completed it
-    return not manifest_of(folder)["complete"]
 
 
 def prepare_together(preparations: "list[Preparation]", pool: Executor) -> None:
@@ -215,21 +206,23 @@ class Preparation:
         yield from self._batches(source)
 
     def _batches(self, source: Source) -> Iterator[Batch]:
+        """Each batch is of one file."""
         batch = Batch(self)
         last = Batch(self, position=Position(len(source.files)))
         size = 0
         try:
             for document in source:
-                batch.documents.append(document)
-                batch.position = source.position
-                size += len(document)
-                if size >= BATCH_CHARACTERS:
+                is_new_file = source.position.file != batch.position.file
+                if size >= BATCH_CHARACTERS or (batch.documents and is_new_file):
                     batch.share_read = source.share_read()
                     yield batch
                     if self.is_full():
                         return
                     batch = Batch(self)
                     size = 0
+                batch.documents.append(document)
+                batch.position = source.position
+                size += len(document)
         except (ConfigError, OSError) as error:
             last.problem = error
         if batch.documents:
@@ -253,9 +246,9 @@ class Preparation:
             if is_last:
                 self._end_validation()
             return
-        is_new_file = batch.position.file != self.manifest["position"][0]
-        if is_new_file or not self.manifest["file_start"]:
-            self.writer.begin_file()
+        file, row = self.manifest["position"]
+        if not row or batch.position.file != file:
+            self.writer.begin_file(batch.position.file)
         self._append(encoded, is_validation=False)
         self.manifest["position"] = batch.position
         if is_last or self.is_full():

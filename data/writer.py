@@ -74,8 +74,9 @@ class TokenWriter:
         self.changed_path = path
         self.manifest.update(copy.deepcopy(self.manifest["file_start"]))
 
-    def begin_file(self) -> None:
-        """Before the documents of a file: read_again() returns here."""
+    def begin_file(self, number: int) -> None:
+        """Before the documents of a file: read_again() returns here. number: of the file."""
+        self.manifest["position"] = [number, 0]
         start = {key: self.manifest[key] for key in RESUMED}
         self.manifest["file_start"] = copy.deepcopy(start)
 

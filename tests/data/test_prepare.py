@@ -142,6 +142,7 @@ def test_token_files_and_their_record_are_those_of_a_plain_loop(configure, by_ha
     assert manifest["validation"] == ["heldout", 0, len(held_out) // 2, digest]
     assert manifest["tokens"] == {"train": len(train) // 2, "heldout": len(held_out) // 2}
     assert sum(manifest["documents"].values()) == 200 and manifest["complete"]
+    assert not manifest["file_start"]  # which depends on when it was recorded
 
 
 @pytest.mark.parametrize("workers, characters", [(1, 1), (2, 700), (4, 4000), (3, 1 << 18)])
@@ -407,6 +408,7 @@ def test_killed_again_and_again_it_resumes_to_equal_bytes(operations, configure,
         lose_unsynced(folder, by_hand(TEXTS))
         records.add(manifest_of(folder)["tokens"]["train"])
     assert contents(folder) == by_hand(TEXTS) and len(records) > 5
+    assert not list(folder.glob(".*"))
 
 
 def test_bytes_are_synced_before_they_are_recorded(configure, monkeypatch):
@@ -490,7 +492,8 @@ def test_a_row_that_is_mended_without_a_change_of_size_is_read_again(configure, 
 
 @pytest.mark.parametrize("rows_kept", [slice(40), slice(None, None, -1), slice(1, None)])
 def test_a_mended_file_with_other_text_before_the_row_is_refused(rows_kept, configure, source):
-    rows = break_at(source / "c.jsonl", 60)
+    same_size = json.dumps({"body": TEXTS[159]}) + "\n"
+    rows = break_at(source / "c.jsonl", 60, same_size)
     with refuses("c.jsonl", "60"):
         prepare(configure())
     (source / "c.jsonl").write_text("".join(rows[rows_kept]))
@@ -507,6 +510,15 @@ def test_what_was_not_read_yet_may_change(configure, source, by_hand):
     (source / "c.jsonl").write_text(as_rows(TEXTS[100:133]))
     expected = by_hand([*TEXTS[:59], *TEXTS[70:133]])
     assert contents(*prepare(configure())) == expected
+
+
+def test_a_mended_file_is_read_again_without_those_before_it(configure, source, by_hand):
+    rows = break_at(source / "c.jsonl", 60)
+    with refuses("c.jsonl", "60"):
+        prepare(configure())
+    (source / "c.jsonl").write_text("".join(rows))
+    (source / "b.jsonl").unlink()
+    assert contents(*prepare(configure())) == by_hand(TEXTS)
 
 
 def test_rows_of_which_the_tokenizer_makes_nothing_are_counted_once(configure, source, capsys):
@@ -540,6 +552,16 @@ def test_a_file_that_was_read_and_has_another_size_is_refused(is_complete, confi
     (source / "b.jsonl").write_text(as_rows(TEXTS[:99]))
     with refuses("b.jsonl was changed", "restore", "delete the folder", "data.path"):
         prepare(configure())
+
+
+def test_files_behind_max_tokens_may_change(configure, source):
+    (folder,) = prepare(configure(max_tokens=2000))
+    (source / "c.jsonl").unlink()
+    (source / "c.jsonl").write_text(as_rows(TEXTS[:3]))
+    assert prepare(configure(max_tokens=2000)) == [folder]
+    (source / "b.jsonl").write_text(as_rows(TEXTS[:99]))
+    with refuses("b.jsonl was changed"):
+        prepare(configure(max_tokens=2000))
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(configure, source, monkeypatch):
@@ -797,6 +819,18 @@ def test_two_processes_at_once_write_what_one_does(
     assert contents(*prepare(cfg)) == by_hand(TEXTS)
 
 
+def test_a_folder_that_another_process_begins_meanwhile_is_used(configure, monkeypatch):
+    def take_lock_late(path: pathlib.Path) -> object:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("data.begin.take_lock", take_lock)
+            begin_all(configure())
+        return take_lock(path)
+
+    monkeypatch.setattr("data.begin.take_lock", take_lock_late)
+    prepare(configure())
+    assert is_prepared(configure())
+
+
 def test_a_source_that_another_process_prepares_is_waited_for_last(mixture, prepared, capsys):
     """Two mixtures with sources in common would else wait for each other."""
     cfg = mixture(tokenizer=str(prepared))
@@ -823,6 +857,21 @@ def test_a_record_is_never_lowered(configure):
             writer.append("train", bytes(2 * 10))
         writer.record()
     assert manifest_of(folder)["tokens"]["train"] == 50
+
+
+def test_a_document_that_goes_beyond_what_is_recorded_is_other_text(configure):
+    """Also if what a killed process left there is equal."""
+    ((folder, _),) = begin_all(configure())
+    writer = TokenWriter(folder)
+    writer.begin_file(0)
+    writer.append("train", bytes(2 * 10))
+    writer.record()
+    writer.append("train", bytes(2 * 2))
+    writer.close()
+    writer = TokenWriter(folder)
+    writer.read_again("a.jsonl")
+    with refuses("a.jsonl: has other text"):
+        writer.append("train", bytes(2 * 12))
 
 
 def test_a_folder_that_is_begun_anew_while_it_is_written_is_left_alone(configure):
