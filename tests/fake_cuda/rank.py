@@ -31,9 +31,9 @@ def be_alone(size: int) -> None:
     backend, and objects are gathered as if every rank had this one's."""
     import torch.distributed as dist
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
+    from torch.distributed.checkpoint import default_planner
 
-    from checkpoint import load, save
-    from lifecycle import process_group
+    from checkpoint import load
 
     os.environ |= {
         "RANK": "0",
@@ -47,7 +47,7 @@ def be_alone(size: int) -> None:
     init_process_group = dist.init_process_group
 
     def init_alone(backend: str, **options: Any) -> None:
-        init_process_group(backend.replace("gloo", "fake"), **options)
+        init_process_group(backend.replace("gloo", "fake"), **{**options, "store": store})
 
     # by torch's names of parameters: DCP passes some by name
     def gather(object_list: list, obj: Any, group: Any = None) -> None:
@@ -67,12 +67,12 @@ def be_alone(size: int) -> None:
     def broadcast(*unused: Any, **options: Any) -> None:
         pass
 
-    for module in (load, save):
-        module.is_covered = lambda item: True  # a checkpoint lacks the other ranks' shards
+    # a checkpoint lacks the other ranks' shards
+    load.is_covered = lambda item: True
+    default_planner._validate_global_plan = lambda *unused: True
     # the gathered plans all are rank 0's, which must write all of it
-    save.CachedPlans._dedup_save_plans = lambda planner, plans: keep_first(plans)
-    dist.rendezvous = lambda *unused, **options: iter([(store, 0, size)])
-    process_group.agree_on_device = lambda cfg, store: process_group.pick_device(cfg, 0)
+    planner = default_planner.DefaultSavePlanner
+    planner._dedup_save_plans = lambda planner, plans: keep_first(plans)
     for module in (dist, dist.distributed_c10d):
         module.init_process_group = init_alone
         module.all_gather_object = gather
@@ -213,14 +213,14 @@ def main() -> None:
 
         FAULTS[args.plant_race]()
     if args.report:
-        from lifecycle.run import Run
+        from run.run import Run
 
         report = Report(args.report)
         steps = Run.steps
-        Run.steps = lambda run, first, last: report.measured(steps(run, first, last))
+        Run.steps = lambda run, *of: report.measured(steps(run, *of))
         if args.races:
             measured = Run.steps
-            Run.steps = lambda run, *span: report.searched_for_races(measured(run, *span))
+            Run.steps = lambda run, *of: report.searched_for_races(measured(run, *of))
     sys.argv = [str(REPO / "train.py"), *train_arguments]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
