@@ -151,8 +151,6 @@ class Attempts:
 
     def train(self) -> int:
         """The exit code of the last attempt."""
-        for leftover in self.run_folder.glob(".launch-*"):  # of launchers that were killed
-            shutil.rmtree(leftover, ignore_errors=True)
         code = STOPPED
         for _ in range(self.ranks.restarts + 1):
             if self.signal:

@@ -43,6 +43,7 @@ MACOS_FILES = 10_240  # its OPEN_MAX, as many as a process may open there
 
 def main(args: Namespace, cfg: Config, train: Callable, evaluate: Callable) -> NoReturn:
     """Runs train(cfg, world, run), or evaluate() for --eval-only, or plans; exits."""
+    gc.enable()
     if args.dry_run:
         from extras.planner.dry_run import main as plan  # a tool, which exits
 

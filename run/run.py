@@ -4,6 +4,7 @@ import contextlib
 import errno
 import gc
 import os
+import shutil
 import signal
 import time
 from collections import defaultdict
@@ -98,6 +99,9 @@ class Run:
         claim = FolderClaim(self.folder, launch)
         claim.take(ENDING_SECONDS)
         checkpointer.tidy()
+        for folder in self.folder.glob(".launch-*"):
+            if folder.name != f".launch-{launch}":  # its launcher was killed
+                shutil.rmtree(folder, ignore_errors=True)
         claim.write_status("running", self.step)
         write_if_possible(self.folder / "config.toml", config.to_toml(self.cfg))
         for path in checkpointer.dataset.tokenizer_files:

@@ -17,6 +17,8 @@ from checkpoint import catalog
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.load import restore, tensors_of
 from checkpoint.save import Saver
+from data.dataset import Dataset
+from data.mixture import Mixture
 from optim import build_optimizer
 from parallel.ranks import on_rank_zero
 from tests.cases import build, digests, process_group
@@ -411,7 +413,7 @@ def enter_with_a_stale_listing(output: str) -> dict:
 
         model = build(cfg, world)
         optimizer = build_optimizer(model, cfg.optim)
-        checkpointer = Checkpointer(cfg, world, [], [tokenizer])
+        checkpointer = Checkpointer(cfg, world, Dataset(cfg, [], Mixture([1]), [], [tokenizer]))
         on_rank_zero(checkpointer.tidy)
         found["start"], found["bad"] = checkpointer.start, checkpointer.corrupt
         restore(catalog.path_of(cfg, found["start"]), model, optimizer)

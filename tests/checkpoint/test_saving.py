@@ -195,7 +195,7 @@ def test_failed_save_fails_on_all_ranks_and_training_continues(world, tmp_path, 
         with fails, pytest.raises(SaveFailed, match="the last checkpoint was not saved: .*rank 0"):
             run.save(step, stopping)
     if world.rank == 0:
-        (one, two, three, four) = run.reports
+        (one, two, three, four, _) = run.reports
         assert (one, three) == ((1, None), (3, None))
         assert "step-00000002: rank 1: OSError: [Errno 28] no space left" in str(two[1])
         assert "step-00000004: rank 0: OSError" in str(four[1])

@@ -47,7 +47,7 @@ def be_alone(size: int) -> None:
     init_process_group = dist.init_process_group
 
     def init_alone(backend: str, **options: Any) -> None:
-        init_process_group(backend.replace("gloo", "fake"), **options)
+        init_process_group(backend.replace("gloo", "fake"), **{**options, "store": store})
 
     # by torch's names of parameters: DCP passes some by name
     def gather(object_list: list, obj: Any, group: Any = None) -> None:
@@ -73,7 +73,6 @@ def be_alone(size: int) -> None:
     # the gathered plans all are rank 0's, which must write all of it
     planner = default_planner.DefaultSavePlanner
     planner._dedup_save_plans = lambda planner, plans: keep_first(plans)
-    dist.rendezvous = lambda *unused, **options: iter([(store, 0, size)])
     for module in (dist, dist.distributed_c10d):
         module.init_process_group = init_alone
         module.all_gather_object = gather
@@ -218,10 +217,10 @@ def main() -> None:
 
         report = Report(args.report)
         steps = Run.steps
-        Run.steps = lambda run, *span: report.measured(steps(run, *span))
+        Run.steps = lambda run, *of: report.measured(steps(run, *of))
         if args.races:
             measured = Run.steps
-            Run.steps = lambda run, *span: report.searched_for_races(measured(run, *span))
+            Run.steps = lambda run, *of: report.searched_for_races(measured(run, *of))
     sys.argv = [str(REPO / "train.py"), *train_arguments]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -118,17 +118,13 @@ class Job:
                     for word in (folder / "environ").read_text().split("\0")
                     if word
                 )
-                running = "train.py" in (folder / "cmdline").read_text()
+                words = (folder / "cmdline").read_text().split("\0")
+                running = any(word.endswith("/train.py") for word in words[1:3])  # python [-u]
             except (OSError, ValueError):  # gone, or none of ours
                 continue
             # not another suite's cluster
             ours = environment.get("SLURM_CONF") == f"{self.cluster.folder}/slurm.conf"
-            if (
-                running
-                and ours
-                and environment.get("SLURM_JOB_ID") == self.number
-                and "LOCAL_RANK" in environment
-            ):
+            if running and ours and environment.get("SLURM_JOB_ID") == self.number:
                 found[environment["SLURMD_NODENAME"]] = int(folder.name)
         return found
 
