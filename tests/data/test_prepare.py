@@ -633,6 +633,8 @@ def test_too_little_text_is_refused(
     with refuses(*expected):
         prepare(make_config(model={"vocab_size": vocab_size}, data=options))
     assert (tmp_path / "out").exists() == is_tokenizer_given
+    (tmp_path / "in.jsonl").write_text(as_rows(TEXTS))
+    prepare(make_config(data=options))
 
 
 # Which folder
