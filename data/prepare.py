@@ -305,8 +305,8 @@ class Preparation:
             print_error(f"{self.d.source}: {tokens:,} tokens prepared, {share:.0%}")
 
     def keep(self) -> None:
-        """Records what came before a wrong row."""
-        if not self.validation or self.manifest["validation"]:
+        """Records what came before a wrong row, if there is text to train on."""
+        if self.manifest["documents"]["train"]:
             self.writer.record()
 
     def close(self) -> None:
