@@ -29,7 +29,7 @@ SHAPES = re.compile(
 # Options that change the prepared data: allowing one of them to change also allows other data.
 PREPARED = re.compile(
     r"data\.(sources?|subset|split|text_field|tokenizer|max_tokens|validation|format|"
-    r"messages_field|chat_template)|"
+    r"messages_field|chat_template|token_dtype|eos_id)|"
     r"model\.vocab_size"
 )
 # Options that determine the outputs for given weights: an evaluation with other values would be

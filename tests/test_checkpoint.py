@@ -48,7 +48,7 @@ def test_a_launch_that_may_not_go_on_says_why_and_changes_nothing(write_config, 
         (["--checkpoint.resume=5"], "resume = 5"),
         (["--checkpoint.resume=never"], "never"),
         (["--train.seq_len=16"], "train.seq_len = 16"),
-        ([f"--run.output_dir={path}"], "is a file"),
+        ([f"--run.output_dir={path}"], "Not a directory"),
         (["--checkpoint=off"], "[checkpoint] is off"),
         (["--run.device=cuda", "--checkpoint.resume=3"], "resume = 3"),  # and of the device
         (

@@ -55,7 +55,7 @@ LIMITS = {
 # options: their words, as the documentation lists them
 WORDS = {
     "run.device": "auto cuda cpu",
-    "data.format": "text messages alpaca prompt_completion",
+    "data.format": "text messages alpaca prompt_completion tokens",
     "data.order": "global growing",
     "optim.name": "adamw muon",
     "optim.schedule": "cosine linear constant wsd",

@@ -488,10 +488,10 @@ def test_a_missing_file_is_named(configure, name):
 
 
 @pytest.mark.quick
-def test_an_evaluation_alone_needs_validation_text(configure):
+def test_validation_text_that_is_not_decided_is_refused(configure):
     cfg = configure()
-    with refuses("no validation text yet", "data.prepare"):
-        open_dataset(cfg, train=False)
+    with refuses("validation text is not prepared yet", "data.prepare"):
+        print(open_dataset(cfg, train=False).validation)
     record(cfg, 3)
     assert open_dataset(cfg, train=False).validation
 
