@@ -328,7 +328,7 @@ def test_an_environment_that_was_not_finished_is_made_again(tmp_path):
     python.write_text(f"""#!/bin/bash
 echo "$*" >>{calls}
 case "$*" in
-*--usable*) exit 1;;
+*packages.version*) exit 1;;
 "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python";;
 *requirements.txt*) test -e {tmp_path}/network;;
 esac

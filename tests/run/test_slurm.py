@@ -243,9 +243,8 @@ def endless(cluster, configured) -> list[Job]:
 
 def test_ranks_have_all_cores_of_their_node(limited, endless):
     for job, nodes in zip(endless, ({"n1"}, {"n1", "n2"})):
-        processes = job.ranks()
-        assert processes.keys() == nodes
-        for process in processes.values():
+        job.until(lambda job=job, nodes=nodes: job.ranks().keys() == nodes)
+        for process in job.ranks().values():
             assert os.sched_getaffinity(process) == os.sched_getaffinity(0)
             environment = pathlib.Path(f"/proc/{process}/environ").read_text().split("\0")
             assert f"OMP_NUM_THREADS={len(os.sched_getaffinity(0))}" in environment
