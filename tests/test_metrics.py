@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import hashlib
 import io
 import json
 import math
@@ -23,10 +24,35 @@ import torch
 
 import config
 import metrics
-from metrics import Recorder, Rows, console_line, read_rows
+from metrics import Board, Recorder, Rows, console_line, read_rows
+from model.build import meta_model
 from tests.conftest import REPO, launch, make_config, needs_extra, rows
 
 pytestmark = pytest.mark.quick
+
+
+def recorder_of(
+    cfg: config.Config, folder: pathlib.Path, start: int = 0, seconds=None, **world: object
+) -> Recorder:
+    """A recorder of a rank, by default the only one, on a CPU."""
+    alone = {"rank": 0, "size": 1, "dp_replicate": 1, "dp_shard": 1, "dp_size": 1, "cp": 1, "tp": 1}
+    ours = SimpleNamespace(**{**alone, "device": torch.device("cpu"), **world})
+    model = meta_model(cfg.model)
+    return Recorder(cfg, ours, folder, start, model, Counter() if seconds is None else seconds)
+
+
+def log_step(
+    recorder: Recorder, step: int, loss: float = 0.0, valid_tokens: int = 1, **sums: torch.Tensor
+) -> None:
+    """Counts a step with this sum of its tokens' losses on this rank."""
+    batch = SimpleNamespace(digest=0, valid_tokens=valid_tokens, epochs=step / 7)
+    sums = {"loss": torch.tensor(loss), **sums}
+    recorder.log_step(step, 0, batch, sums, {"grad_norm": torch.tensor(0.5), "lr": 0.1})
+
+
+def log_start(recorder: Recorder, epochs: object = None, *notes: str) -> None:
+    dataset = SimpleNamespace(epochs=lambda step: epochs, notes=lambda: [*notes])
+    recorder.log_start(meta_model(recorder.cfg.model), "a table", dataset, ["a warning"])
 
 
 def test_rows_after_the_start_are_dropped_and_none_stands_twice(tmp_path):
@@ -88,20 +114,14 @@ def test_times_leave_out_what_is_not_training(tmp_path, monkeypatch):
         lambda ours: [ours, {**ours, "step_seconds": 2 * ours["step_seconds"]}],
     )
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 100.0)
+    monkeypatch.setattr(metrics, "flops_per_token", lambda model, seq_len: 7)
     cfg = make_config(train={"steps": 4}, log={"every_steps": 3})
-    world = SimpleNamespace(rank=0, size=2, cp=1, tp=1, device=torch.device("cpu"))
     seconds = Counter()
-    recorder = Recorder(cfg, world, tmp_path, 0, 7, seconds)
+    recorder = recorder_of(cfg, tmp_path, seconds=seconds, size=2)
     for step in (1, 2, 3, 4):
         seconds["data"] += 1
         now[0] += 3
-        recorder.log_step(
-            step,
-            0,
-            SimpleNamespace(digest=0, valid_tokens=1, epochs=0.5),
-            {"loss": torch.zeros(())},
-            {"grad_norm": torch.zeros(()), "lr": 0.0},
-        )
+        log_step(recorder, step)
         seconds["evaluation" if step % 2 else "save"] += 10
         now[0] += 10
     recorder.close()
@@ -116,19 +136,6 @@ def test_times_leave_out_what_is_not_training(tmp_path, monkeypatch):
             rate * 7 / 100
         )
         assert row["slowest_rank"]["step_seconds"] == 6
-
-
-# Of NVIDIA's and AMD's data sheets: dense bfloat16, TFLOP/s
-SHEETS = {
-    "NVIDIA A100-SXM4-80GB": 312,
-    "NVIDIA H100 80GB HBM3": 989,
-    "NVIDIA H100 PCIe": 756,
-    "NVIDIA H200": 989,
-    "NVIDIA B200": 2250,
-    "NVIDIA L40S": 362,
-    "NVIDIA GeForce RTX 4090": 165,
-    "AMD Instinct MI300X": 1307,
-}
 
 
 @pytest.mark.parametrize(
@@ -150,11 +157,10 @@ SHEETS = {
     ],
     ids=["tp", "cp", "tp and cp"],
 )
-@pytest.mark.parametrize("name", SHEETS)
-def test_figures_of_gpus(tmp_path, monkeypatch, name, cp, tp, sums, digests):
+def test_figures_of_gpus(tmp_path, monkeypatch, cp, tp, sums, digests):
     """Four ranks, each slower and fuller than the one before; 512 tokens, of which 40 have a target."""
     memory, now = 17 * 2**30, [0.0]
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: memory)
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(
@@ -173,24 +179,12 @@ def test_figures_of_gpus(tmp_path, monkeypatch, name, cp, tp, sums, digests):
             for rank, (of_rank, digest) in enumerate(zip(sums, digests))
         ],
     )
+    monkeypatch.setattr(metrics, "flops_per_token", lambda model, seq_len: 6_000_000_000)
     cfg = make_config(train={"global_batch_size": 16, "seq_len": 32, "micro_batch_size": None})
     device = torch.device("cuda", 0)
-    recorder = Recorder(
-        cfg,
-        SimpleNamespace(rank=0, size=4, cp=cp, tp=tp, device=device),
-        tmp_path,
-        0,
-        6_000_000_000,
-        Counter(),
-    )
+    recorder = recorder_of(cfg, tmp_path, size=4, cp=cp, tp=tp, device=device)
     now[0] += 0.5
-    recorder.log_step(
-        1,
-        512,
-        SimpleNamespace(digest=digests[0], valid_tokens=40, epochs=0.5),
-        {"loss": torch.tensor(sums[0])},
-        {"grad_norm": torch.tensor(0.5), "lr": 0.1},
-    )
+    log_step(recorder, 1, sums[0], 40)
     recorder.close()
     (row,) = rows(tmp_path)
     assert (
@@ -201,8 +195,8 @@ def test_figures_of_gpus(tmp_path, monkeypatch, name, cp, tp, sums, digests):
     assert row["slowest_rank"] == {"step_seconds": 2, "data_seconds": 0, "peak_memory_gib": 68}
     # the slowest rank's 2 s for 512 tokens are 256 a second on four GPUs, at 6 GFLOP each
     assert row["tokens_per_second_per_device"] == 64
-    assert row["mfu"] == pytest.approx(64 * 6e9 / (SHEETS[name] * 1e12), rel=1e-3)
-    assert metrics.environment(["a"], device)["gpu"] == name
+    assert row["mfu"] == pytest.approx(64 * 6e9 / (989e12), rel=1e-3)
+    assert metrics.environment(["a"], device)["gpu"] == "NVIDIA H200"
 
 
 ROW = {
@@ -260,17 +254,7 @@ def test_the_loss_of_a_row_is_its_steps_and_its_mean_that_of_all_steps_since_the
     """Of steps with different numbers of tokens, on two ranks that have different parts of them."""
     losses, tokens = [[3.0, 5.0], [2.0, 4.0], [10.0, 20.0], [7.0, 1.0]], [4, 2, 10, 5]
     cfg = make_config(train={"steps": 4}, log={"every_steps": 3})
-    recorders = [
-        Recorder(
-            cfg,
-            SimpleNamespace(rank=rank, size=2, cp=1, tp=1, device=torch.device("cpu")),
-            tmp_path,
-            0,
-            1,
-            Counter(),
-        )
-        for rank in (0, 1)
-    ]
+    recorders = [recorder_of(cfg, tmp_path, size=2, rank=rank) for rank in (0, 1)]
     ours = []
     for rank in (1, 0):  # rank 0's row needs rank 1's figures
         monkeypatch.setattr(
@@ -281,13 +265,7 @@ def test_the_loss_of_a_row_is_its_steps_and_its_mean_that_of_all_steps_since_the
             ),
         )
         for step in (1, 2, 3, 4):
-            recorders[rank].log_step(
-                step,
-                0,
-                SimpleNamespace(digest=0, valid_tokens=tokens[step - 1], epochs=0.5),
-                {"loss": torch.tensor(losses[step - 1][rank])},
-                {"grad_norm": 1.0, "lr": 0.1},
-            )
+            log_step(recorders[rank], step, losses[step - 1][rank], tokens[step - 1])
     recorders[0].close()
     assert [(row["step"], row["loss"], row["loss_mean"]) for row in rows(tmp_path)] == [
         (1, 2.0, 2.0),
@@ -300,16 +278,9 @@ def test_a_step_without_a_target_has_no_loss_and_leaves_the_mean_alone(tmp_path)
     """Whatever its sum holds, such as a block's terms."""
     sums, tokens = [math.nan, 6.0, 5.0, 8.0, 7.0], [0, 2, 0, 5, 0]
     cfg = make_config(train={"steps": 5}, log={"every_steps": 3})
-    world = SimpleNamespace(rank=0, size=1, cp=1, tp=1, device=torch.device("cpu"))
-    recorder = Recorder(cfg, world, tmp_path, 0, 1, Counter())
+    recorder = recorder_of(cfg, tmp_path)
     for step, (total, count) in enumerate(zip(sums, tokens), 1):
-        recorder.log_step(
-            step,
-            0,
-            SimpleNamespace(digest=0, valid_tokens=count, epochs=step / 7),
-            {"loss": torch.tensor(total)},
-            {"grad_norm": 0.0, "lr": 0.1},
-        )
+        log_step(recorder, step, total, count)
     recorder.close()
     found = rows(tmp_path)
     assert [(row["step"], row["loss"], row["loss_mean"]) for row in found] == [
@@ -340,13 +311,10 @@ def test_the_plans_check_counts_each_step_and_its_row_follows_that_of_the_step(t
             self.closed = True
 
     cfg = make_config(train={"steps": 5}, log={"every_steps": 3})
-    world = SimpleNamespace(rank=0, size=1, cp=1, tp=1, device=torch.device("cpu"))
-    recorder = Recorder(cfg, world, tmp_path, 0, 1, Counter())
+    recorder = recorder_of(cfg, tmp_path)
     recorder.plan = Check()
     for step in range(1, 6):
-        batch = SimpleNamespace(digest=0, valid_tokens=1, epochs=0.5)
-        sums = {"loss": torch.zeros(())}
-        recorder.log_step(step, 0, batch, sums, {"grad_norm": 0.0, "lr": 0.1})
+        log_step(recorder, step)
     recorder.close()
     written = [
         (row["kind"], row["step"], row.get("counted"))
@@ -394,29 +362,28 @@ def test_the_environment_names_each_host_of_the_launch_once():
 
 
 def test_the_environment_has_what_is_not_committed(tmp_path, monkeypatch):
-    """Staged or not."""
-    monkeypatch.setattr(metrics, "__file__", str(tmp_path / "metrics.py"))
-    files = [tmp_path / "staged", tmp_path / "changed"]
+    """Staged or not; and a hash of each file that is imported."""
+    staged, imported = tmp_path / "staged", tmp_path / "metrics.py"
+    monkeypatch.setattr(metrics, "__file__", str(imported))
 
     def git(*words: str) -> None:
-        subprocess.run(
-            ["git", "-c", "user.name=me", "-c", "user.email=me@here", *words],
-            cwd=tmp_path,
-            check=True,
-        )
+        me = ["-c", "user.name=me", "-c", "user.email=me@here"]
+        subprocess.run(["git", *me, *words], cwd=tmp_path, check=True)
 
     git("init", "-q")
-    for text in ("before", "after"):
-        for path in files:
-            path.write_bytes(f"{path.name} {text}\n".encode() + b"\xff\n")
-        git("add", "staged")
-        if text == "before":
-            git("add", "changed")
-            git("commit", "-qm", "all")
+    for path in (staged, imported):
+        path.write_bytes(b"before \xff\n")
+    git("add", ".")
+    git("commit", "-qm", "all")
+    for path in (staged, imported):
+        path.write_bytes(f"{path.name} after ".encode() + b"\xff\n")
+    git("add", "staged")
     found = metrics.environment(["a"], torch.device("cpu"))
-    assert len(found["commit"]) == 40 and {"+staged after", "+changed after"} < {
-        *found["uncommitted"].splitlines()
-    }
+    lines = found["uncommitted"].splitlines()
+    assert {"+staged after \ufffd", "+metrics.py after \ufffd"} < {*lines}
+    assert len(found["commit"]) == 40
+    digest = hashlib.blake2b(imported.read_bytes(), digest_size=8).hexdigest()
+    assert found["code"] == {"metrics.py": digest}
 
 
 def test_unknown_devices_have_no_peak(monkeypatch):
@@ -433,6 +400,8 @@ def test_unknown_devices_have_no_peak(monkeypatch):
         ("NVIDIA H800", 989e12),
         ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA B200", 2250e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
         ("AMD Instinct MI300X", 1307e12),
         ("NVIDIA GeForce RTX 3090", 71e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
@@ -458,17 +427,9 @@ def test_the_start_line_says_how_many_tokens_a_step_has_and_who_reads_them(
     """Six data ranks, which read ten sequences each: five times two, or all at once."""
     monkeypatch.setattr(metrics.log, "propagate", True)
     caplog.set_level("INFO")
+    monkeypatch.setattr(metrics, "parameter_count", lambda model: 1_234_567)
     ranks = 6 * cp * tp
-    world = SimpleNamespace(
-        rank=0,
-        size=ranks,
-        dp_replicate=2,
-        dp_shard=3,
-        dp_size=6,
-        cp=cp,
-        tp=tp,
-        device=torch.device("cpu"),
-    )
+    sizes = {"size": ranks, "dp_replicate": 2, "dp_shard": 3, "dp_size": 6, "cp": cp, "tp": tp}
     for micro_batch, count in ((2, 5), (None, 1)):
         cfg = make_config(
             train={
@@ -479,10 +440,11 @@ def test_the_start_line_says_how_many_tokens_a_step_has_and_who_reads_them(
             }
         )
         caplog.clear()
-        recorder = Recorder(cfg, world, tmp_path, 7, 1, Counter())
-        recorder.log_start(1_234_567, "a table", {"web": 1.2345, "code": None}, ["a note"])
+        recorder = recorder_of(cfg, tmp_path, 7, **sizes)
+        log_start(recorder, {"web": 1.2345, "code": None}, "a note")
         recorder.close()
-        first, _, tokens, *rest = caplog.messages
+        warning, first, _, tokens, *rest = caplog.messages
+        assert warning == "a warning"
         assert first == f"{tmp_path}: 1,234,567 parameters on {ranks} x cpu ({mesh}), float32"
         assert tokens == (
             f"{60 * 1_096:,} tokens per step = {count} micro-batches x 6 data ranks x {10 // count} "
@@ -492,26 +454,14 @@ def test_the_start_line_says_how_many_tokens_a_step_has_and_who_reads_them(
         assert rest == ["a note", "a table"]
 
 
-ALONE = SimpleNamespace(
-    rank=0,
-    size=1,
-    dp_replicate=1,
-    dp_shard=1,
-    dp_size=1,
-    cp=1,
-    tp=1,
-    device=torch.device("cpu"),
-)
-
-
 def test_a_warm_up_that_the_run_does_not_complete_is_logged(tmp_path, monkeypatch, caplog):
     """With the share of the peak that the learning rate reaches."""
     monkeypatch.setattr(metrics.log, "propagate", True)
     for warmup, share in ((2000, "0.5 %"), (11, "90.9 %"), (10, None)):
         cfg = make_config(train={"steps": 10}, optim={"warmup_steps": warmup})
         caplog.clear()
-        recorder = Recorder(cfg, ALONE, tmp_path, 0, 1, Counter())
-        recorder.log_start(1, "", None, [])
+        recorder = recorder_of(cfg, tmp_path)
+        log_start(recorder)
         recorder.close()
         logged = [message for message in caplog.messages if "warm-up" in message]
         assert len(logged) == (share is not None)
@@ -527,10 +477,10 @@ def test_the_start_line_says_where_the_weights_are_from_and_which_options_are_on
     def shown(cfg: config.Config, epochs: float | None) -> tuple[str, str]:
         """The options, and what the run starts from."""
         caplog.clear()
-        recorder = Recorder(cfg, ALONE, tmp_path, 0, 1, Counter())
-        recorder.log_start(1, "", epochs, [])
+        recorder = recorder_of(cfg, tmp_path)
+        log_start(recorder, epochs)
         recorder.close()
-        _, options, tokens, *_ = caplog.messages
+        _, _, options, tokens, *_ = caplog.messages
         return options, tokens.partition("; ")[2]
 
     plain = "recompute none, prefetch 1 forward, 1 backward (0: implicit)"
@@ -564,8 +514,7 @@ def test_an_evaluation_is_logged_with_its_numbers_and_what_has_no_loss_is_named(
     monkeypatch.setattr(metrics.log, "propagate", True)
     monkeypatch.setattr(metrics, "on_rank_zero", lambda work: work())
     caplog.set_level("INFO")
-    world = SimpleNamespace(rank=0, size=1, cp=1, tp=1, device=torch.device("cpu"))
-    recorder = Recorder(make_config(), world, tmp_path, 0, 1, Counter())
+    recorder = recorder_of(make_config(), tmp_path)
     recorder.log_evaluation(2, None)  # a stop came
     assert not recorder.has_evaluation(2)
     result = {"loss": 2.71828, "bits_per_byte": 1.23456, "loss_by_source": {"a": None, "b": 2.5}}
@@ -593,13 +542,10 @@ def test_the_first_step_of_a_launch_says_nothing_of_the_time_that_is_left(
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(metrics.log, "propagate", True)
     caplog.set_level("INFO")
-    world = SimpleNamespace(rank=0, size=1, cp=1, tp=1, device=torch.device("cpu"))
-    recorder = Recorder(make_config(train={"steps": 10}), world, tmp_path, 6, 1, Counter())
+    recorder = recorder_of(make_config(train={"steps": 10}), tmp_path, 6)
     for step in (7, 8):
         now[0] += 3
-        batch = SimpleNamespace(digest=0, valid_tokens=1, epochs=0.5)
-        sums = {"loss": torch.zeros(())}
-        recorder.log_step(step, 0, batch, sums, {"grad_norm": 0.0, "lr": 0.1})
+        log_step(recorder, step)
     recorder.close()
     first, second = caplog.messages
     assert first.startswith("step  7/10  ") and first.endswith(" GiB")
@@ -708,7 +654,7 @@ def test_rows_at_the_steps_named_logs_of_every_rank_and_a_profile(write_config, 
             < length["aten::linear"] + length["MmBackward0"]
         )
     assert done.stdout.count("step 7/7") == 1
-    assert "finished without [checkpoint]: nothing was saved\n" in done.stdout
+    assert "no [checkpoint]: nothing will be saved\n" in done.stdout
 
 
 def test_rows_that_cannot_be_written_wait(tmp_path, caplog, monkeypatch):
@@ -767,8 +713,6 @@ def test_tensorboard_may_fail(tmp_path):
             raise RuntimeError("its folder is gone")
 
     recorder = Rows(tmp_path, config.Log(tensorboard=True), 0)
-    from metrics import Board
-
     assert type(recorder.board) is Board
     recorder.board.writer = Broken()
     recorder.write({"kind": "train", "step": 1, "loss": 1.0})
@@ -780,10 +724,7 @@ def test_tensorboard_may_fail(tmp_path):
 def test_what_a_step_returns_is_in_the_row_and_in_tensorboard(tmp_path, monkeypatch):
     """Sums as means over the step's tokens, of all ranks; scalars as they are; what is nested under both names."""
     monkeypatch.setattr(metrics, "all_gather_objects", lambda value: [value, value])
-    world = SimpleNamespace(rank=0, size=2, cp=1, tp=1, device=torch.device("cpu"))
-    from metrics import Board
-
-    recorder, added = Recorder(make_config(), world, tmp_path, 0, 1, Counter()), {}
+    recorder, added = recorder_of(make_config(), tmp_path, size=2), {}
     recorder.rows.board = Board(tmp_path / "tensorboard", 0)
     monkeypatch.setattr(
         recorder.rows.board.writer,
