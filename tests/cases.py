@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
-import generate
 from checkpoint.load import Reader, tensors_of
 from checkpoint.save import Saver
 from config import ConfigError
@@ -189,33 +188,6 @@ def recorded(events: list[tuple[str, str]], names: Callable[[FSDPParamGroup], st
     FSDPParamGroup.unshard, FSDPParamGroup.post_backward = original, post_backward
 
 
-def samples_by_who_has_the_tokenizer(who: list[list[int]]) -> list[bool]:
-    """Whether this rank generates the sample, which all ranks must or none, where these ranks can load the tokenizer;
-    of the others the first cannot, and the second's does not encode."""
-
-    found = []
-    with (
-        process_group() as world,
-        mock.patch("generate.Tokenizer") as tokenizer,
-        mock.patch("generate.continue_text", return_value="") as generated,
-        mock.patch("generate.reshard"),
-    ):
-        dataset = mock.Mock(names=[], tokenizer_files=[pathlib.Path("tokenizer.model")])
-        for ranks in who:
-            able = world.rank in ranks
-            tokenizer.side_effect = None if able or world.rank else ConfigError("no package for it")
-            tokenizer.return_value.encode.side_effect = (
-                None if able else ConfigError("not this text")
-            )
-            tokenizer.return_value.encode.return_value = [[1]]
-            generated.reset_mock()
-            generate.log_sample(
-                torch.nn.Identity(), make_config(train={"steps": 100}), world, dataset
-            )
-            found.append(generated.called)
-    return found
-
-
 def over_meshes(
     full: list[torch.Tensor], world: World
 ) -> Iterator[tuple[str, torch.nn.ParameterList]]:
@@ -306,33 +278,6 @@ def bfloat16_updates() -> dict[str, list[str]]:
                 key for key, t in trained(model).items() if not torch.equal(t, expected[key])
             ]
     return found
-
-
-def nan_on_one_rank() -> tuple[bool, str]:
-    """(did any weight change, the error) of a step in which rank 1 alone has a NaN in its gradient."""
-    from optim import FiniteGuard, Progress, build_optimizer, clip_gradients
-
-    with process_group() as world:
-        model = build(make_config(), world)
-        optimizer = build_optimizer(model, make_config().optim)
-        guard = FiniteGuard(optimizer, world.device, 0, Progress())
-        before = [p.to_local().clone() for p in model.parameters()]
-        ids = torch.zeros((2, 9), dtype=torch.int64)
-        model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
-        if world.rank == 1:
-            next(model.parameters()).grad.to_local()[0, 0] = float("nan")
-        if guard.may_update(1, clip_gradients(model, optimizer, 1.0)):
-            optimizer.step()
-        changed = any(
-            not torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before)
-        )
-        try:
-            guard.counts()
-            message = "none"
-        except FloatingPointError as error:
-            message = str(error)
-        del model, optimizer, guard
-    return changed, message
 
 
 def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:

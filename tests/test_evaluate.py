@@ -3,9 +3,11 @@
 import contextlib
 import json
 import math
+import pathlib
 import random
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +20,8 @@ from config import ConfigError
 from data.dataset import open_dataset
 from data.prepare import prepare
 from data.row_format import is_held_out
-from tests import cases
 from tests.conftest import launch, make_config, needs_extra, rows
+from tests.distributed import distributed
 
 pytestmark = pytest.mark.quick
 
@@ -52,7 +54,8 @@ def test_a_source_without_a_target_has_no_loss_and_leaves_the_mean_alone(monkeyp
     monkeypatch.setattr(evaluate, "reshard", lambda model: None)
     run = SimpleNamespace(
         phase=lambda name: phases.append(name) or contextlib.nullcontext(),
-        stop=SimpleNamespace(start_sync=lambda: None, finish_sync=lambda: None, agreed=False),
+        agreement=SimpleNamespace(begin=lambda: None, finish=lambda: None),
+        stops=False,
     )
     for streams, loss in ((["a", "b"], exact), (["b"], None)):
         phases.clear()
@@ -75,44 +78,47 @@ def test_a_source_without_a_target_has_no_loss_and_leaves_the_mean_alone(monkeyp
     ],
 )
 def test_a_sample_begins_as_what_was_read_does(tmp_path, monkeypatch, source, names, prompt):
-    found = []
-    monkeypatch.setattr(
-        "generate.Tokenizer", lambda folder: SimpleNamespace(encode=lambda texts: [[1]])
-    )
-    monkeypatch.setattr(
-        "generate.continue_text", lambda model, tokenizer, begin, *_: found.append(begin) or ""
-    )
+    """There is none after few steps, without a tokenizer, or of a model whose all-gathers take seconds."""
+    begun = []
+    encoder = SimpleNamespace(encode=lambda texts: begun.extend(texts) or [[1]], bos=[], eos=[2])
+    encoder.decode = lambda ids: f"text of {ids}"
+    monkeypatch.setattr("generate.Tokenizer", lambda folder: encoder)
+    monkeypatch.setattr("generate.generate", lambda model, ids, *_: iter([*ids, 7, 2, 9]))
     monkeypatch.setattr("generate.reshard", lambda model: None)
+    logged = mock.Mock()
+    monkeypatch.setattr("generate.log", logged)
     cfg = make_config(data={"source": source}, train={"steps": 100})
     dataset = SimpleNamespace(names=names, tokenizer_files=[tmp_path / "t"])
     generate.log_sample(Untrained(), cfg, WORLD, dataset)
-    assert found == [prompt]
-    generate.log_sample(
-        Untrained(), replace(cfg, train=replace(cfg.train, steps=99)), WORLD, dataset
-    )
+    assert {*begun} == {prompt}
+    logged.info.assert_called_once_with("a sample:\n%s", "text of [1, 1, 7]")  # up to EOS
+    begun.clear()
+    short = replace(cfg, train=replace(cfg.train, steps=99))
+    generate.log_sample(Untrained(), short, WORLD, dataset)
     generate.log_sample(Untrained(), cfg, WORLD, SimpleNamespace(names=names, tokenizer_files=[]))
     monkeypatch.setattr("generate.parameter_count", lambda model: 70_553_706_496)
     generate.log_sample(Untrained(), cfg, WORLD, dataset)
-    # none after few steps, without a tokenizer, or of a model whose all-gathers take seconds
-    assert found == [prompt]
+    assert not begun
 
 
-def test_a_tokenizer_that_cannot_encode_the_prompt_fails_no_run(tmp_path, monkeypatch):
-    def encode(texts: list[str]) -> list[list[int]]:
-        raise ConfigError("its tokenizer fails on a text")
-
-    monkeypatch.setattr("generate.Tokenizer", lambda folder: SimpleNamespace(encode=encode))
-    monkeypatch.setattr("generate.continue_text", lambda *_: pytest.fail("must not be called"))
-    dataset = SimpleNamespace(names=[], tokenizer_files=[tmp_path / "t"])
-    generate.log_sample(Untrained(), make_config(train={"steps": 100}), WORLD, dataset)
-
-
-def test_all_ranks_generate_the_sample_or_none_does(on_ranks):
-    """Generating communicates: a rank alone would wait for the others."""
-    assert (
-        on_ranks(2, cases.samples_by_who_has_the_tokenizer, [[0], [1], [], [0, 1]])
-        == [[False] * 3 + [True]] * 2
-    )
+@pytest.mark.parametrize("able", [[0], [1], [], [0, 1]])
+@distributed(ranks=2)
+def test_all_ranks_generate_the_sample_or_none_does(world, able):
+    """Where these have a tokenizer that encodes the prompt. Generating communicates: a rank alone would wait."""
+    dataset = SimpleNamespace(names=[], tokenizer_files=[pathlib.Path("tokenizer.model")])
+    with (
+        mock.patch("generate.Tokenizer") as tokenizer,
+        mock.patch("generate.generate", return_value=iter([])) as generated,
+        mock.patch("generate.reshard"),
+    ):
+        tokenizer.return_value = mock.Mock(bos=[], eos=[], decode=str)
+        tokenizer.return_value.encode.return_value = [[1]]
+        if world.rank not in able:  # the first has no package for it, the second's fails on a text
+            failing = tokenizer.return_value.encode if world.rank else tokenizer
+            failing.side_effect = ConfigError("none")
+        cfg = make_config(train={"steps": 100})
+        generate.log_sample(Untrained(), cfg, world, dataset)
+    assert generated.called == (len(able) == 2)
 
 
 def write_texts(path, seed: int) -> list[str]:
