@@ -63,7 +63,7 @@ def prepare(
     """Begins missing folders of token files, checks existing ones, and completes them. Returns
     them, by source. workers: threads that tokenize. has_bar: shows bars of progress, else lines.
     Raises ConfigError and OSError."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of ours take one core each
+    os.putenv("TOKENIZERS_PARALLELISM", "false")  # threads of ours take one core each
     sources = begin_all(cfg)
     while True:
         incomplete = [each for each in sources if not manifest_of(each[0])["complete"]]
@@ -171,7 +171,7 @@ class Preparation:
         self.validation = validation_source(self.d)
         self.files = [SourceFile(*entry) for entry in self.manifest["files"]]
         self._note_changes()
-        self.next_record = 0.0  # by time.monotonic(): at once, since a launch waits for the first
+        self.next_record = 0.0  # by time.monotonic()
         self.next_line = time.monotonic() + LOG_SECONDS
         self.bar = tqdm(
             desc=self.d.source[-24:],
