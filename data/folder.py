@@ -194,20 +194,10 @@ def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
     files.write_atomic(folder / MANIFEST, content, temporary)
 
 
-def is_prepared(cfg: config.Config, whole: bool = True) -> bool:
-    """Whether all text of all sources is recorded. whole=False: whether some of each is, so that no
-    source is wrong from its first row on. Raises ConfigError and OSError."""
+def is_prepared(cfg: config.Config) -> bool:
+    """Whether all text of all sources is recorded. Raises ConfigError and OSError."""
     trained = common_tokenizer(cfg)
     if trained and not trained.exists():
         return False
-    manifests = [read_manifest(folder) for folder, _ in prepared_folders(cfg)]
-    if not all(manifests):
-        return False
-    if whole:
-        return all(manifest["complete"] for manifest in manifests if manifest)
-    return all(any(manifest["documents"].values()) for manifest in manifests if manifest)
-
-
-def damaged(path: pathlib.Path, problem: str) -> ConfigError:
-    """The error of a file of prepared data that is not as it was written."""
-    return ConfigError(f"{path}: {problem}; delete {path.parent} to prepare it again")
+    manifests = [read_manifest(folder) or {} for folder, _ in prepared_folders(cfg)]
+    return all(manifest.get("complete") for manifest in manifests)

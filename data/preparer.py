@@ -36,8 +36,8 @@ class Preparer:
         self.exit_code: int | None = 0  # of the process; None while it runs
 
     def begin(self, cfg: config.Config) -> None:
-        """Begins or checks the folders. Waits until ranks can start: until all is prepared or, of
-        text that grows, until its first rows have proved to be right. Raises ConfigError and
+        """Begins or checks the folders, and starts the process if they are not complete. Waits
+        until all is prepared; for text that grows, the ranks wait. Raises ConfigError and
         OSError."""
         begin_all(cfg)
         if is_prepared(cfg):
@@ -47,7 +47,7 @@ class Preparer:
         self.command = [*python_command(MAIN), "/dev/stdin", f"--beside={ranks}"]
         self.configuration = config.to_toml(cfg)
         self._start()
-        while not is_prepared(cfg, whole=not grows):
+        while not (grows or is_prepared(cfg)):
             if self.has_failed():
                 raise ConfigError("the text cannot be prepared: see above")
             time.sleep(POLL_SECONDS)

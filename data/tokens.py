@@ -16,7 +16,6 @@ from typing import IO, NamedTuple, Protocol
 import numpy as np
 
 from config import ConfigError
-from data.folder import damaged
 
 OPEN_FILES = 128  # a corpus may have more files than a process may open
 
@@ -196,3 +195,8 @@ def file_of(folder: pathlib.Path, manifest: dict, name: str, vocab_size: int) ->
     if size < tokens * file.dtype.itemsize or (documents and ends[-1] != tokens):
         raise damaged(path, f"has other sizes than {tokens} tokens in {documents} documents")
     return file
+
+
+def damaged(path: pathlib.Path, problem: str) -> ConfigError:
+    """The error of a file of prepared data that is not as it was written."""
+    return ConfigError(f"{path}: {problem}; delete {path.parent} to prepare it again")

@@ -15,10 +15,7 @@ import pytest
 
 import config
 from data.prepare import prepare
-from data.writer import TokenWriter
-from parallel.mesh import World
-from tests.conftest import REPO, loader_of, rows, train_run, words
-from tests.distributed import run_on_ranks
+from tests.conftest import REPO, loader_of, rows, words
 
 FILES = 6
 STEPS = 200
@@ -202,32 +199,3 @@ def test_stop_while_text_is_awaited(path, tmp_path):
     assert again.end() == 0, again.output()
     assert again.trained() == STEPS
     assert again.has_samples_of_prepared_text(tmp_path / "before")
-
-
-def test_wait_without_progress_ends_the_run_after_a_save(path, tmp_path, monkeypatch):
-    """Nobody prepares: what was recorded is four records of a text."""
-    cfg = config.load(str(path), ["--run.start_timeout_seconds=4"])
-    records = []
-    monkeypatch.setattr("data.prepare.BATCH_CHARACTERS", 4000)
-    monkeypatch.setattr("data.prepare.RECORD_SECONDS", 0.0)
-    record = TokenWriter.record
-    manifest = tmp_path / "p/manifest.json"
-
-    def keep(writer: TokenWriter) -> None:
-        record(writer)
-        records.append(manifest.read_bytes())
-
-    monkeypatch.setattr(TokenWriter, "record", keep)
-    prepare(cfg)
-    manifest.write_bytes(records[8])
-
-    def train(world: World) -> None:
-        with pytest.raises(SystemExit, match="1"):
-            train_run(cfg, world)
-
-    run_on_ranks(2, train)
-    folder = config.run_folder(cfg)
-    trained = len(rows(folder))
-    assert 5 < trained < STEPS
-    assert (folder / f"checkpoints/step-{trained:08d}").exists()
-    assert "nothing was prepared for 4 s" in (folder / "logs/rank-0.log").read_text()
