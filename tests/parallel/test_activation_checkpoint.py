@@ -26,16 +26,16 @@ from parallel.collectives import all_gathered
 from parallel.context import shard_sequences
 from parallel.mesh import World
 from tests.conftest import (
-    hashes,
     build,
     compiled_by,
     gradients_of,
+    hashes,
     make_config,
     mesh_for,
     needs_extra,
     token_ids,
 )
-from tests.distributed import run_on_ranks
+from tests.distributed import distributed, run_on_ranks
 from tests.reference import fresh_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
