@@ -25,7 +25,7 @@ def set_default_timeout(timeout: datetime.timedelta) -> None:
     """Sets the timeout of the process groups that DeviceMesh creates.
 
     In all versions they use torch's default of 30 minutes, not the timeout of init_process_group().
-    Test: test_mesh.py, test_all_process_groups_have_the_runs_timeout.
+    Test: run/test_rank.py, test_all_process_groups_have_the_runs_timeout.
     """
     dist.distributed_c10d.default_pg_timeout = timeout
 
@@ -50,7 +50,7 @@ def report_wait_for_nodes() -> None:
     """Has torchrun report that it waits for the torchrun of other nodes.
 
     In all versions it waits without a word, for up to ten minutes.
-    Test: test_launching.py, test_torchrun_says_that_it_waits_for_other_nodes.
+    Test: test_torch_patches.py, test_torchrun_reports_that_it_waits_for_other_nodes.
     """
     from torch.distributed.elastic.rendezvous import RendezvousInfo
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler

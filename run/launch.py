@@ -47,7 +47,7 @@ from schema import together
 
 WATCH_SECONDS = 0.5  # between looks at the process that prepares text
 # torch's reader of NCCL's flight recorder: it says which collective which ranks have not begun
-READER = "python -m torch.distributed.flight_recorder.fr_trace --prefix nccl-rank- LOGS"
+READER = "./run_train.sh -m torch.distributed.flight_recorder.fr_trace --prefix nccl-rank-"
 
 
 def launch(argv: list[str]) -> int:
@@ -277,8 +277,8 @@ class Attempts:
                 lines.append(f"as far as that: rank {report.rank}, {report.innermost_frame}")
         for record in self.run_folder.glob("logs/nccl-rank-*"):
             if record.stat().st_mtime > self.began:
-                records = record.with_name("nccl-rank-*")
-                lines.append(f"each rank's last collectives: {records}; {READER}")
+                lines.append(f"each rank's last collectives: {record.parent}/nccl-rank-*")
+                lines.append(f"which rank did not begin which: {READER} {record.parent}")
                 break
         print_error("\n".join(lines))
 

@@ -4,16 +4,22 @@ these tests fail.
 That of set_default_timeout() needs several ranks: test_mesh.py, test_all_process_groups_have_the_runs_timeout.
 """
 
+import datetime
 import logging
 import os
+import re
 import subprocess
 import sys
+import time
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
@@ -24,6 +30,7 @@ from torch.utils.checkpoint import (
 )
 
 from parallel.mesh import fsdp_mesh
+from parallel.torch_patches import report_wait_for_nodes, shorten_nccl_timeout
 from tests import cases
 from tests.conftest import REPO
 
@@ -183,3 +190,39 @@ def test_a_run_that_compiles_shields_its_compilers():
             with distributed(cfg):
                 for start in (cpp_builder.run_compile_cmd, SubprocPool.__init__):
                     assert ("shielded" in start.__code__.co_name) == compiles
+
+
+def test_torchrun_reports_that_it_waits_for_other_nodes(monkeypatch, capfd):
+    monkeypatch.setattr("parallel.ranks.NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(DynamicRendezvousHandler, "next_rendezvous", lambda self: time.sleep(0.4))
+    report_wait_for_nodes()
+    handler = DynamicRendezvousHandler.__new__(DynamicRendezvousHandler)
+    handler._settings = SimpleNamespace(min_nodes=2)
+    handler.next_rendezvous()
+    line = "^waiting for torchrun on the other nodes: .*, one of 2$"
+    assert re.search(line, capfd.readouterr().err)
+
+
+class StandIn:
+    """For a backend: a build for CPUs has no NCCL."""
+
+    seconds = 1860.0
+
+    def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
+        self.seconds = timeout.total_seconds()
+
+
+def test_nccl_times_out_before_the_watchdog(monkeypatch):
+    """In all groups, and gloo beside it as before: a save may wait longer for the disk."""
+    nccl, gloo = StandIn(), SimpleNamespace()
+    devices = [torch.device("cpu"), torch.device("cuda")]
+    both = SimpleNamespace(
+        _device_types=devices, _get_backend=lambda device: gloo if device.type == "cpu" else nccl
+    )
+    alone = SimpleNamespace(_device_types=devices[:1])
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", StandIn, raising=False)
+    world = SimpleNamespace(pg_map=[both, alone])
+    monkeypatch.setattr(dist.distributed_c10d, "_world", world)
+    shorten_nccl_timeout(540.0)
+    assert nccl.seconds == 540.0

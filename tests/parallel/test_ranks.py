@@ -1,9 +1,16 @@
 """How ranks agree."""
 
+import time
+
 import pytest
 
 from config import ConfigError
-from parallel.ranks import check_same_on_all_ranks, on_each_rank, on_rank_zero
+from parallel.ranks import (
+    check_same_on_all_ranks,
+    on_each_rank,
+    on_rank_zero,
+    printed_if_long,
+)
 from tests.conftest import refuses
 from tests.distributed import distributed
 
@@ -28,3 +35,13 @@ def test_ranks_with_another_value_are_named(world):
     check_same_on_all_ranks("options", {"a": 1})
     with refuses("rank 2 has a = 2, rank 0 1; b = 3, rank 0 .absent.: all nodes need"):
         check_same_on_all_ranks("options", {"a": 2, "b": 3} if world.rank == 2 else {"a": 1})
+
+
+def test_long_wait_is_reported_and_a_short_one_is_not(monkeypatch, capfd):
+    monkeypatch.setattr("parallel.ranks.NOTICE_SECONDS", 0.1)
+    with printed_if_long("waiting for rank 3"):
+        time.sleep(0.4)
+    with printed_if_long("waiting for rank 4"):
+        pass
+    time.sleep(0.2)
+    assert capfd.readouterr().err == "waiting for rank 3\n"

@@ -106,6 +106,11 @@ def test_command_of_one_rank_is_train_py_and_of_several_torchrun(environment, mo
     nodes = Ranks(2, 1, 0, "7").command("id")
     assert nodes[0] == "srun" and "--nodes=2" in nodes
     assert "--rdzv-endpoint=gpu007:29507" in nodes and "--rdzv-id=id" in nodes
+    # each node's torchrun announces its name in SLURM, not what its own name resolves to there
+    environment(SLURMD_NODENAME="gpu008")
+    task = nodes[nodes.index("bash") :]
+    printing = [*task[: task.index("bash", 1) + 1], "bash", "-c", 'echo "$PET_LOCAL_ADDR"']
+    assert subprocess.check_output(printing, text=True) == "gpu008\n"
 
 
 @pytest.mark.quick
@@ -346,7 +351,8 @@ def test_collectives_that_nccl_recorded_are_named(tmp_path, capsys):
     assert "nccl-rank-*" not in capsys.readouterr().err
     os.utime(logs / "nccl-rank-0", (2**33, 2**33))
     outcome(tmp_path, (KILLED, 137))
-    assert f"{logs}/nccl-rank-*; python -m torch" in capsys.readouterr().err.splitlines()[-1]
+    *_, named, command = capsys.readouterr().err.splitlines()
+    assert named.endswith(f"{logs}/nccl-rank-*") and command.endswith(f"--prefix nccl-rank- {logs}")
 
 
 @pytest.mark.quick
