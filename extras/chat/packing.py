@@ -21,9 +21,8 @@ import numpy as np
 
 import config
 from config import ConfigError
-from data.folder import damaged
 from data.tokenizer import Tokenizer
-from data.tokens import TokenFile, file_of
+from data.tokens import TokenFile, damaged, file_of
 from extras.chat.conversations import spelled
 
 SAMPLED = 2000  # conversations whose tokens with a loss are counted at a launch
