@@ -60,8 +60,7 @@ def test_a_conversation_keeps_what_fits_and_ends_turns(tokenizer, monkeypatch, c
 
     def reply(ids, count):
         prompts.append(ids)
-        for token in [*answer, chat.special["<|im_end|>"], 5]:
-            yield [token]
+        yield from [*answer, chat.special["<|im_end|>"], 5]
 
     monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n" * 3))
     three = len(chat.prompt(talk("the cat", "dog ö ✓", "the cat", "dog ö ✓", "the cat")))
