@@ -3,10 +3,8 @@
 import pytest
 
 from extras.planner.simulate import simulate
-from model.llama import FeedForward
-from tests.conftest import make_config, refuses
 from tests.distributed import run_on_ranks
-from tests.parallel.test_activation_checkpoint import block_config, kept_by_mode, two_swapped
+from tests.parallel.test_activation_checkpoint import block_config, kept_by_mode
 
 
 @pytest.mark.parametrize("cp, tp", [(1, 1), (1, 2), (2, 1), (2, 2)])
@@ -19,9 +17,3 @@ def test_plan_knows_what_a_block_keeps(cp, tp):
 
     for mode, kept in run_on_ranks(cp * tp, kept_by_mode, cp, tp)[-1].items():
         assert planned(mode, 4) - planned(mode, 2) == kept, mode
-
-
-def test_plan_refuses_matmuls_out_of_order(monkeypatch):
-    monkeypatch.setattr(FeedForward, "forward", two_swapped)
-    with refuses("number 5 of blocks.0"):
-        simulate(make_config(parallel={"recompute": "selective"}), 2)
