@@ -20,7 +20,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from extras.huggingface import config as hf_config
 from extras.huggingface import weights as hf_weights
 from extras.huggingface.tokenizer import fast_tokenizer_files, inexpressible, read_sentencepiece
 from model.build import meta_model
+from optim import Progress
 from schema import together
 
 GIB = 2**30
@@ -425,7 +426,8 @@ def import_folder(name: str, folder: Path) -> None:
             raise ConfigError(f"{stored.path}: {stored.name} holds values that are not finite")
         return full
 
-    state = {"step": 0, "config": config.to_dict(cfg), "torch": torch.__version__}
+    progress = asdict(Progress())  # of no step
+    state = {**progress, "config": config.to_dict(cfg), "torch": torch.__version__}
     write_checkpoint(folder, model, read, state, copied_files(source))
 
 
