@@ -33,13 +33,15 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 import config  # noqa: E402
 from benchmarks import count  # noqa: E402
 from checkpoint import catalog  # noqa: E402
-from checkpoint.checkpointer import Checkpointer, State  # noqa: E402
+from checkpoint.checkpointer import Checkpointer  # noqa: E402
 from checkpoint.load import restore, tensors_of  # noqa: E402
 from checkpoint.manifest import hash_files  # noqa: E402
+from data.dataset import Dataset  # noqa: E402
+from data.mixture import Mixture  # noqa: E402
 from files import sync  # noqa: E402
 from model.build import meta_model  # noqa: E402
 from model.llama import parameter_count  # noqa: E402
-from optim import build_optimizer  # noqa: E402
+from optim import Progress, build_optimizer  # noqa: E402
 from parallel.materialize import materialize  # noqa: E402
 from parallel.mesh import World  # noqa: E402
 from parallel.parallelize import parallelize  # noqa: E402
@@ -104,22 +106,17 @@ class Subject:
             os.fsync(file.fileno())
 
     def start_save(self, checkpointer: Checkpointer, step: int) -> None:
-        checkpointer.save(State(step), self.model, self.optimizer, stopping=False, data=[])
+        checkpointer.save(Progress(step), self.model, self.optimizer, stopping=False)
 
     def save(self, checkpointer: Checkpointer, step: int) -> None:
         self.start_save(checkpointer, step)
-        finish_save(checkpointer)
+        checkpointer.wait()
 
     def verify(self, step: int) -> None:
         catalog.problems_of(catalog.path_of(self.cfg, step))
 
     def read(self, step: int) -> None:
         restore(catalog.path_of(self.cfg, step), self.model, self.optimizer)
-
-
-def finish_save(checkpointer: Checkpointer) -> None:
-    checkpointer.report = print_problem
-    checkpointer.finish_pending_save(wait=True)
 
 
 def print_problem(step: int, problem: str | None) -> None:
@@ -132,8 +129,10 @@ def measure(
 ) -> tuple[dict[str, list[float]], Subject]:
     """(seconds by name, what was saved)."""
     async_save = dataclasses.replace(cfg.checkpoint, async_save=True)
-    blocking = Checkpointer(cfg, world, [], [])
-    asynchronous = Checkpointer(dataclasses.replace(cfg, checkpoint=async_save), world, [], [])
+    no_data = Dataset(cfg, [], Mixture([1]), [], [])
+    blocking = Checkpointer(cfg, world, no_data, report=print_problem)
+    cfg_async = dataclasses.replace(cfg, checkpoint=async_save)
+    asynchronous = Checkpointer(cfg_async, world, no_data, report=print_problem)
     subject = Subject(cfg, world)
     watch = Stopwatch()
     raw = pathlib.Path(cfg.run.output_dir) / "raw"
@@ -147,7 +146,7 @@ def measure(
         watch.time("verify", partial(subject.verify, step))
         watch.time("read", partial(subject.read, step))
         watch.time("async stall", partial(subject.start_save, asynchronous, step + 1))
-        watch.time("async rest", partial(finish_save, asynchronous))
+        watch.time("async rest", asynchronous.wait)
         sync(catalog.root(cfg))
     shutil.rmtree(catalog.root(cfg))
     return watch.seconds, subject

@@ -520,15 +520,9 @@ def test_a_plan_without_a_time_is_compared_by_its_memory(tmp_path):
     assert not any(row[0] == "time of a step, s" for row in page.rows)
 
 
-def test_options_before_a_resume_are_shown(tmp_path):
-    text = "# until step 4: optim.lr = 0.003\n[train]\nsteps = 8\n"
-    page = page_of(write_run(tmp_path / "r", [train_row(8)], config_toml=text))
-    assert ["options before", "until step 4: optim.lr = 0.003"] in page.rows
-
-
 def test_more_steps_do_not_go_back_to_a_step(monkeypatch):
     def command(resume: object, *words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["train.py", "a.toml", *words, "--launch=7"])
+        monkeypatch.setattr(sys, "argv", ["train.py", "a.toml", *words])
         text = report.what_next(make_config(checkpoint={"resume": resume}), None)
         return next(line for line in text.splitlines() if "--train.steps=8" in line)
 
@@ -573,21 +567,28 @@ STRETCHED = "more steps, a longer schedule"
     ids=str,
 )
 @needs_extra("huggingface", "chat")
-def test_a_finished_run_names_the_commands_that_fit_it(monkeypatch, sections, purposes, prompt):
+def test_a_finished_run_names_the_commands_that_fit_it(
+    tmp_path, monkeypatch, sections, purposes, prompt
+):
     monkeypatch.setattr(sys, "argv", ["launch", "a.toml"])
-    cfg = make_config(run={"name": "r", "output_dir": "/runs"}, **sections)
-    page = pathlib.Path("/runs/r/report.html")
+    cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)}, **sections)
+    folder = tmp_path / "r"
+    folder.mkdir()
+    (folder / "tokenizer.model").touch()
+    page = folder / "report.html"
     head, *commands = report.what_next(cfg, page).replace("; ", "\n", 1).splitlines()
     expected = {
-        "curves": "-m tensorboard.main --logdir /runs",
-        "text from it": f"-m generate /runs/r {prompt}",
+        "curves": f"-m tensorboard.main --logdir {tmp_path}",
+        "text from it": f"-m generate {folder} {prompt}",
         "more steps": "a.toml --train.steps=8",
         STRETCHED: "a.toml --train.steps=8",
-        "export": "-m huggingface export /runs/r /runs/r-hf",
+        "export": f"-m huggingface export {folder} {folder}-hf",
     }
-    assert head == "finished: /runs/r/report.html"
+    assert head == f"finished: {page}"
     assert commands == [f"{purpose}: ./run_train.sh {expected[purpose]}" for purpose in purposes]
-    assert report.what_next(cfg, None).startswith("finished: /runs/r")
+    assert report.what_next(cfg, None).startswith(f"finished: {folder}")
+    (folder / "tokenizer.model").unlink()  # token files have none
+    assert "generate" not in report.what_next(cfg, None)
 
 
 def test_a_run_writes_its_own_and_a_failure_is_one_warning(tmp_path, caplog, capsys, monkeypatch):
