@@ -677,7 +677,9 @@ def test_a_finished_run_is_left_alone(straight, ranks):
     folder, _ = straight
     before = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*")}
     done = launch(folder / "config.toml", "--run.name=straight", nproc=ranks)
-    assert done.returncode == 0 and "finished; train.steps = 20 asks for no more" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "finished; train.steps = 20 asks for no more" in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*")} == before
 
 
