@@ -50,8 +50,6 @@ class Checkpointer:
         else:
             on_rank_zero(lambda: compare.check_same_data(cfg, self.start, data))
             on_each_rank(lambda: dataset.require_same_text(compare.data_before(cfg, self.start)))
-        text_of_rank_zero = on_rank_zero(dataset.fingerprint)  # a node may have a copy of the data
-        on_each_rank(lambda: dataset.require_same_text(text_of_rank_zero))
         self.problems = [problem for problems in self.corrupt.values() for problem in problems]
         self.warnings = [f"corrupt, set aside: {problem}" for problem in self.problems]
         changes = compare.changes_since(cfg, self.start)
