@@ -59,7 +59,9 @@ class Checkpointer:
         if other_tokenizer:  # allow_changed may allow it
             self.warnings.append(other_tokenizer)
         if not cfg.checkpoint:
-            self.warnings.append("no [checkpoint]: nothing will be saved")
+            self.warnings.append(
+                "no [checkpoint]: nothing will be saved; --checkpoint.save_every_steps=100 adds one"
+            )
         self.saver = (
             Saver(cfg, self.start, tokenizer_files) if cfg.checkpoint and not evaluating else None
         )
