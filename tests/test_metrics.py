@@ -654,7 +654,10 @@ def test_rows_at_the_steps_named_logs_of_every_rank_and_a_profile(write_config, 
             < length["aten::linear"] + length["MmBackward0"]
         )
     assert done.stdout.count("step 7/7") == 1
-    assert "no [checkpoint]: nothing will be saved\n" in done.stdout
+    assert (
+        "no [checkpoint]: nothing will be saved; --checkpoint.save_every_steps=100 adds one\n"
+        in done.stdout
+    )
 
 
 def test_rows_that_cannot_be_written_wait(tmp_path, caplog, monkeypatch):
