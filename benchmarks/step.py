@@ -135,7 +135,7 @@ def measure(
         batch = next(batches)
         sums, _ = training_step(model, optimizer, guard, batch, step, cfg, world)
         seconds.append(synchronize(world.device) - began)
-    guard.counts()
+    guard.check()
     if real:
         loader.close()
 

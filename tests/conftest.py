@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import config
+import files
 from config import ConfigError
 from model import loss as loss_module
 from model.build import meta_model
@@ -335,7 +336,9 @@ def write_config(tmp_path, corpus, prepared):
         sections = {"data": {"source": str(corpus), "path": str(prepared)}, **sections}
         sections["run"] = {"output_dir": str(tmp_path / "outputs"), **(sections.get("run") or {})}
         path = tmp_path / f"{name}.toml"
-        path.write_text(config.to_toml(config.from_dict(tables(**sections), str(path))))
+        content = config.to_toml(config.from_dict(tables(**sections), str(path)))
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")  # ranks may write it side by side
+        files.write_atomic(path, content, temporary)
         return path
 
     return write
