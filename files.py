@@ -70,21 +70,14 @@ def process_name() -> str:
 
 
 def write_atomic(
-    path: pathlib.Path,
-    content: bytes | str,
-    temporary: pathlib.Path | None = None,
-    folder: int | None = None,
+    path: pathlib.Path, content: bytes | str, temporary: pathlib.Path | None = None
 ) -> None:
     """Replaces a file atomically: a reader, also after a crash, sees either the old content or the
     new one. Raises OSError, which names a file. temporary: where it is written first, if several
-    processes may write it at once. folder: a handle of the folder of both; another folder that lies
-    at its path by now is left alone."""
+    processes may write it at once."""
     temporary = temporary or path.with_name(f".{path.name}.tmp")
-    opener = None
-    if folder is not None:
-        opener = functools.partial(_open_inside, folder)
     try:
-        with open(temporary, "wb", opener=opener) as file:
+        with open(temporary, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             # else a power cut may leave the new name without its content
@@ -92,15 +85,7 @@ def write_atomic(
     except OSError as error:
         error.filename = error.filename or str(path)  # a write knows only its handle
         raise
-    if folder is None:
-        temporary.replace(path)
-    else:
-        os.replace(temporary.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
-
-
-def _open_inside(folder: int, path: str, flags: int) -> int:
-    """An opener for open(): of a file in the folder of a handle."""
-    return os.open(os.path.basename(path), flags, 0o666, dir_fd=folder)
+    temporary.replace(path)
 
 
 def write_if_possible(path: pathlib.Path, content: bytes | str) -> None:
@@ -219,17 +204,6 @@ def die_with_parent(parent: int | None = None) -> None:
             os._exit(1)
     elif parent is None:
         threading.Thread(target=_end_with_parent, args=[os.getppid()], daemon=True).start()
-
-
-def end_with_stdin() -> None:
-    """Starts a thread that ends this process once its stdin is closed, also by the end of the
-    process that holds the other end."""
-    threading.Thread(target=_read_stdin, daemon=True).start()
-
-
-def _read_stdin() -> None:
-    sys.stdin.read()
-    os._exit(1)
 
 
 def _end_with_parent(parent: int) -> None:

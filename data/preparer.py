@@ -5,6 +5,7 @@ network fails, it is started again. If the text is wrong, the launcher stops the
 """
 
 import contextlib
+import errno
 import subprocess
 import time
 
@@ -50,6 +51,8 @@ class Preparer:
         while not (grows or is_prepared(cfg)):
             if self.has_failed():
                 raise ConfigError("the text cannot be prepared: see above")
+            if self.exit_code and self.pause >= LONGEST_PAUSE:  # the sixth time
+                raise OSError(errno.EIO, "fails again and again, see above", "preparing the text")
             time.sleep(POLL_SECONDS)
 
     def has_failed(self) -> bool:

@@ -1,12 +1,10 @@
 """Suggests changes where a plan does not fit: plans each change, and names the fastest that fits.
 
-Called by dry_run.py, and by a run that is out of memory. alternatives()
-lists what would need less memory, changes() orders it into changes of one option or of several,
-tried() makes the plan of each.
+Called by dry_run.py. alternatives() lists what would need less memory, changes() orders it into
+changes of one option or of several, tried() makes the plan of each.
 """
 
 import math
-import shlex
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -191,18 +189,4 @@ def faster(row: dict, ranks: int, args: Namespace, asked: Asked) -> str:
     return (
         f"{ranks} ranks: faster, and fits: {words(change, row)} ({row['device_gib']:.1f} GiB, "
         f"{speed(row):,.0f} tok/s a GPU)\n"
-    )
-
-
-def out_of_memory(cfg: config.Config, ranks: int, words: list[str]) -> str:
-    """What to do when a run is out of memory: the first change of each option to try, and the dry
-    run that plans them. words: the run's command line."""
-    first = []
-    for option, values in alternatives(cfg, ranks, gpus_per_node=min(ranks, 8)).items():
-        if values:
-            first.append(override(option, values[0]))
-    dry_run = ["./run_train.sh", *words, "--dry-run", f"--world-size={ranks}", "--gpu-memory-gib"]
-    return (
-        f"to need less, try one of: {' '.join(first)}, or more ranks\n"
-        f"what each would need, and how fast it would be: {shlex.join(dry_run)} G"
     )

@@ -1,7 +1,6 @@
 """Text -> token files: the bytes are a function of the text, whatever happens meanwhile."""
 
 import array
-import contextlib
 import errno
 import gzip
 import hashlib
@@ -16,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -398,8 +398,10 @@ def fork(work: Callable[[], object]) -> int:
     pid = os.fork()
     if pid == 0:
         code: object = 99
-        with contextlib.suppress(BaseException):
+        try:
             code = work()
+        except BaseException:
+            traceback.print_exc()
         os._exit(code if isinstance(code, int) else 0)
     return pid
 

@@ -960,22 +960,6 @@ def test_shapes_of_the_drawing_stand_where_their_numbers_are(tmp_path):
     assert f"M{show.Chart.LEFT} {y(10):.1f}h{show.Chart.WIDTH}" in lines
 
 
-@pytest.mark.parametrize("reshard, named", [(False, True), (True, False)])
-def test_out_of_memory_names_resharding_where_it_would_help(reshard, named):
-    told = advice.out_of_memory(
-        make_config(parallel={"reshard_after_forward": reshard}),
-        4,
-        ["configs/tiny.toml", "--optim.lr=1e-3"],
-    )
-    assert told.endswith(
-        "./run_train.sh configs/tiny.toml --optim.lr=1e-3 --dry-run --world-size=4 --gpu-memory-gib G"
-    )
-    assert ("--parallel.reshard_after_forward=true" in told) is named
-    for ranks, within in (1, False), (2, True), (16, True):  # a node's GPUs
-        cfg = make_config(train={"global_batch_size": 32})
-        assert ("--parallel.tp=2" in advice.out_of_memory(cfg, ranks, [])) is within
-
-
 def test_suggestions_go_on_past_offload(monkeypatch):
     """Its speed is not known: another change that fits, of several together, goes before it."""
 
