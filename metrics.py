@@ -141,7 +141,8 @@ def code() -> dict[str, str]:
     hashes = {}
     for module in list(sys.modules.values()):
         path = pathlib.Path(getattr(module, "__file__", None) or "/")
-        if path.is_relative_to(repo) and "site-packages" not in path.parts:
+        is_ours = path.is_relative_to(repo) and "site-packages" not in path.parts
+        if is_ours and path.is_file():  # it may have been removed since
             digest = hashlib.blake2b(path.read_bytes(), digest_size=8)
             hashes[str(path.relative_to(repo))] = digest.hexdigest()
     return dict(sorted(hashes.items()))
