@@ -380,7 +380,8 @@ def train_run(cfg: config.Config, world: World) -> list[dict]:
 
 
 def rows(folder: pathlib.Path, kind: str = "train") -> list[dict]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    """Those of a run that may still write: a row without its line end is not one yet."""
+    *lines, _being_written = (folder / "metrics.jsonl").read_text().split("\n")
     return [row for row in map(json.loads, lines) if row["kind"] == kind]
 
 
