@@ -24,7 +24,6 @@ from checkpoint import catalog, compare, load
 from config import ConfigError, run_tool
 from data.dataset import Dataset
 from data.tokenizer import Tokenizer
-from files import printable
 from metrics import log
 from model.build import meta_model
 from model.llama import Llama, parameter_count
@@ -32,6 +31,7 @@ from parallel.fsdp import reshard
 from parallel.materialize import initialize_buffers, materialize
 from parallel.mesh import World
 from parallel.ranks import all_gather_objects
+from system.processes import printable
 
 MAX_SAMPLED_PARAMETERS = 20e9  # a run logs no sample of a larger model
 MIN_SAMPLED_STEPS = 100  # or after fewer steps: the text would be noise

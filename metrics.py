@@ -18,12 +18,11 @@ from typing import Any
 import torch
 
 import config
-import files
-import schema
 from data.dataset import Dataset
 from model.llama import Llama, flops_per_token, parameter_count
 from parallel.mesh import World
 from parallel.ranks import all_gather_objects, on_rank_zero
+from system import files, processes
 
 log = logging.getLogger("train")
 
@@ -94,7 +93,7 @@ def start_logging(folder: pathlib.Path, rank: int, color: bool) -> None:
         path.parent.mkdir(exist_ok=True)
         in_file = logging.FileHandler(path)
     except OSError as error:  # a full disk
-        files.print_error(f"{path}: {error.strerror}; this launch has none")
+        processes.print_error(f"{path}: {error.strerror}; this launch has none")
         in_file = logging.FileHandler(os.devnull)
     in_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log.setLevel(logging.INFO)
@@ -473,7 +472,7 @@ class Board:
         if not self.writer:
             return
         try:
-            for key, value in schema.flatten(row).items():
+            for key, value in config.flatten(row).items():
                 if key in ("step", "batch_digest"):
                     continue
                 if isinstance(value, int | float) and math.isfinite(value):

@@ -2,7 +2,7 @@
 
 import pathlib
 
-from schema import positive
+from config import positive
 
 REPO = pathlib.Path(__file__).parent.parent
 

@@ -38,7 +38,6 @@ from checkpoint.load import restore, tensors_of  # noqa: E402
 from checkpoint.manifest import hash_files  # noqa: E402
 from data.dataset import Dataset  # noqa: E402
 from data.mixture import Mixture  # noqa: E402
-from files import sync  # noqa: E402
 from model.build import meta_model  # noqa: E402
 from model.llama import parameter_count  # noqa: E402
 from optim import Progress, build_optimizer  # noqa: E402
@@ -46,6 +45,7 @@ from parallel.materialize import materialize  # noqa: E402
 from parallel.mesh import World  # noqa: E402
 from parallel.parallelize import parallelize  # noqa: E402
 from run.rank import distributed  # noqa: E402
+from system.files import sync  # noqa: E402
 
 
 def configuration(mib: int, folder: str) -> config.Config:

@@ -12,7 +12,7 @@ import pathlib
 from checkpoint.catalog import checkpoints_of, problems_of
 from checkpoint.manifest import read_manifest
 from config import ConfigError, run_tool
-from files import print_line
+from system.processes import print_line
 
 
 def main(argv: list[str]) -> int:

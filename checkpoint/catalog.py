@@ -12,7 +12,7 @@ import config
 from checkpoint import manifest
 from checkpoint.manifest import PART, STATE, CorruptCheckpoint
 from config import ConfigError
-from files import print_error
+from system.processes import print_error
 
 NAME = re.compile(r"step-(\d{8,})")
 TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp")
@@ -92,7 +92,7 @@ def saved_param_dtype(cfg: config.Config) -> str | None:
             continue
         with contextlib.suppress(CorruptCheckpoint):
             saved = read_state(path_of(cfg, step))["config"]
-            return config.SCHEMA.complete(saved)["parallel.param_dtype"]
+            return config.values_of(saved)["parallel.param_dtype"]
     return None
 
 

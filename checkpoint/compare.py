@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import config
-import schema
 from checkpoint import catalog
 from checkpoint.catalog import path_of, read_state
 from config import ConfigError
@@ -66,13 +65,13 @@ def changed_options(cfg: config.Config, step: int, names: re.Pattern) -> dict[st
     """{option: (value in the checkpoint, value now)}, as text, of the options matching `names` that
     differ. An option that the checkpoint does not mention had its default."""
     saved = read_state(path_of(cfg, step))["config"]
-    before = config.SCHEMA.complete(saved)
-    now = config.SCHEMA.complete(config.to_dict(cfg))
+    before = config.values_of(saved)
+    now = config.values_of(config.to_dict(cfg))
     if _head_width(before) == _head_width(now):
         before["model.head_dim"] = now["model.head_dim"]  # stated or derived, it is the same
     if _row_format(before) == _row_format(now):
         before["data.format"] = now["data.format"]
-    mentioned = schema.flatten(saved, before)
+    mentioned = config.flatten(saved, before)
     changed = {}
     for key in sorted(before | now):
         old_value = before.get(key)
@@ -97,7 +96,7 @@ def _row_format(options: dict[str, Any]) -> str:
 def _as_text(value: Any) -> str:
     if value is None:
         return "absent"
-    return value if isinstance(value, str) else schema.toml(value)
+    return value if isinstance(value, str) else config.toml(value)
 
 
 def check_same_run(cfg: config.Config, step: int, guarded: re.Pattern = GUARDED) -> None:
@@ -186,14 +185,14 @@ def check_base(folder: pathlib.Path, init_from: str | None, base: str | None) ->
     before = read_state(folder).get("base")
     if before != base:
         raise ConfigError(
-            f"[model] init_from = {schema.toml(init_from or '')}: its weights have the hash {base}, "
+            f"[model] init_from = {config.toml(init_from or '')}: its weights have the hash {base}, "
             f"but {folder} was trained on a base with {before}; name the folder with that base"
         )
 
 
 def by_source(fingerprint: list[dict]) -> dict[str, Any]:
     """The fingerprint of prepared data, {"source 1.sha256.train.bin": ..., ...}."""
-    return schema.flatten({f"source {n}": entry for n, entry in enumerate(fingerprint, 1)})
+    return config.flatten({f"source {n}": entry for n, entry in enumerate(fingerprint, 1)})
 
 
 def check_same_data(cfg: config.Config, step: int, fingerprint: list[dict]) -> None:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO
 
 from config import ConfigError
-from data.cores import usable_cores
+from system.machine import usable_cores
 
 MANIFEST = "manifest.json"
 STATE = "state.json"

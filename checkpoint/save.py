@@ -22,10 +22,10 @@ from torch.futures import Future
 from torch.utils.serialization import config as torch_config
 
 import config
-import files
 from checkpoint import catalog
 from checkpoint.load import first_cause
 from checkpoint.manifest import MANIFEST, STATE, hash_files, render_manifest
+from system import files
 
 MIB = 2**20
 # torch 2.11 also reuses a plan that failed

@@ -15,7 +15,6 @@ from dataclasses import replace
 import filelock
 
 import config
-import files
 from config import ConfigError
 from data.folder import (
     MANIFEST,
@@ -31,6 +30,7 @@ from data.row_format import row_format
 from data.source import SourceFile, list_files, local_paths
 from data.tokenizer import Tokenizer, tokenizer_hash
 from data.tokenizer_training import train_on_sources
+from system import files, processes
 
 POLL_SECONDS = 0.5  # between looks at what another process begins
 
@@ -76,9 +76,9 @@ def take_lock(path: pathlib.Path) -> filelock.BaseFileLock | None:
         lock = files.lock(lock_file)
     except TimeoutError:
         holder = lock_file.read_text() or "another process"
-        files.warn_once(f"waiting for {holder}, which prepares {path}")
+        processes.warn_once(f"waiting for {holder}, which prepares {path}")
         return None
-    lock_file.write_text(files.process_name())
+    lock_file.write_text(processes.process_name())
     return lock
 
 
@@ -115,7 +115,7 @@ def _begin(folder: pathlib.Path, cfg: config.Config) -> None:
     }
     for killed in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
         shutil.rmtree(killed, ignore_errors=True)
-    temporary = folder.with_name(f".{folder.name}.{files.process_name()}.tmp")
+    temporary = folder.with_name(f".{folder.name}.{processes.process_name()}.tmp")
     temporary.mkdir()
     for name, content in (tokenizer | row_format(d).files()).items():
         files.write_atomic(temporary / name, content)
@@ -131,7 +131,9 @@ def _tokenizer_of(cfg: config.Config) -> tuple[dict[str, bytes], int]:
         return {"tokenizer.model": train_on_sources([cfg])}, cfg.model.vocab_size
     tokenizer = Tokenizer(name)
     if not tokenizer.eos:
-        files.print_error(f"{name}: has no EOS token that is known, so nothing separates documents")
+        processes.print_error(
+            f"{name}: has no EOS token that is known, so nothing separates documents"
+        )
     if tokenizer.vocab_size > cfg.model.vocab_size:
         raise ConfigError(
             f"[model] vocab_size = {cfg.model.vocab_size}: smaller than the tokenizer {name}, of "
@@ -198,7 +200,7 @@ def _compare(folder: pathlib.Path, d: config.Data, recorded: list, read: list) -
             newer.append(path)
     if newer:
         others = f" (and {len(newer) - 1} more files)" if len(newer) > 1 else ""
-        files.warn_once(
+        processes.warn_once(
             f"{newer[0]}{others}: has another time than when {folder} was begun, and the same size: "
             "taken for unchanged"
         )

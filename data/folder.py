@@ -26,10 +26,10 @@ from dataclasses import replace
 from typing import Any
 
 import config
-import files
 from config import ConfigError
 from data.row_format import row_format
 from data.tokenizer import tokenizer_files, tokenizer_hash
+from system import files, processes
 
 MANIFEST = "manifest.json"
 FORMAT = 5  # version of the files; part of the identity
@@ -96,7 +96,7 @@ def short_hash(value: object) -> str:
 
 def source_names(cfg: config.Config) -> list[str]:
     """The names of a mixture's sources; of their folders if two sources have the same name."""
-    names = [source.source for source in cfg.data.sources]
+    names = [str(source.source) for source in cfg.data.sources]
     if len(set(names)) < len(names):
         return [folder.name for folder, _ in source_folders(cfg)]
     return names
@@ -190,7 +190,7 @@ def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items()]
     content = "{\n" + ",\n".join(lines) + "\n}\n"
     # where locks don't exist, another process may write it at the same time
-    temporary = folder / f".{MANIFEST}.{files.process_name()}.tmp"
+    temporary = folder / f".{MANIFEST}.{processes.process_name()}.tmp"
     files.write_atomic(folder / MANIFEST, content, temporary)
 
 

@@ -11,31 +11,30 @@ from dataclasses import replace
 from typing import Any
 
 import config
-import schema
 from config import ConfigError, RowFormat
 from data import folder as folders
 from data.source import Source, list_files, local_paths
-from files import print_error
+from system.processes import print_error
 
 
-def complete(args: argparse.Namespace, cfg: config.Config) -> tuple[config.Config, list[str]]:
-    """The configuration with the formats that no option says, and the options that say them. Raises
-    ConfigError if a first row has the columns of no format, or of several, and OSError."""
+def complete(args: argparse.Namespace, cfg: config.Config) -> config.Config:
+    """The configuration with the formats that no option says. Raises ConfigError if a first row has
+    the columns of no format, or of several, and OSError."""
     d = cfg.data
     if d.format or d.messages_field:
-        return cfg, []
+        return cfg
     root = pathlib.Path(d.path or "prepared")
     tokenizer = d.tokenizer or str(folders.common_tokenizer(cfg))
     source_cfgs = folders.sources_of(cfg, tokenizer) or [cfg]
     formats = [each.data.format or format_of(each, root, args.dry_run) for each in source_cfgs]
     if set(formats) == {"text"} and not d.chat_template:  # which is refused with text
-        return cfg, []
+        return cfg
     options = [f"--data.format={formats[0]}"]
     if d.sources:
         sources = [replace(source, format=name) for source, name in zip(d.sources, formats)]
-        options = [f"--data.sources={schema.toml(sources)}"]
+        options = [f"--data.sources={config.toml(sources)}"]
     args.overrides += options
-    return config.load(args.config, args.overrides), options
+    return config.load(args.config, args.overrides)
 
 
 def format_of(cfg: config.Config, root: pathlib.Path, is_plan: bool) -> RowFormat:

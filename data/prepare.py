@@ -29,13 +29,13 @@ import config
 from config import ConfigError
 from data import formats
 from data.begin import begin_all, check_files, file_now, take_lock, validation_source
-from data.cores import usable_cores
 from data.folder import manifest_of
 from data.order import HELD_OUT_OF
 from data.row_format import Encoded, row_format
 from data.source import Position, Source, SourceFile
 from data.writer import TokenWriter, check_hashes
-from files import die_with_parent, print_error
+from system.machine import usable_cores
+from system.processes import die_with_parent, print_error
 
 BATCH_CHARACTERS = 1 << 18  # per task of a thread, rounded up to full documents
 AHEAD = 3  # batches per thread that are read ahead
@@ -326,7 +326,7 @@ def main(argv: list[str]) -> int:
         with contextlib.suppress(OSError):  # Linux's priority of a session next to others
             pathlib.Path("/proc/self/autogroup").write_text("19")
     try:
-        cfg, _ = formats.complete(args, cfg)
+        cfg = formats.complete(args, cfg)
         if not ranks:
             check_complete(cfg)
         prepare(cfg, worker_count(*ranks), has_bar=not any(ranks))

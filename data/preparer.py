@@ -14,7 +14,7 @@ from config import ConfigError
 from data.begin import begin_all
 from data.folder import is_prepared
 from data.row_format import row_format
-from files import print_error, python_command
+from system.processes import print_error, python_command
 
 FIRST_PAUSE = 1.0  # seconds between two starts; doubles each time
 LONGEST_PAUSE = 60.0

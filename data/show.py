@@ -17,7 +17,7 @@ from data.dataset import Dataset, open_dataset
 from data.row_format import row_format
 from data.tokenizer import Tokenizer
 from data.tokens import Span
-from files import print_line, printable
+from system.processes import print_line, printable
 
 
 def samples(cfg: config.Config, step: int) -> Iterator[str]:
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--step", type=int, default=1)
     args, rest = parser.parse_known_args(argv)
     config_args, cfg = config.from_command_line(rest, __doc__, tool=True)
-    cfg, _ = formats.complete(config_args, cfg)
+    cfg = formats.complete(config_args, cfg)
     if args.step < 1:
         raise ConfigError(f"--step {args.step}: steps count from 1")
     if isinstance(sys.stdout, io.TextIOWrapper):  # None: closed

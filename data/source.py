@@ -19,7 +19,7 @@ from data.hub import refuse_pointer
 from data.order import name_hash
 from data.row_format import row_format
 from data.rows import READERS, is_plain_text, is_readable, read_rows
-from files import TRANSIENT_ERRORS
+from system.files import TRANSIENT_ERRORS
 
 HUB = "hf://"
 CONVERTED = "refs/convert/parquet"  # the hub's own copy of a dataset of other files

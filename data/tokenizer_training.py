@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import config
 from config import ConfigError
 from data.source import Source, list_files
-from files import print_error
+from system.processes import print_error
 
 LONGEST_LINE = 1 << 14  # characters; a longer line is split for training
 

@@ -16,11 +16,11 @@ from typing import IO, Any
 
 import numpy as np
 
-import files
 from config import ConfigError
 from data.folder import MANIFEST, manifest_of, write_manifest
 from data.order import HELD_OUT_OF, border_of, last_hundredth
 from data.tokens import damaged
+from system import files
 
 SPLITS = ("train", "heldout")
 WIDTH = {"uint16": 2, "int32": 4}  # bytes per token

@@ -37,7 +37,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import parametrize
 
 from config import ConfigError
-from files import print_error
 from model import loss
 from model.llama import Embedding, Head, Linear, Llama, named_parameters
 from model.loss import LossSums
@@ -54,6 +53,7 @@ from parallel.collectives import (
 from parallel.mesh import World
 from parallel.ranks import local_world_size
 from parallel.torch_patches import share_classes
+from system.processes import print_error
 
 # Of x @ weight.T: colwise shards the output features, rowwise the input features.
 COLWISE = Shard(0)

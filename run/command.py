@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 import config
 from config import ConfigError
-from data.cores import usable_cores
-from files import die_with_parent, print_error, python_command
 from run import SIGNALS
 from run.watchdog import Report
+from system.machine import usable_cores, visible_gpus
+from system.processes import die_with_parent, print_error, python_command
 
 TRAIN = str(pathlib.Path(__file__).parent.parent / "train.py")
 CONFIG = "config.toml"  # the configuration in a launch's folder
@@ -27,8 +27,6 @@ PARENT = "TRAINER_PARENT"  # the process id of what starts the ranks: launcher o
 # reach it (a VPN, /etc/hosts)
 ONE_NODE = ["--standalone", "--nnodes=1", "--local-addr=localhost"]
 EXPANDABLE = "expandable_segments:True"
-NVIDIA = "/dev/nvidiactl"
-DRIVERS = (NVIDIA, "/dev/dxg", "/dev/kfd")  # of GPUs; the others are under WSL, and AMD's
 # on_nodes() starts this in each node. The name by which the other nodes know this one, as they know
 # the head; else torchrun would announce what this machine's own name resolves to here.
 ON_NODE = 'PET_LOCAL_ADDR="${SLURMD_NODENAME-}" exec "$@"'
@@ -118,22 +116,6 @@ class Ranks:
         if "SLURM_CPUS_PER_TASK" in os.environ:  # from SLURM 22.05 on, srun reads only this name
             defaults["SRUN_CPUS_PER_TASK"] = os.environ["SLURM_CPUS_PER_TASK"]
         return defaults | inherited
-
-
-def has_driver() -> bool:
-    """Whether there may be GPUs, and they are not hidden."""
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
-    return not is_hidden and any(map(os.path.exists, DRIVERS))
-
-
-def visible_gpus() -> int:
-    """How many GPUs a process can use. torch, which takes seconds to import, is asked only where
-    there is a driver."""
-    if not has_driver():
-        return 0
-    import torch
-
-    return torch.cuda.device_count()  # without a context on any of them
 
 
 def check_not_one_of_several() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import filelock
 
-import files
 from config import ConfigError
+from system import files
 
 ENDING_SECONDS = 30.0  # for ranks that were killed, until they release the lock
 

@@ -12,7 +12,8 @@ import os
 import signal
 from typing import Any
 
-from run import FINISHED, INPUT_IS_WRONG, SIGNALS, STOPPED, listen
+from run import SIGNALS, listen
+from system.processes import FINISHED, INPUT_IS_WRONG, STOPPED
 
 
 def quit_early(number: int, frame: Any) -> None:
@@ -35,15 +36,15 @@ import uuid
 
 import config
 from checkpoint import compare
-from config import Config, ConfigError
+from config import Config, ConfigError, together
 from data import formats
 from data.folder import is_prepared
 from data.preparer import TEXT_IS_WRONG, Preparer, trains_meanwhile
-from files import die_with_parent, print_error, print_line
-from run.command import CONFIG, LAUNCH, Ranks, requeue, resume_newest, visible_gpus
+from run.command import CONFIG, LAUNCH, Ranks, requeue, resume_newest
 from run.folder import ENDING_SECONDS, FolderClaim, lock, read_status
 from run.watchdog import BEFORE, END, Report, read_reports
-from schema import together
+from system.machine import visible_gpus
+from system.processes import die_with_parent, print_error, print_line
 
 WATCH_SECONDS = 0.5  # between looks at the process that prepares text
 # torch's reader of NCCL's flight recorder: it says which collective which ranks have not begun
@@ -55,7 +56,7 @@ def launch(argv: list[str]) -> int:
     of which run_tool() makes INPUT_IS_WRONG."""
     args = config.parse_arguments(argv)
     ranks, cfg = together(Ranks.from_environment, lambda: config.load(args.config, args.overrides))
-    cfg, _ = formats.complete(args, cfg)
+    cfg = formats.complete(args, cfg)
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and not args.eval_only:
         cfg = resume_newest(cfg)
     preparer = Preparer(ranks.local)

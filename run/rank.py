@@ -23,16 +23,17 @@ from checkpoint.checkpointer import resolve_param_dtype
 from checkpoint.save import SaveFailed
 from config import Config, ConfigError
 from data import formats
-from files import print_error
 from metrics import log
 from optim import NoTargets
 from parallel.mesh import World, build_mesh
 from parallel.ranks import check_same_on_all_ranks, printed_if_long, rank_and_size
 from parallel.torch_patches import set_default_timeout, shield_compilers
-from run import FINISHED, INPUT_IS_WRONG, SIGNALS, STOPPED
-from run.command import LAUNCH, NVIDIA, check_not_one_of_several, has_driver
+from run import SIGNALS
+from run.command import LAUNCH, check_not_one_of_several
 from run.run import Run
 from run.watchdog import END, Watchdog
+from system.machine import NVIDIA, has_driver
+from system.processes import FINISHED, INPUT_IS_WRONG, STOPPED, print_error
 
 EXIT_SECONDS = 60.0  # for the end of process group and compile workers, which may hang
 # paths may differ: each node may have a local copy
@@ -59,7 +60,7 @@ def main(args: Namespace, cfg: Config, train: Callable, evaluate: Callable) -> N
         if not launch and "RANK" not in os.environ:  # no launcher that has checked it, no torchrun
             check_not_one_of_several()
         if not launch:  # else the launcher did this, once for all ranks
-            cfg, _ = formats.complete(args, cfg)
+            cfg = formats.complete(args, cfg)
         with distributed(cfg) as world:
             cfg = resolve_param_dtype(cfg, world)
             run = Run(cfg, world, watchdog, launch)
@@ -122,7 +123,7 @@ def distributed(cfg: Config) -> Iterator[World]:
 
 def shared_options(cfg: Config, device: torch.device) -> dict[str, Any]:
     """Every option by name, except paths that may differ between nodes, and the type of device."""
-    options = config.SCHEMA.complete(config.to_dict(cfg))
+    options = config.values_of(config.to_dict(cfg))
     shared = {name: value for name, value in options.items() if name not in ON_THIS_NODE}
     return shared | {"type of device": device.type}
 

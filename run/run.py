@@ -23,7 +23,6 @@ from checkpoint.save import SaveFailed
 from config import Config, ConfigError
 from data.dataset import PreparedSource
 from data.loader import Loader
-from files import write_if_possible
 from metrics import log
 from parallel.mesh import World
 from parallel.ranks import on_rank_zero
@@ -32,6 +31,7 @@ from run import listen
 from run.folder import ENDING_SECONDS, FolderClaim
 from run.stop import Agreement
 from run.watchdog import Watchdog
+from system.files import write_if_possible
 
 WAIT_SECONDS = 0.2  # between the ranks' agreements while they wait for text
 LOG_WAIT_SECONDS = 2.0  # a longer wait is logged
@@ -129,7 +129,7 @@ class Run:
         if phase in ("save", "restore"):
             # may wait for the previous save, and then verify every checkpoint that it keeps
             kept = self.cfg.checkpoint.keep_last if self.cfg.checkpoint else 0
-            seconds = self.cfg.run.save_timeout_seconds * (2 + (kept or 0))
+            seconds = self.cfg.run.start_timeout_seconds * (2 + (kept or 0))
         self.watchdog.begin(phase, seconds, step)
 
     def steps(self, first: int, last: int, loader: Loader) -> Iterator[int]:

@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import config
-import files
 from config import ConfigError
 from model import loss as loss_module
 from model.build import meta_model
@@ -38,6 +37,7 @@ from model.llama import Llama, named_parameters
 from parallel.materialize import ReadShard, materialize
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
+from system import files
 from tests.gloo import run_on_ranks
 
 torch.set_num_threads(1)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 import torch
 
 import config
-import files
 from checkpoint import catalog
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.load import restore, tensors_of
@@ -21,6 +20,7 @@ from data.dataset import Dataset
 from data.mixture import Mixture
 from optim import build_optimizer
 from parallel.ranks import on_rank_zero
+from system import files
 from tests.cases import build, digests, process_group
 from tests.conftest import make_config
 

@@ -17,7 +17,6 @@ import pytest
 import tomli
 
 import config
-import schema
 from config import ConfigError
 from tests.conftest import REPO, TINY, launch, make_config, needs_extra, shipped_configs, tables
 
@@ -99,7 +98,7 @@ def without(section: str, key: str | None = None) -> str:
     else:
         del raw[section][key]
     return "\n".join(
-        f"[{n}]\n" + "\n".join(f"{k} = {schema.toml(v)}" for k, v in t.items())
+        f"[{n}]\n" + "\n".join(f"{k} = {config.toml(v)}" for k, v in t.items())
         for n, t in raw.items()
     )
 
@@ -314,7 +313,7 @@ def test_what_is_not_said_means_what_it_always_meant():
             elif said == "-":
                 assert default is None, key
             else:
-                assert schema.toml(default).replace(", ", ",") == said, key
+                assert config.toml(default).replace(", ", ",") == said, key
 
 
 def test_a_source_by_two_names_is_one(tmp_path, monkeypatch):
@@ -648,7 +647,7 @@ def test_relative_paths_are_the_callers(tmp_path):
 
 
 def test_an_override_may_hold_an_equals_sign():
-    raw = schema.read_toml(str(CONFIGS[0]))
+    raw = config.read_toml(str(CONFIGS[0]))
     assert (
         config.from_dict(raw, "x.toml", ["--data.source=/date=2024/x.jsonl"]).data.source
         == "/date=2024/x.jsonl"
@@ -666,8 +665,8 @@ def test_checks_together_tell_all_that_is_wrong():
         raise ConfigError(*problems)
 
     with pytest.raises(ConfigError, match="^a\nb\nc$"):
-        schema.together(lambda: fail("a", "b"), lambda: 1, lambda: fail("c"), lambda: 2)
-    assert schema.together(lambda: 1, lambda: 2) == [1, 2]
+        config.together(lambda: fail("a", "b"), lambda: 1, lambda: fail("c"), lambda: 2)
+    assert config.together(lambda: 1, lambda: 2) == [1, 2]
 
 
 def test_a_mistyped_number_of_layers_costs_nothing():
@@ -700,7 +699,7 @@ def test_paths_begin_at_home_and_hold_nothing_that_a_shell_would_replace(monkeyp
 
 def test_an_option_with_several_values_is_named():
     words = ["--a.b=1", "--a.c=1", "--a.b=2", "--a.c=1", "--a.b=1"]
-    assert schema.repeated(words) == ["--a.b is given 3 times; the last counts: 1"]
+    assert config.repeated(words) == ["--a.b is given 3 times; the last counts: 1"]
 
 
 def test_whatever_a_value_holds_is_written_as_toml_that_is_read_back():
@@ -713,22 +712,22 @@ def test_whatever_a_value_holds_is_written_as_toml_that_is_read_back():
     ]
     values = [*texts, 0, -7, 2**63 - 1, 1e-05, 1e22, 0.1 + 0.2, -0.0, True, False, [], texts]
     for value in [*values, {}, {"a b": 1, "c.d": {"\u00e9": [2]}, "plain_key-1": "x"}]:
-        assert tomli.loads(f"value = {schema.toml(value)}") == {"value": value}
+        assert tomli.loads(f"value = {config.toml(value)}") == {"value": value}
 
 
 def test_an_option_belongs_to_its_table_and_not_to_one_whose_name_begins_so():
-    assert all(schema.is_in(name, "eval") for name in ("eval", "eval.batches", "eval.a.b"))
-    assert not any(schema.is_in(name, "eval") for name in ("evals", "evaluate.batches", "a.eval"))
+    assert all(config.is_in(name, "eval") for name in ("eval", "eval.batches", "eval.a.b"))
+    assert not any(config.is_in(name, "eval") for name in ("evals", "evaluate.batches", "a.eval"))
 
 
 def test_a_number_of_the_command_line_is_finite_and_above_0():
-    assert schema.positive("1e-9") == 1e-9 and schema.positive("2", int) == 2
+    assert config.positive("1e-9") == 1e-9 and config.positive("2", int) == 2
     for text in ("0", "-1", "inf", "nan", "x", ""):
         with pytest.raises(argparse.ArgumentTypeError, match="must be finite, above 0"):
-            schema.positive(text)
+            config.positive(text)
     for text in ("0", "-1", "2.5"):
         with pytest.raises(argparse.ArgumentTypeError, match="must be an integer, above 0"):
-            schema.positive(text, int)
+            config.positive(text, int)
 
 
 def test_trouble_that_may_pass_is_no_invalid_input(capsys):

@@ -8,7 +8,6 @@ import typing
 import pytest
 
 import config
-import schema
 from config import ConfigError
 from model.build import meta_model
 from tests.conftest import lacks, make_config, needs_extra
@@ -90,7 +89,7 @@ def test_the_words_of_each_option():
             for word in words.split():
                 assert config.SCHEMA.fit(name, word) == word
             assert is_refused(name, words.split()[0] + "s")
-            (kind,) = schema.members(config.SCHEMA.options[name].annotation)
+            (kind,) = config.members(config.SCHEMA.options[name].annotation)
             assert {*typing.get_args(kind)} == {*words.split()}
 
 
@@ -439,7 +438,7 @@ def test_the_limits_of_options_together(rule):
     for value in accepted:
         make_config(**with_value(value))
     for value in refused:
-        shown = f"test.toml: [{table}] {key} = {schema.toml(value)}: "
+        shown = f"test.toml: [{table}] {key} = {config.toml(value)}: "
         with pytest.raises(ConfigError) as caught:
             make_config(**with_value(value))
         problems = [problem for problem in caught.value.problems if told in problem]

@@ -258,7 +258,7 @@ def test_a_storm_of_kills():
 
 LAUNCHER = """
 import functools, os, subprocess, sys, time
-from files import die_with_parent
+from system.processes import die_with_parent
 
 def late(parent):
     print("forked", flush=True)

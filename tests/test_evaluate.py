@@ -15,7 +15,6 @@ import torch
 import config
 import evaluate
 import generate
-import schema
 from config import ConfigError
 from data.dataset import open_dataset
 from data.prepare import prepare
@@ -236,10 +235,10 @@ def test_bits_per_byte_are_those_of_transformers_logits_over_the_bytes_of_the_te
         assert done.returncode == 0, done.stderr
     (row,) = rows(tmp_path / "outputs/r", "eval")
     done = launch(path, "--eval-only")
-    again = schema.flatten(json.loads(done.stdout))
+    again = config.flatten(json.loads(done.stdout))
     assert again == {
         key: value if isinstance(value, str) else pytest.approx(value, rel=1e-6)
-        for key, value in schema.flatten(row).items()
+        for key, value in config.flatten(row).items()
     }
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32")
     cfg, nats = config.load(str(path)), {}

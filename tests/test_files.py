@@ -5,7 +5,7 @@ import errno
 
 import pytest
 
-import files
+from system import files
 
 
 def test_a_folder_whose_new_name_is_not_on_disk_keeps_the_old_one(tmp_path, monkeypatch):

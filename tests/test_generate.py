@@ -21,10 +21,10 @@ import generate as tool
 from checkpoint import catalog, load
 from config import ConfigError
 from data.tokenizer import Tokenizer
-from files import printable
 from generate import Cache, choose, encode, generate, print_stream
 from model.build import build_model
 from model.llama import Llama
+from system.processes import printable
 from tests import cases, forks
 from tests.conftest import REPO, make_config, run_tool, seal
 from tests.model.test_llama import SCALING, reference, with_weights_of

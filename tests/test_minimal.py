@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import config
 import minimal
+from config import flatten
 from data.folder import identity
 from data.prepare import prepare
 from data.row_format import is_held_out
 from model.llama import named_parameters
 from parallel.ranks import on_rank_zero
-from schema import flatten
 from tests.conftest import REPO, build, is_near, mesh_for, tables, train_run, words
 from tests.data import order_model
 from tests.distributed import distributed, run_on_ranks

@@ -31,12 +31,12 @@ import tempfile
 import time
 from typing import Any
 
-import files
 from benchmarks.gpu import processes, report
 from benchmarks.gpu.arms import GROUPS
 from benchmarks.gpu.measure import Work
 from benchmarks.step import add_experiments, experiments
 from config import ConfigError
+from system import files
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:

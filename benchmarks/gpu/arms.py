@@ -52,7 +52,6 @@ FLOAT8 = "--parallel.float8=tensorwise"
 ONCE = [
     "--parallel.gather_once=true",
     "--parallel.sync_every_micro_batch=false",
-    "--parallel.one_memory_pool=true",
 ]
 CHANGES = [
     STATE,

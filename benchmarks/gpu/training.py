@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import REPO
-from files import die_with_parent
 from metrics import read_rows
+from system.processes import die_with_parent
 
 # steps after which the CPU's run and the device's save
 CPU_SAVES = 4

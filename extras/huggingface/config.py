@@ -3,6 +3,7 @@
 Needs no torch.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -12,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, NamedTuple
 
+from config import SCHEMA, ConfigError, Given, fit, toml
 from data import hub
-from schema import ConfigError, Given, Schema, toml
 
 # our option in [model] -> key in config.json
 KEYS = {
@@ -108,7 +109,7 @@ class Entry(NamedTuple):
     value: Any
 
 
-def read(path: pathlib.Path, schema: Schema) -> dict[str, Any]:
+def read(path: pathlib.Path) -> dict[str, Any]:
     """The options of [model] in a config.json, {"model.dim": 64, ...}, with transformers' defaults.
 
     Reads RoPE settings in both spellings: rope_theta and rope_scaling or, since transformers 5,
@@ -144,7 +145,7 @@ def read(path: pathlib.Path, schema: Schema) -> dict[str, Any]:
     if rope_type == "llama3":
         for key in ROPE_KEYS:
             options[f"model.rope_scaling.{key}"] = Entry(f"{rope_key}.{key}", rope.get(key))
-    fitted, invalid = _fit(path, schema, options)
+    fitted, invalid = _fit(path, options)
     problems += invalid
     if problems:
         raise ConfigError(*problems)
@@ -247,16 +248,14 @@ def note_on_context(init_from: str, seq_len: int) -> list[str]:
     ]
 
 
-def _fit(
-    path: pathlib.Path, schema: Schema, entries: dict[str, Entry]
-) -> tuple[dict[str, Any], list[str]]:
-    """The values of a file by option, converted by the schema, and a problem for each that is
-    missing or invalid."""
+def _fit(path: pathlib.Path, entries: dict[str, Entry]) -> tuple[dict[str, Any], list[str]]:
+    """The values of a file by option, converted, and a problem for each that is missing or
+    invalid."""
     fitted = {}
     problems = []
     for name, (key, value) in entries.items():
         try:
-            fitted[name] = schema.fit(name, value)
+            fitted[name] = fit(name, value)
         except ValueError as error:
             if value is None:
                 problems.append(f"{path}: {key} is missing")
@@ -268,10 +267,13 @@ def _fit(
 # Completing a configuration
 
 
-def complete(given: Given) -> None:
+def complete(given: Given, saved: bool) -> None:
     """Fills in options of [model] and [lora] from the folders that their init_from name; options
-    that are given must agree. Pins ids of the hub to a commit. Raises ConfigError if a folder
-    cannot be read."""
+    that are given must agree. Pins ids of the hub to a commit. saved: the options are a
+    checkpoint's. Raises ConfigError if a folder cannot be read."""
+    with contextlib.suppress(ConfigError):
+        # whoever reads the tokenizer reports why it cannot be had; a plan does not need it
+        hub.pin(given, "data.tokenizer")
     try:
         if "model.init_from" in given.values:
             _complete_model(given)
@@ -281,6 +283,10 @@ def complete(given: Given) -> None:
         raise ConfigError(*given.problems.values(), *error.problems) from None
     if given.has_table("lora"):
         _normalize_adapter(given)
+    if "model.init_from" in given.values and not saved:
+        from extras.huggingface.tokenizer import take_over
+
+        take_over(given)
 
 
 def _complete_model(given: Given) -> None:
@@ -295,13 +301,13 @@ def _complete_model(given: Given) -> None:
                 "folder on this machine, or the id of a repository, OWNER/NAME"
             )
     except ConfigError:
-        options = given.schema.section("model")
-        required = {f"model.{key}" for key in options if options[key].field.default is MISSING}
+        options = SCHEMA.section("model")
+        required = {f"model.{key}" for key in options if options[key].default is MISSING}
         # a run's own config.toml is complete: resuming from a checkpoint needs no folder
         if required <= values.keys():
             return
         raise
-    theirs = read(path, given.schema)
+    theirs = read(path)
     rope = "model.rope_scaling"
     ours = {name for name in values if name.startswith(f"{rope}.")}
     is_off = rope in given.origins and not ours
@@ -333,7 +339,7 @@ def _complete_adapter(given: Given) -> None:
         entries["lora.targets"] = Entry(target_modules.key, projections)
     except ConfigError as error:
         problems += error.problems
-    fitted, invalid = _fit(path, given.schema, entries)
+    fitted, invalid = _fit(path, entries)
     problems += invalid
     _take_over(given, path, fitted, ADAPTER_KEYS, "; leave it out")
     if problems:
@@ -369,11 +375,11 @@ def _normalize_adapter(given: Given) -> None:
     Resuming compares these options with the checkpoint's.
     """
     values = given.values
-    options = given.schema.section("lora")
-    rank = values.get("lora.rank", options["rank"].field.default)
+    options = SCHEMA.section("lora")
+    rank = values.get("lora.rank", options["rank"].default)
     values.setdefault("lora.alpha", 2.0 * rank)
     if "lora.targets" in values:
-        projections = options["targets"].field.default
+        projections = options["targets"].default
         assert isinstance(projections, tuple)  # all, in the order of a block
         targets = values["lora.targets"]
         values["lora.targets"] = tuple(name for name in projections if name in targets)

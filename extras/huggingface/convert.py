@@ -29,9 +29,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import config
-import files
 from checkpoint import catalog, compare, load, manifest, save
-from config import ConfigError
+from config import ConfigError, together
 from data import hub
 from data.tokenizer import TOKENIZERS, Tokenizer
 from extras.huggingface import config as hf_config
@@ -39,7 +38,7 @@ from extras.huggingface import weights as hf_weights
 from extras.huggingface.tokenizer import fast_tokenizer_files, inexpressible, read_sentencepiece
 from model.build import meta_model
 from optim import Progress
-from schema import together
+from system import files, processes
 
 GIB = 2**30
 GENERATION = "generation_config.json"
@@ -403,7 +402,7 @@ def import_folder(name: str, folder: Path) -> None:
     source = hub.local(name, hub.WEIGHTS)
     # the problems of both, before the first ends this
     together(
-        lambda: hf_config.read(source / "config.json", config.SCHEMA),
+        lambda: hf_config.read(source / "config.json"),
         lambda: hf_weights.scan(source),
     )
     if (source / GENERATION).is_file():
@@ -533,15 +532,15 @@ def main(argv: list[str]) -> int:
                 import_folder(str(args.source), folder)
     except OSError as error:
         raise ConfigError(f"{error.filename or out}: {error.strerror or error}") from None
-    files.print_line(f"wrote {out}")
+    processes.print_line(f"wrote {out}")
     if is_export and args.adapter and (out / GENERATION).is_file():
-        files.print_line(
+        processes.print_line(
             "transformers and PEFT take what ends an answer from the base alone: call "
             f'generate(generation_config=GenerationConfig.from_pretrained("{out}"))'
         )
     if not is_export:
         source = json.dumps(str(args.source))
-        files.print_line(
+        processes.print_line(
             f"to train from these weights, leave it and set model.init_from = {source}"
         )
     return 0

@@ -11,10 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from config import ConfigError
+from config import ConfigError, Given
 from data.hub import is_id, local, options_of_run
 from data.tokenizer import TOKENIZERS
-from schema import Given
 
 SPACE = "\u2581"
 

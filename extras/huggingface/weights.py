@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 import config
-from config import ConfigError
+from config import ConfigError, together, toml
 from data import hub
 from extras.huggingface import config as hf_config
 from model.build import meta_model
 from model.llama import Llama
 from parallel.ranks import all_gather_objects, check_same_on_all_ranks, on_each_rank, rank_and_size
-from schema import together, toml
 
 # our parameter name -> theirs; N: index of the block
 NAMES = {

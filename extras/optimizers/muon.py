@@ -35,6 +35,7 @@ EPS = 1e-7
 # RMS of an update's elements. It is about AdamW's, so that AdamW's learning rate fits:
 # https://arxiv.org/abs/2502.16982
 RMS = 0.2
+MOMENTUM = 0.95  # of Nesterov
 BATCH = 2**27  # elements that are orthogonalized at a time
 
 
@@ -62,7 +63,7 @@ class Muon(torch.optim.Optimizer):
                 {
                     "params": [*matrices],
                     "lr": o.lr,
-                    "momentum": o.muon_momentum,
+                    "momentum": MOMENTUM,
                     "weight_decay": o.weight_decay,
                 }
             )

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from schema import positive
+from config import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser, planning: bool) -> None:

@@ -21,7 +21,7 @@ from extras.planner.devices import known_as
 from extras.planner.plan import GIB
 from parallel.mesh import World
 from parallel.ranks import local_world_size
-from run import INPUT_IS_WRONG
+from system.processes import INPUT_IS_WRONG
 
 # seconds after the second step; planning keeps a core busy, too much for a short run
 LATER = 30.0

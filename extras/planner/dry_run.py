@@ -24,15 +24,15 @@ from extras.planner.advice import advise, faster
 from extras.planner.devices import Moment, device
 from extras.planner.plan import Asked, planned
 from extras.planner.show import compared, draw, table, verdict
-from files import print_error, print_line
-from run import DOES_NOT_FIT, FINISHED
-from run.command import Ranks, visible_gpus
+from run.command import Ranks
+from system.machine import visible_gpus
+from system.processes import DOES_NOT_FIT, FINISHED, print_error, print_line
 
 
 def main(argv: list[str]) -> int:
     """The exit code of a dry run."""
     args, cfg = config.from_command_line(argv, __doc__ or "")
-    cfg, _ = formats.complete(args, cfg)
+    cfg = formats.complete(args, cfg)
     return FINISHED if dry_run(cfg, args) else DOES_NOT_FIT
 
 

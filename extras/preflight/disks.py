@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from typing import IO
 
 import config
-import files
 from checkpoint import catalog
 from data.folder import is_prepared
 from extras.preflight.finding import Finding, error, trains_on_gpus, warning
 from extras.preflight.sizes import gib, sizes
 from run.command import Ranks
+from system import files
 
 NO_EXECUTION = getattr(os, "ST_NOEXEC", 0)  # not on macOS
 

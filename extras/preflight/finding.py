@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import config
-from run.command import visible_gpus
+from system.machine import visible_gpus
 
 
 class Finding(NamedTuple):

@@ -8,10 +8,10 @@ import resource
 from collections.abc import Iterator
 
 import config
-from data.cores import control_groups
 from extras.preflight.finding import Finding, error, trains_on_gpus, warning
 from extras.preflight.sizes import GIB, gib, sizes
 from run.command import Ranks
+from system.machine import control_groups
 
 # Open files of rank 0, of so many ranks: its store has a connection to each, and so has each of the
 # process groups that every run makes. Measured; those of NCCL, tp and cp come on top.

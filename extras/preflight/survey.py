@@ -4,8 +4,8 @@ second, but for a name server that does not answer."""
 import config
 from config import ConfigError
 from extras.preflight import disks, libraries, limits, network
-from files import print_error
 from run.command import Ranks
+from system.processes import print_error
 
 # each (cfg, ranks) -> Iterator[Finding]
 CHECKS = (

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import config
-import schema
 from config import ConfigError, run_tool
-from files import print_line, write_atomic
+from system.files import write_atomic
+from system.processes import print_line
 
 log = logging.getLogger("train")
 
@@ -150,8 +150,8 @@ class Run:
         self.environment = read_object(folder / "environment.json")
         self.config: dict[str, str] = {}  # options by their dotted names, as TOML writes them
         with contextlib.suppress(ConfigError):
-            options = schema.flatten(schema.read_toml(str(folder / "config.toml")))
-            self.config = {name: schema.toml(value) for name, value in options.items()}
+            options = config.flatten(config.read_toml(str(folder / "config.toml")))
+            self.config = {name: config.toml(value) for name, value in options.items()}
 
         # Steps of checkpoints. The log also names those that were deleted since.
         self.saved: set[int] = set()
@@ -510,7 +510,7 @@ def format_value(value: Any) -> str:
 def as_column(values: dict) -> dict[str, str]:
     """A column of these values, without the empty ones."""
     column = {}
-    for label, value in schema.flatten(values).items():
+    for label, value in config.flatten(values).items():
         if value not in (None, "", {}):
             column[label] = format_value(value)
     return column
@@ -701,7 +701,7 @@ def sample_texts(runs: list[Run], names: list[str]) -> list[str]:
 def write_report(folders: list[pathlib.Path], out: pathlib.Path | None = None) -> pathlib.Path:
     """Writes the page, by default into the first run's folder, and returns its path. Raises
     ConfigError with the problems of all folders."""
-    runs = schema.together(*(functools.partial(Run, folder) for folder in folders))
+    runs = config.together(*(functools.partial(Run, folder) for folder in folders))
     out = out or folders[0] / "report.html"
     try:
         # names and texts may hold lone surrogates

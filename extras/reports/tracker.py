@@ -19,10 +19,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
-import files
-import schema
+import config
+from system import files, processes
 
 PROCESS = "from extras.reports.tracker import main; sys.exit(main(*sys.argv[1:]))"
+PROJECT = "fsdp2"  # of the rows there
 CLOSE_SECONDS = 5.0  # for the last rows, at the end of a run
 HELD_SECONDS = 5.0  # an evaluation that takes no longer is sent with the row of its step
 
@@ -40,7 +41,7 @@ class Tracker:
             # Nothing is ever written to its stdin. Once that is closed, also by the end of this
             # process, no row follows.
             self.process = subprocess.Popen(
-                [*files.python_command(PROCESS), folder, str(start), str(kept)],
+                [*processes.python_command(PROCESS), folder, str(start), str(kept)],
                 stderr=output,
                 stdin=subprocess.PIPE,
             )
@@ -128,7 +129,7 @@ def scalars(rows: list[dict]) -> dict[str, float]:
     """The numbers of a step's rows by name, as TensorBoard gets them: train/loss."""
     values = {}
     for row in rows:
-        for key, value in schema.flatten(row).items():
+        for key, value in config.flatten(row).items():
             if isinstance(value, int | float) and key not in ("step", "batch_digest"):
                 values[f"{row['kind']}/{key}"] = value
     return values
@@ -208,10 +209,9 @@ def connect(name: str, info: RunInfo, state: dict, start: int, kept: int) -> Con
 
 def send(folder: pathlib.Path, start: int, kept: int) -> None:
     """Sends the rows that the tracker does not have, until no row follows."""
-    settings = schema.read_toml(str(folder / "config.toml"))
+    settings = config.read_toml(str(folder / "config.toml"))
     run_name = settings["run"]["name"]
     tracker = settings["log"]["tracker"]
-    project = settings["log"].get("project", "fsdp2")
     path = folder / "tracker.json"
     # the process of a killed launch may still be sending
     lock = files.lock(folder / ".tracker.lock", timeout=-1)
@@ -221,7 +221,7 @@ def send(folder: pathlib.Path, start: int, kept: int) -> None:
     state = states[tracker]
     files.write_atomic(path, json.dumps(states))
 
-    info = RunInfo(project, run_name, state["id"], settings, folder)
+    info = RunInfo(PROJECT, run_name, state["id"], settings, folder)
     run, rows_sent, step_sent = connect(tracker, info, state, start, kept)
     print(f"{tracker}: {getattr(run, 'url', None) or state['id']}", flush=True)
     rows_read = 0

@@ -2,8 +2,8 @@
 
 import pytest
 
-from data.cores import control_groups, usable_cores
 from data.prepare import worker_count
+from system.machine import control_groups, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from data.prepare import worker_count
 def test_cores_are_those_that_a_container_may_use(name, content, cores, tmp_path, monkeypatch):
     (tmp_path / "cpu.cfs_period_us").write_text("100000")
     (tmp_path / name).write_text(content)
-    monkeypatch.setattr("data.cores.control_groups", lambda *_: [tmp_path / "inner", tmp_path])
+    monkeypatch.setattr("system.machine.control_groups", lambda *_: [tmp_path / "inner", tmp_path])
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {*range(64)})
     assert usable_cores() == cores
 
@@ -31,8 +31,8 @@ def test_the_ranks_cores_are_not_for_threads_that_tokenize(monkeypatch):
 
 def test_control_groups_are_those_of_the_process_and_around_it(tmp_path, monkeypatch):
     """A name may hold colons. In version 1 each controller has groups of its own."""
-    monkeypatch.setattr("data.cores.GROUPS", tmp_path)
-    monkeypatch.setattr("data.cores.MEMBERSHIP", tmp_path / "cgroup")
+    monkeypatch.setattr("system.machine.GROUPS", tmp_path)
+    monkeypatch.setattr("system.machine.MEMBERSHIP", tmp_path / "cgroup")
     (tmp_path / "cgroup").write_text("7:memory:/m\n4:cpu:/a/b\n0::/pods/cri:containerd:1\n")
     groups = [str(group.relative_to(tmp_path)) for group in control_groups("cpu")]
     assert groups == ["cpu/a/b", "cpu/a", "cpu", "pods/cri:containerd:1", "pods", "."]

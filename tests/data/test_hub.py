@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 import config
+from config import Given
 from data import hub
 from data.folder import manifest_of
-from schema import Given
 from tests.conftest import REPO, make_config, words
 from tests.hub import LOST, Hub
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from config import LONGEST_PERIOD
+from config import LONGEST_PERIOD, read_toml
 from data.mixture import Mixture, integer_weights
 from data.order import (
     SourceOrder,
@@ -19,7 +19,6 @@ from data.order import (
     permute,
     rank_samples,
 )
-from schema import read_toml
 from tests.conftest import REPO, make_config, refuses
 from tests.data import order_model
 

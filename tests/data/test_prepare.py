@@ -24,7 +24,6 @@ import pytest
 
 import config
 import data.prepare
-import files
 from config import ConfigError
 from data.begin import begin_all, check_files, take_lock
 from data.folder import (
@@ -41,6 +40,7 @@ from data.folder import (
 from data.prepare import encoded_in_order, main, prepare, start_pool
 from data.row_format import encode_texts
 from data.writer import TokenWriter
+from system import files, processes
 from tests.conftest import make_config, needs_extra, refuses, words
 from tests.data.test_tokenizer import word_level
 
@@ -61,7 +61,7 @@ def small_borders(monkeypatch):
         monkeypatch.setattr(f"data.{module}.HELD_OUT_OF", BORDERS[2])
     monkeypatch.setattr("data.prepare.BATCH_CHARACTERS", 4000)
     monkeypatch.setattr("data.prepare.RECORD_SECONDS", 0.0)
-    files.warn_once.cache_clear()
+    processes.warn_once.cache_clear()
 
 
 def as_rows(texts: list[str]) -> str:
@@ -363,7 +363,7 @@ def test_killed_between_any_two_file_operations_it_resumes_to_equal_bytes(
 ):
     monkeypatch.setattr("data.prepare.BATCH_CHARACTERS", 20_000)
     processes = itertools.count()  # which resumes is another one than was killed
-    monkeypatch.setattr("files.process_name", lambda: f"host-{next(processes)}")
+    monkeypatch.setattr("system.processes.process_name", lambda: f"host-{next(processes)}")
     monkeypatch.chdir(tmp_path)
     pathlib.Path("own.jsonl").write_text(as_rows(TEXTS[:40]))
     (straight,) = prepare(configure(validation=validation, path=str(tmp_path / "straight")))
@@ -724,7 +724,7 @@ def test_a_folder_without_a_name_is_refused(path, configure, tmp_path, monkeypat
 def test_a_complete_folder_needs_no_lock(configure, monkeypatch):
     """As on a disk that can only be read."""
     prepare(configure())
-    monkeypatch.setattr("files.lock", lambda path: pytest.fail("was locked"))
+    monkeypatch.setattr("system.files.lock", lambda path: pytest.fail("was locked"))
     prepare(configure())
 
 
@@ -829,7 +829,7 @@ def test_two_processes_at_once_write_what_one_does(
     """Without locks one may fail over the other's temporary file, and is started again."""
     cfg = configure()
     if not has_locks:
-        monkeypatch.setattr("files.lock", lambda path: SimpleNamespace(release=lambda: None))
+        monkeypatch.setattr("system.files.lock", lambda path: SimpleNamespace(release=lambda: None))
         begin_all(cfg)
     pids = [fork(lambda: prepare(cfg, 1)) for _ in range(2)]
     codes = [exit_code(pid) for pid in pids]
@@ -864,7 +864,9 @@ def test_a_source_that_another_process_prepares_is_waited_for_last(mixture, prep
     lock.release()
     thread.join()
     assert is_prepared(cfg)
-    assert f"waiting for {files.process_name()}, which prepares {first}" in capsys.readouterr().err
+    assert (
+        f"waiting for {processes.process_name()}, which prepares {first}" in capsys.readouterr().err
+    )
 
 
 def test_a_record_is_never_lowered(configure):

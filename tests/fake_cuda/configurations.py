@@ -10,10 +10,9 @@ import sys
 from dataclasses import dataclass
 
 import config
-import files
-import schema
 from extras.huggingface import config as hf_config
 from extras.huggingface import weights as hf_weights
+from system import files
 from tests.conftest import config_for, prepare_one, words
 from tests.fake_cuda import build
 
@@ -172,7 +171,7 @@ def make_text() -> Text:
 def write_config(case: Case, text: Text, folder: pathlib.Path, **sections: dict) -> pathlib.Path:
     """Writes the configuration at full size, with at most two micro-batches a step, on `text`; and
     with changes of options, by section."""
-    tables = schema.read_toml(str(build.REPO / f"configs/{case.name}.toml"))
+    tables = config.read_toml(str(build.REPO / f"configs/{case.name}.toml"))
     # conversations are packed, and attention stays inside each
     masked = "messages_field" in tables["data"] or tables["data"].get("document_mask", False)
     tables["data"] = {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from files import read_json
+from system.files import read_json
 from tests.conftest import REPO, copy_tracked
 
 # of a run that a test stops
@@ -108,14 +108,14 @@ def launched() -> Iterator[Callable[..., Launch]]:
 # segments are small, and preparing waits for PAUSED after two.
 # FAULT: "kind rank step", once; FAULTED is the file that says that it has been.
 PAUSES = {
-    "files.py": """
+    "system.files.py": """
 def pause(moment):
     if os.environ.get("PAUSE") == moment:
         pathlib.Path(os.environ["PAUSED"]).touch()
         time.sleep(2)
 """,
     "model/llama.py": """
-import files
+from system import files
 files.pause("import")
 """,
     "checkpoint/save.py": """
@@ -126,13 +126,13 @@ class Saver(Saver):
 """,
     "evaluate.py": """
 def evaluate(*arguments, evaluate=evaluate):
-    import files
+    from system import files
     files.pause("evaluation")
     return evaluate(*arguments)
 """,
     "optim.py": """
 def learning_rate(o, end, step, learning_rate=learning_rate):
-    import files, faults
+    from system import files, faults
     files.pause("first step" if step == 1 else "step" if step == 3 else "")
     faults.begin_step(step)
     return learning_rate(o, end, step)

@@ -14,10 +14,10 @@ import pytest
 
 import config
 from data.preparer import TEXT_IS_WRONG
-from files import lock
 from run import launch
 from run.command import Ranks, first_host, requeue
 from run.watchdog import END, Report
+from system.files import lock
 from tests.conftest import REPO, make_config, refuses
 from tests.conftest import launch as launch_run
 
@@ -30,7 +30,7 @@ def environment(monkeypatch) -> Callable[..., None]:
     for name in os.environ:
         if name.startswith(("SLURM_", "PMI_", "OMPI_", "PET_")) or name in ("NPROC", "WORLD_SIZE"):
             monkeypatch.delenv(name)
-    monkeypatch.setattr("run.command.DRIVERS", ())
+    monkeypatch.setattr("system.machine.DRIVERS", ())
 
     def put(**variables: str) -> None:
         for name, value in variables.items():

@@ -14,7 +14,6 @@ import pytest
 import torch.distributed as dist
 
 import config
-import files
 import metrics
 from checkpoint import catalog
 from checkpoint.checkpointer import Checkpointer
@@ -26,6 +25,7 @@ from run.folder import FolderClaim, lock, read_status
 from run.run import Run
 from run.stop import Agreement
 from run.watchdog import LINE_BYTES, Watchdog, read_reports, report_killed
+from system import files
 from tests.conftest import make_config, refuses, rows, train_run
 from tests.distributed import distributed
 

@@ -24,7 +24,6 @@ from transformers import (
 )
 
 import config
-import files
 from checkpoint import catalog
 from checkpoint.__main__ import main as checkpoint_tool
 from checkpoint.load import restore
@@ -38,6 +37,7 @@ from extras.huggingface.tokenizer import fast_tokenizer_files, read_sentencepiec
 from extras.huggingface.weights import StoredTensor, Weights, hf_name, weights_to_read
 from model.llama import Llama, named_parameters
 from optim import build_optimizer, learning_rate
+from system import files
 from tests import cases
 from tests.conftest import (
     REPO,

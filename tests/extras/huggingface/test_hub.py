@@ -142,7 +142,7 @@ CHILD = """
 import json, sys
 import config
 from data import hub
-from schema import ConfigError
+from config import ConfigError
 for name in sys.argv[1:]:
     try:
         tables = {"model": {"init_from": name}, "train": {"steps": 1}}

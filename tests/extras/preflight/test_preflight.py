@@ -15,14 +15,14 @@ import types
 import pytest
 
 import config
-import files
 from config import ConfigError
-from data import cores
 from extras.preflight import disks, libraries, limits, network
 from extras.preflight.finding import Finding
 from extras.preflight.sizes import GIB, gib, sizes
 from extras.preflight.survey import survey
 from run.command import Ranks
+from system import files, processes
+from system import machine as cores
 from tests.conftest import REPO, launch, make_config
 
 pytestmark = pytest.mark.quick
@@ -326,7 +326,7 @@ assert sizes(cfg, 2**33) == (0, 0) and "torch" not in sys.modules
 @pytest.fixture
 def unprepared(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    files.warn_once.cache_clear()
+    processes.warn_once.cache_clear()
     return make_config(
         data={"source": "python-stdlib", "path": None}, checkpoint={}, run={"output_dir": "out"}
     )

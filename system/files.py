@@ -1,20 +1,16 @@
 """Atomic, durable writes: files and folders appear complete or not at all, and survive a power cut.
-Also locks, and processes that end with their parent."""
+Also locks, and errors that may pass."""
 
 import contextlib
 import errno
 import fcntl
-import functools
 import json
 import os
 import pathlib
-import platform
-import signal
-import sys
-import threading
-import time
 
 import filelock
+
+from system.processes import print_error, warn_once
 
 # Errors of syncing a parent folder that we cannot have created.
 NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL)
@@ -56,17 +52,6 @@ def sync_handle(handle: int) -> None:
             fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
             return
     os.fsync(handle)
-
-
-@functools.cache
-def warn_once(text: str) -> None:
-    """Prints a line to stderr, once in this process."""
-    print_error(text)
-
-
-def process_name() -> str:
-    """Names this process among those that share a disk: in the names of temporary files."""
-    return f"{platform.node()}-{os.getpid()}"
 
 
 def write_atomic(
@@ -124,36 +109,6 @@ def publish(temporary: pathlib.Path, final: pathlib.Path) -> None:
         raise
 
 
-def printable(text: str) -> str:
-    """Text that is safe on a terminal: control characters other than line ends and tabs are
-    escaped."""
-    safe = []
-    for character in text:
-        if character.isprintable() or character in "\n\t":
-            safe.append(character)
-        else:
-            safe.append(character.encode("unicode_escape").decode())
-    return "".join(safe)
-
-
-def print_line(text: str) -> None:
-    """Prints a line. It is not an error if the reader closes the pipe early, as `head` does."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def print_error(text: str) -> None:
-    """Prints a line to stderr. It is not an error if its terminal is closed, or its reader has
-    ended."""
-    try:
-        print(text, file=sys.stderr, flush=True)
-    except (OSError, ValueError):
-        # else Python would try to flush the line again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-
 def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
     """Locks a file until release() or the end of this process, however it ends; an existing file is
     kept. timeout: seconds to wait, -1 to wait forever. Raises filelock.Timeout, and OSError if the
@@ -178,35 +133,3 @@ def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
 def warn_without_locks(folder: pathlib.Path, error: Exception) -> None:
     """Prints, once in this process, that a folder's file system has no locks."""
     warn_once(f"{folder}: no locks on this file system, nothing keeps a second run out: {error}")
-
-
-def python_command(statements: str) -> list[str]:
-    """The command of a process of its own that runs statements with this repository's modules. They
-    need not be on Python's path: a rank that torchrun starts has them because its script, train.py,
-    lies beside them."""
-    repo = str(pathlib.Path(__file__).parent)
-    # Python 3.10 has the caller's folder in there, as ""
-    modules = f"import sys; sys.path[:] = [{repo!r}, *filter(None, sys.path)]"
-    return [sys.executable, "-c", f"{modules}; {statements}"]
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Makes Linux kill this process when its parent dies, even if it is stopped: no rank outlives a
-    killed launcher and keeps the folder's lock. parent: its pid, if known before the fork; it may
-    have died since. Elsewhere a thread of this process ends it, which a program that it executes
-    does not have."""
-    if sys.platform == "linux":
-        import ctypes
-
-        parent = parent or os.getppid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it died before the call
-            os._exit(1)
-    elif parent is None:
-        threading.Thread(target=_end_with_parent, args=[os.getppid()], daemon=True).start()
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)

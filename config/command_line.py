@@ -1,0 +1,163 @@
+"""The command line: CONFIG, flags, --section.key=value, --help."""
+
+import argparse
+import contextlib
+import math
+import os
+import re
+import shutil
+import sys
+import textwrap
+import typing
+from collections.abc import Callable
+from dataclasses import MISSING, is_dataclass
+from typing import Any, NoReturn
+
+from config.option import ConfigError, Option, Schema, has_extra, lack_of
+from config.options import SCHEMA, Config
+from config.read import describe, load, suggestion
+from config.show import toml
+from system.processes import INPUT_IS_WRONG, print_error, print_line
+
+HELP_COLUMN = 32  # where the meanings of options begin
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """Parses the command line of train.py and of the tools that take a CONFIG. Exits with 2 if it
+    is invalid."""
+    parser = argparse.ArgumentParser(prog="run_train.sh", add_help=False, allow_abbrev=False)
+    parser.add_argument("config", metavar="CONFIG")
+    mode = parser.add_mutually_exclusive_group()
+    for flag in ("--dry-run", "--eval-only"):
+        mode.add_argument(flag, action="store_true")
+    if has_extra("planner"):
+        from extras.planner.arguments import add_arguments
+
+        add_arguments(parser, "--dry-run" in argv)
+    args, args.overrides = parser.parse_known_args(argv)
+    if args.dry_run and not has_extra("planner"):
+        parser.error(f"--dry-run: {lack_of('planner')}")
+    unknown = [word for word in args.overrides if not re.match("--[^=]+=", word)]
+    if unknown:
+        parser.error(
+            f"{', '.join(unknown)}: unknown; CONFIG comes first, then options as "
+            "--section.key=value, in one word"
+        )
+    return args
+
+
+def from_command_line(
+    argv: list[str], usage: str, tool: bool = False
+) -> tuple[argparse.Namespace, Config]:
+    """A program's arguments and configuration. tool: it has no dry run and no evaluation.
+
+    Prints every problem and exits with 2 if the command line or the configuration is invalid. Exits
+    with 0 after --help.
+    """
+    try:
+        if "--help" in argv or "-h" in argv:
+            print_help(argv, usage)
+            sys.exit()
+        args = parse_arguments(argv)
+        if tool and (args.dry_run or args.eval_only):
+            raise ConfigError(
+                "--dry-run and --eval-only require ./run_train.sh CONFIG: no tool (-m) supports "
+                "them"
+            )
+        return args, load(args.config, args.overrides)
+    except ConfigError as error:
+        print_error(str(error))
+        sys.exit(INPUT_IS_WRONG)
+
+
+def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
+    """Runs a tool's main() with the command line, and exits with its result.
+
+    Invalid input exits with 2 and prints a line for each problem; trouble of a disk or a machine
+    that may pass exits with 1, and Ctrl-C with 130, as in a shell. None prints a traceback.
+    """
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError as error:
+        print_error(str(error))
+        sys.exit(INPUT_IS_WRONG)
+    except OSError as error:
+        from system.files import TRANSIENT_ERRORS  # here: locks, which no option needs
+
+        if error.errno not in TRANSIENT_ERRORS:
+            raise
+        print_error(f"{error.filename}: {error.strerror}; the same command may work later")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def print_help(argv: list[str], usage: str) -> None:
+    """--help: the usage and all options; --help optim, or --help lr: a section, or an option. Raises
+    ConfigError if there is none of that name."""
+    after = [word for number, word in enumerate(argv) if argv[number - 1] in ("--help", "-h")]
+    subject = after[0] if after and argv[0] != after[0] else None
+    if subject is None or subject.startswith("-") or subject.endswith(".toml"):
+        print_line(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n")
+        print_line(help_text())
+        return
+    print_line(help_text(subject))
+
+
+def help_text(subject: str | None = None, schema: Schema = SCHEMA) -> str:
+    """Every option with its default, type and meaning; of a subject those of a section, or the
+    options of that name, whole or without their section. Raises ConfigError if there are none."""
+    lines = []
+    for table, (_, is_optional, _) in schema.tables.items():
+        options = {}
+        for key, option in schema.section(table).items():
+            if subject in (None, table, key, f"{table}.{key}"):
+                options[key] = option
+        if table and (options or subject in (None, table)):
+            lines += ["", f"[{table}]" + ("   (off unless given)" if is_optional else "")]
+        for key, option in options.items():
+            lines += _help_lines(key, option)
+        for key, option in options.items():
+            for inner in filter(is_dataclass, typing.get_args(option.kind)):
+                lines += ["", f"[[{table}.{key}]]   (one table each)"]
+                lines.append(help_text(schema=Schema(inner)))
+    if not lines:
+        near = suggestion(subject or "", schema)
+        raise ConfigError(f"--help {subject}: no such section or option{near}")
+    return "\n".join(lines).strip("\n")
+
+
+def _help_lines(key: str, option: Option) -> list[str]:
+    """An option as TOML, with its meaning as a comment that is wrapped at words."""
+    shown = {MISSING: "required", None: "absent"}
+    default = option.default
+    assignment = f"  {key} = {shown[default] if default in shown else toml(default)}"
+    indent = f"{HELP_COLUMN * ' '}# "
+    comments = textwrap.wrap(
+        f"{describe(option.kind)}: {option.help}",
+        min(100, shutil.get_terminal_size((100, 24)).columns),
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    if len(assignment) < HELP_COLUMN:
+        comments[0] = assignment.ljust(HELP_COLUMN) + comments[0].lstrip()
+        return comments
+    return [assignment, *comments]
+
+
+def words_without(*options: str) -> list[str]:
+    """The command line of this launch, without the options that begin with one of these."""
+    words = [word for word in sys.argv[1:] if not word.startswith(options)]
+    return [word.removeprefix(f"{os.getcwd()}/") for word in words]
+
+
+def positive(text: str, kind: type = float) -> Any:
+    """A positive finite number, as a type for argparse."""
+    with contextlib.suppress(ValueError):
+        number = kind(text)
+        if 0 < number < math.inf:
+            return number
+    requirement = "an integer" if kind is int else "finite"
+    raise argparse.ArgumentTypeError(f"{text} must be {requirement}, above 0")

@@ -1,0 +1,668 @@
+"""Every option: a section is a dataclass, each option one of its fields, declared by option() with
+default, meaning, range, what others call it and what a resume may do with it. A section's rules
+stand behind its options:
+
+    def rules(self, cfg: Config) -> Rules:
+        if self.n_heads % self.n_kv_heads:
+            yield "n_kv_heads n_heads", f"must divide n_heads = {self.n_heads}"
+
+The first name is the option that the error shows, with its value; the others are all further ones
+that the rule reads. Those of other sections are written whole, as parallel.tp. A rule counts only
+if all of its options are valid by themselves.
+"""
+
+import fnmatch
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass
+from typing import Annotated, Literal
+
+from config.option import Path, Range, Schema, has_extra, lack_of, option, section
+
+# Of batch_digest: exact in JSON.
+DIGEST_MODULUS = 2**53
+# Samples: the longest period of a mixture's order of sources.
+LONGEST_PERIOD = 1 << 16
+# Target id without a loss, cross_entropy's ignore_index: data/ writes it, model/loss.py reads it.
+IGNORE = -100
+# Values of recompute that save a part of each block.
+SELECTIVE = ("elementwise", "selective")
+# The matrices of a block, in order.
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+# What a row of data is: a text, or a conversation in one of three forms. "tokens": files of token
+# ids instead of rows.
+RowFormat = Literal["text", "messages", "alpaca", "prompt_completion", "tokens"]
+
+# What rules() yields: (options, requirement).
+Rules = Iterator[tuple[str, str]]
+
+# Types of options, with the range of their values.
+PositiveInt = Annotated[int, Range(lambda v: v > 0, "must be greater than 0")]
+NonNegativeInt = Annotated[int, Range(lambda v: v >= 0, "must be at least 0")]
+PositiveFloat = Annotated[float, Range(lambda v: v > 0, "must be greater than 0")]
+NonNegativeFloat = Annotated[float, Range(lambda v: v >= 0, "must be at least 0")]
+AtLeastOne = Annotated[float, Range(lambda v: v >= 1, "must be at least 1")]
+Fraction = Annotated[float, Range(lambda v: 0 <= v <= 1, "must lie between 0 and 1")]
+Betas = Annotated[
+    tuple[float, float],
+    Range(lambda v: all(0 <= beta < 1 for beta in v), "both must lie in [0, 1)"),
+]
+Epsilon = Annotated[
+    float, Range(lambda v: v >= 1e-38, "must be at least 1e-38: float32 would make less of it 0")
+]
+# torch adds a timeout to a clock's nanoseconds
+Seconds = Annotated[float, Range(lambda v: 0 < v <= 1e8, "must be greater than 0, and at most 1e8")]
+Projections = Annotated[
+    tuple[str, ...],
+    Range(
+        lambda v: v and {*v} <= {*PROJECTIONS},
+        f'must name projections: {", ".join(PROJECTIONS)}; or be "all-linear"',
+    ),
+]
+# the name of one folder, used without quoting
+RunName = Annotated[
+    str,
+    Range(
+        lambda v: re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{,199}", v),
+        "may hold only letters, digits, '.', '_' and '-', at most 200, and must not begin with "
+        "'.' or '-'",
+    ),
+]
+
+
+class Section:
+    """The rules of a section that has none."""
+
+    def rules(self, cfg: "Config") -> Rules:
+        yield from ()
+
+
+@dataclass(frozen=True)
+class Run(Section):
+    name: RunName | None = option(
+        None, "folder in output_dir; absent: the configuration file's stem"
+    )
+    output_dir: Path = option("outputs", "folder that holds all runs", aka="dump_folder")
+    seed: NonNegativeInt = option(0, "seed of initial weights and data order", resume="run")
+    device: Literal["auto", "cuda", "cpu"] = option(
+        "auto", "auto: cuda where there is a GPU, else cpu", aka="backend use_cpu"
+    )
+    deterministic: bool = option(False, "use only torch's deterministic algorithms")
+    start_timeout_seconds: Seconds = option(
+        1800.0, "timeout of set-up, the first step, and a save", aka="init_timeout_seconds"
+    )
+    step_timeout_seconds: Seconds = option(
+        600.0, "of a step, or a batch of an evaluation", aka="train_timeout_seconds"
+    )
+
+
+@dataclass(frozen=True)
+class RopeScaling(Section):
+    """Llama 3.1's frequency table: https://arxiv.org/abs/2407.21783, section 3.4.1, and Meta's
+    reference code."""
+
+    factor: AtLeastOne = option(MISSING, "new context length / original context length")
+    low_freq_factor: PositiveFloat = option(
+        1.0, "frequencies of longer waves than original / this are divided"
+    )
+    high_freq_factor: PositiveFloat = option(
+        4.0, "frequencies of shorter waves than original / this are kept"
+    )
+    original_max_position_embeddings: PositiveInt = option(8192, "context length before scaling")
+
+    def rules(self, cfg: "Config") -> Rules:
+        if self.low_freq_factor >= self.high_freq_factor:
+            names = "low_freq_factor model.rope_scaling.high_freq_factor"
+            yield names, f"must be below high_freq_factor = {self.high_freq_factor}"
+
+
+@dataclass(frozen=True)
+class Model(Section):
+    dim: PositiveInt = option(
+        MISSING, "width of the residual stream", resume="shape", aka="hidden_size n_embd"
+    )
+    n_layers: PositiveInt = option(MISSING, "transformer blocks", resume="shape", aka="n_layer")
+    n_heads: PositiveInt = option(
+        MISSING, "query heads", resume="shape", aka="num_attention_heads n_head"
+    )
+    n_kv_heads: PositiveInt = option(MISSING, "key/value heads (GQA)", resume="shape")
+    ffn_dim: PositiveInt = option(
+        MISSING, "hidden width of the feed-forward", resume="shape", aka="intermediate_size"
+    )
+    vocab_size: PositiveInt = option(MISSING, "rows of the embedding", resume="shape")
+    head_dim: PositiveInt | None = option(
+        None, "width of a head; absent: dim / n_heads", resume="shape"
+    )
+    norm_eps: Epsilon = option(1e-5, "epsilon of RMSNorm", aka="rms_norm_eps")
+    rope_theta: PositiveFloat = option(500000.0, "base of RoPE's frequencies")
+    rope_scaling: RopeScaling | None = section("output", default=None)
+    tie_embeddings: bool = option(False, "share embedding and head", resume="shape")
+    qk_norm: bool = option(
+        False, "RMSNorm of each query's and key's head, as Qwen3", resume="shape"
+    )
+    init_from: Path | None = option(
+        None,
+        "Hugging Face folder or id of weights and sizes",
+        resume="run",
+        extra="huggingface",
+        aka="base_model initial_load_path initial_load_in_hf model_name model_name_or_path pretrained",
+    )
+    freeze: tuple[str, ...] = option(
+        (), "patterns of parameter names to freeze, such as 'embedding*'", resume="state"
+    )
+
+    @property
+    def width_per_head(self) -> int:
+        return self.head_dim or self.dim // self.n_heads
+
+    def rules(self, cfg: "Config") -> Rules:
+        if self.n_heads % self.n_kv_heads:
+            yield "n_kv_heads n_heads", f"must divide n_heads = {self.n_heads}"
+        if not self.head_dim and self.dim % self.n_heads:
+            yield "n_heads dim head_dim", f"must divide dim = {self.dim}, or head_dim be given"
+        if self.width_per_head % 2:
+            names = "head_dim" if self.head_dim else "dim n_heads"
+            yield names, f"makes heads {self.width_per_head} wide; their width must be even"
+
+
+@dataclass(frozen=True)
+class Source:
+    source: Path = option(MISSING, "as data.source")
+    weight: PositiveFloat = option(1.0, "share of the samples, relative to the other weights")
+    subset: str | None = option(None, "absent: the value of [data], also for the options below")
+    split: str | None = option(None, "as data.split")
+    text_field: str | None = option(None, "as data.text_field")
+    max_tokens: PositiveInt | None = option(None, "as data.max_tokens")
+    validation: Path | None = option(None, "as data.validation")
+    format: RowFormat | None = option(None, "as data.format")
+
+
+@dataclass(frozen=True)
+class Data(Section):
+    source: Path = option(
+        "python-stdlib",
+        "Hugging Face id, or local files (.jsonl, .json, .parquet, .arrow, .txt)",
+        aka="dataset dataset_name dataset_path train_file",
+    )
+    subset: str | None = option(None, "configuration of a Hugging Face dataset")
+    split: str = option("train", "split of a Hugging Face dataset")
+    text_field: str = option("text", "column with the text")
+    path: Path | None = option(
+        None, "folder of token files; absent: prepared/{source}-{hash}", resume="free"
+    )
+    tokenizer: Path | None = option(
+        None, "file, folder or id; absent: init_from's, else one is trained", aka="hf_assets_path"
+    )
+    max_tokens: PositiveInt | None = option(None, "tokens to prepare; absent: all")
+    document_mask: bool = option(
+        False, "attend only within a document; positions restart in each", resume="run"
+    )
+    format: RowFormat | None = option(
+        None,
+        "what a row is: a text, or a conversation; absent: found from the first row; tokens: files "
+        "of token ids (.bin, .npy)",
+    )
+    token_dtype: Literal["uint16", "int32", "uint32"] | None = option(
+        None, "dtype in files of token ids alone; others say it themselves"
+    )
+    eos_id: NonNegativeInt | None = option(None, "token with which documents end in token files")
+    messages_field: str | None = option(
+        None, "column with messages; absent: messages, else conversations", extra="chat"
+    )
+    chat_template: Path | None = option(
+        None, "Jinja file for conversations; absent: the tokenizer's", extra="chat", aka="template"
+    )
+    order: Literal["global", "growing"] = option(
+        "global", "growing: train while the text is being prepared", resume="run"
+    )
+    validation: Path | None = option(
+        None, "validation text: files, or a split; absent: held out", aka="val_file"
+    )
+    sources: tuple[Source, ...] = option((), "a mixture, weighted", aka="datasets")
+
+    @property
+    def row_format(self) -> RowFormat:
+        """The format of one source's rows. data/formats.py finds it where no option says it."""
+        return self.format or ("messages" if self.messages_field else "text")
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether rows are conversations: those of all sources are, or of none."""
+        formats = {self.row_format, *(source.format for source in self.sources)}
+        return bool(formats - {None, "text", "tokens"})
+
+    def rules(self, cfg: "Config") -> Rules:
+        if self.sources:
+            yield from self._mixture_rules()
+        if self.has_conversations:
+            yield from self._conversation_rules()
+        formats = {source.format or self.row_format for source in self.sources}
+        formats = formats or {self.row_format}
+        if "tokens" in formats:
+            yield from self._token_rules(cfg.model, formats)
+        elif self.token_dtype:
+            yield "token_dtype format", 'is an option of format = "tokens"'
+        elif self.eos_id is not None:
+            yield "eos_id format", 'is an option of format = "tokens"'
+        if self.messages_field and "messages" not in formats:
+            yield "messages_field format", 'is a column of format = "messages"'
+        if self.text_field != Data.text_field and self.has_conversations:
+            yield "text_field format", "is a column of texts, and the rows are conversations"
+        if self.chat_template and self.format == "text" and not self.has_conversations:
+            problem = 'renders conversations, and the rows are texts: data.format = "text"'
+            yield "chat_template format", problem
+
+    def _token_rules(self, model: Model, formats: set[RowFormat]) -> Rules:
+        if self.eos_id is not None and self.eos_id >= model.vocab_size:
+            yield "eos_id model.vocab_size", f"must be below vocab_size = {model.vocab_size}"
+        if "text" in formats and not self.tokenizer:
+            problem = "is needed to mix texts with token files: that of the token files"
+            yield "tokenizer sources", problem
+
+    def _mixture_rules(self) -> Rules:
+        if self.validation:
+            yield "validation sources", "is an option of each source in [[data.sources]]"
+        if self.source != Data.source:
+            yield "source sources", "is incompatible with [[data.sources]]"
+        texts_read = set()
+        for s in self.sources:
+            path = os.path.realpath(s.source) if os.path.exists(s.source) else s.source
+            part = (s.subset or self.subset, s.split or self.split)
+            limit = (s.text_field or self.text_field, s.max_tokens or self.max_tokens)
+            texts_read.add((path, *part, *limit))
+        if len(texts_read) < len(self.sources):
+            yield "sources", "names one source twice; add their weights"
+        total_weight = sum(s.weight for s in self.sources)
+        if any(s.weight * LONGEST_PERIOD < total_weight for s in self.sources):
+            yield "sources", f"a weight must be at least 1/{LONGEST_PERIOD} of the sum of all"
+
+    def _conversation_rules(self) -> Rules:
+        name = "format" if self.format or not self.messages_field else "messages_field"
+        if self.sources:
+            name = "sources"
+            # of a source that no option says it of, the format is found from its first row
+            common = self.format or ("messages" if self.messages_field else None)
+            formats = [source.format or common for source in self.sources]
+            if {"text", "tokens"} & {*formats}:
+                stated = ", ".join(word for word in formats if word)
+                yield (
+                    name,
+                    f"mixes text and conversations (format = {stated}): train on one of them",
+                )
+        if not has_extra("chat"):
+            yield f"{name} format", lack_of("chat")
+        if not self.tokenizer:
+            problem = "needs data.tokenizer: the model's, with the special tokens of its template"
+            yield f"{name} tokenizer", problem
+        if self.order == "growing":
+            problem = 'is incompatible with order = "growing": windows are planned over all rows'
+            yield f"{name} order", problem
+        if not self.document_mask:
+            problem = "is implied by conversations: attention stays inside each"
+            yield f"document_mask {name}", problem
+
+
+@dataclass(frozen=True)
+class Train(Section):
+    steps: PositiveInt = option(
+        MISSING, "optimizer steps", aka="max_iters max_steps epochs num_epochs"
+    )
+    seq_len: PositiveInt = option(
+        2048,
+        "tokens per sequence",
+        resume="run",
+        aka="block_size context_length cutoff_len max_length max_position_embeddings",
+    )
+    global_batch_size: PositiveInt = option(
+        8,
+        "sequences per step",
+        resume="run",
+        aka="train.batch_size train_batch_size grad_accum_steps gradient_accumulation_steps",
+    )
+    micro_batch_size: PositiveInt | None = option(
+        None, "sequences per pass; absent: no accumulation", resume="free", aka="local_batch_size"
+    )
+    max_grad_norm: PositiveFloat | Literal["off"] = option(
+        1.0, "clip the gradient norm to this", aka="clip_grad grad_clip gradient_clip_val"
+    )
+    skip_nonfinite: NonNegativeInt = option(
+        0, "consecutive steps with non-finite gradients to skip; 0: none"
+    )
+
+    def rules(self, cfg: "Config") -> Rules:
+        if self.micro_batch_size and self.global_batch_size % self.micro_batch_size:
+            problem = f"must divide global_batch_size = {self.global_batch_size}"
+            yield "micro_batch_size global_batch_size", problem
+        cp, tp = cfg.parallel.cp, cfg.parallel.tp
+        if cp > 1 and self.seq_len % (2 * cp):
+            problem = f"must be a multiple of 2 x parallel.cp = {2 * cp}: each rank has two chunks"
+            yield "seq_len parallel.cp", problem
+        if self.seq_len % (cp * tp):
+            problem = f"must be a multiple of parallel.cp x parallel.tp = {cp * tp}"
+            yield "seq_len parallel.cp parallel.tp", problem
+        if cfg.parallel.float8 != "none" and self.seq_len % (16 * cp):
+            problem = f"must be a multiple of 16 x parallel.cp = {16 * cp} with float8's kernels"
+            yield "seq_len parallel.cp parallel.float8", problem
+
+
+@dataclass(frozen=True)
+class Optim(Section):
+    name: Literal["adamw", "muon"] = option(
+        "adamw",
+        "muon: for the blocks' matrices",
+        resume="state",
+        extra="optimizers",
+        aka="optimizer optim.type",
+    )
+    lr: PositiveFloat = option(3e-4, "peak learning rate", aka="learning_rate")
+    muon_lr: PositiveFloat | None = option(
+        None, "of Muon's matrices; absent: lr, since updates are as large"
+    )
+    betas: Betas = option(
+        (0.9, 0.95), "beta1 and beta2 of AdamW", aka="beta1 beta2 adam_beta1 adam_beta2"
+    )
+    eps: Epsilon = option(1e-8, "epsilon of AdamW", aka="adam_epsilon")
+    weight_decay: NonNegativeFloat = option(0.1, "on every parameter with two or more dimensions")
+    warmup_steps: NonNegativeInt = option(0, "steps of linear warm-up")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = option(
+        "cosine", "wsd: decay over decay_steps", aka="decay_lr decay_type lr_scheduler_type"
+    )
+    decay_steps: PositiveInt | None = option(None, "length of wsd's decay", aka="decay_ratio")
+    schedule_steps: PositiveInt | None = option(
+        None,
+        "where the schedule ends; absent: train.steps",
+        aka="lr_decay_iters lr_decay_steps total_steps",
+    )
+    min_lr_ratio: Fraction = option(0.1, "final learning rate / lr", aka="min_lr min_lr_factor")
+    state_dtype: Literal["float32", "bfloat16"] = option(
+        "float32", "dtype of moments and momentum", resume="state", extra="optimizers"
+    )
+
+    def rules(self, cfg: "Config") -> Rules:
+        end = schedule_steps(cfg)
+        reads = "schedule schedule_steps train.steps warmup_steps decay_steps"
+        # without schedule_steps, a smoke run may end within the warm-up
+        if self.schedule_steps and self.warmup_steps > end:
+            yield "warmup_steps schedule_steps", f"must not exceed schedule_steps = {end}"
+        if self.schedule == "wsd" and not self.decay_steps:
+            yield reads, "needs optim.decay_steps"
+        if self.schedule != "wsd" and self.decay_steps:
+            yield f"decay_steps {reads}", 'requires schedule = "wsd"'
+        if self.decay_steps and self.warmup_steps <= end < self.warmup_steps + self.decay_steps:
+            start = f"with warmup_steps = {self.warmup_steps}"
+            yield f"decay_steps {reads}", f"{start} must fit into the schedule's length, {end}"
+        if self.name == "muon" and (cfg.parallel.cpu_offload or cfg.lora):
+            problem = (
+                "is incompatible with cpu_offload (the host would orthogonalize) and with [lora]"
+            )
+            yield "name parallel.cpu_offload lora.rank", problem
+        if self.muon_lr and self.name != "muon":
+            yield "muon_lr name", 'requires name = "muon"'
+
+
+@dataclass(frozen=True)
+class Parallel(Section):
+    dp_replicate: PositiveInt | Literal["auto"] = option(
+        1, "replicas of the sharded model (HSDP)", aka="data_parallel_replicate_degree"
+    )
+    dp_shard: PositiveInt | Literal["auto"] = option("auto", "ranks per copy; auto: all left")
+    cp: PositiveInt = option(
+        1, "ranks a sequence is sharded over (context parallel)", aka="context_parallel_degree"
+    )
+    tp: PositiveInt = option(
+        1, "ranks a matrix is sharded over (tensor parallel)", aka="tensor_parallel_degree"
+    )
+    reshard_after_forward: bool = option(
+        True, "free a unit after forward; false: after backward", aka="sharding_strategy"
+    )
+    prefetch_forward: NonNegativeInt = option(
+        1, "units all-gathered ahead in forward; 0: implicit", aka="forward_prefetch"
+    )
+    prefetch_backward: NonNegativeInt = option(
+        1, "units all-gathered ahead in backward; 0: implicit", aka="backward_prefetch"
+    )
+    param_dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "bfloat16",
+        "of all-gather and compute; auto: bfloat16 where native",
+        resume="recipe",
+        aka="bf16 dtype fp16 mixed_precision mixed_precision_param",
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = option(
+        "float32", "dtype of gradient reduction", resume="recipe", aka="mixed_precision_reduce"
+    )
+    output_dtype: Literal["float32", "bfloat16"] | None = option(
+        None, "between units; absent: param_dtype", resume="recipe"
+    )
+    keep_fp32: tuple[str, ...] = option(
+        (), "patterns of units to compute in float32, such as 'blocks.[01]'", resume="recipe"
+    )
+    replicated: tuple[str, ...] = option(
+        (), "patterns of frozen parameters to keep whole on every rank", aka="ignored_params"
+    )
+    cpu_offload: bool = option(
+        False, "parameters, gradients and optimizer state in host memory", aka="offload_params"
+    )
+    sync_every_micro_batch: bool = option(
+        True, "reduce gradients each time; false: once a step", aka="sync_each_batch"
+    )
+    gather_once: bool = option(
+        False, "all-gather each unit once a step, and keep it until its last backward"
+    )
+    recompute: PositiveInt | Literal["none", "elementwise", "selective", "full"] = option(
+        "none",
+        "what backward computes again; n: all of every n-th block",
+        aka="activation_checkpoint.mode activation_checkpointing gradient_checkpointing",
+    )
+    compile: bool = option(
+        False, "torch.compile blocks, loss and bfloat16 update", aka="compile.enable torch_compile"
+    )
+    float8: Literal["none", "tensorwise", "rowwise"] = option(
+        "none",
+        "blocks' matmuls in float8",
+        resume="recipe",
+        extra="float8",
+        aka="converters fp8 recipe_name",
+    )
+
+    @property
+    def one_memory_pool(self) -> bool:
+        """Whether FSDP2's buffers on a GPU come from the pool of the stream that computes: with the
+        weights of all units held, a pool of its own costs memory that nothing else may use.
+        parallel/memory_pool.py says what cpu_offload and replicas would make unsafe."""
+        return self.gather_once and not self.cpu_offload and self.dp_replicate == 1
+
+    def rules(self, cfg: "Config") -> Rules:
+        if self.dp_replicate == self.dp_shard == "auto":
+            problem = 'only one of dp_replicate and dp_shard may be "auto"; dp_shard is by default'
+            yield "dp_replicate dp_shard", problem
+        for key in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
+            if getattr(cfg.model, key) % self.tp:
+                yield f"model.{key} parallel.tp", f"must be a multiple of parallel.tp = {self.tp}"
+        if self.keep_fp32:  # else no unit is named: of a mistyped n_layers there may be too many
+            units = unit_names(cfg.model)
+            if not all(fnmatch.filter(units, pattern) for pattern in self.keep_fp32):
+                examples = ", ".join([*units[:3], "...", units[-1]])
+                problem = f"a pattern matches no unit; they are {examples}"
+                yield "keep_fp32 model.n_layers", problem
+        if self.replicated and self.cpu_offload:
+            problem = "is incompatible with cpu_offload, which would leave them on the host"
+            yield "replicated cpu_offload", problem
+        if self.replicated and self.tp > 1:
+            yield "replicated tp", "requires tp = 1: tp shards every matrix"
+        if isinstance(self.recompute, int) and self.recompute > cfg.model.n_layers:
+            problem = f"every n-th of {cfg.model.n_layers} blocks: n must not exceed them"
+            yield "recompute model.n_layers", problem
+        if self.tp > 1 and self.compile and self.recompute not in ("none", *SELECTIVE):
+            yield (
+                "recompute tp compile",
+                f"must be one of none, {', '.join(SELECTIVE)} with tp = {self.tp} and compile: "
+                "torch 2.13 fails on the others",
+            )
+        if self.float8 != "none":
+            yield from self._float8_rules(cfg)
+
+    def _float8_rules(self, cfg: "Config") -> Rules:
+        if self.tp > 1:
+            problem = "each rank would scale its part of a matrix by itself"
+            yield "float8 tp", f"requires tp = 1, not {self.tp}: {problem}"
+        float32_blocks = []
+        for pattern in self.keep_fp32:
+            matching_units = fnmatch.filter(unit_names(cfg.model), pattern)
+            float32_blocks += [name for name in matching_units if name.startswith("blocks.")]
+        if float32_blocks:
+            blocks = ", ".join(float32_blocks[:3])
+            problem = f"is incompatible with {blocks} in keep_fp32: its matmuls would be in 8 bits"
+            yield "float8 keep_fp32 model.n_layers", problem
+        if self.float8 == "tensorwise" and self.cpu_offload:
+            yield (
+                "float8 cpu_offload",
+                "is incompatible with cpu_offload: a shard copied to the GPU loses its scale; "
+                '"rowwise" needs none',
+            )
+        if cfg.lora:
+            problem = "is incompatible with [lora], whose base may be in 4 bits (lora.base_dtype)"
+            yield "float8 lora.rank", problem
+
+
+@dataclass(frozen=True)
+class Lora(Section):
+    rank: PositiveInt = option(16, "rank of the adapters", resume="shape", aka="lora_r r")
+    alpha: PositiveFloat | None = option(
+        None, "adapters are scaled by alpha / rank; absent: 2 x rank"
+    )
+    # load() replaces "all-linear" by the names
+    targets: Projections | Literal["all-linear"] = option(
+        PROJECTIONS, "projections that get an adapter", resume="shape"
+    )
+    base_dtype: Literal["bfloat16", "float32", "nf4"] = option(
+        "bfloat16", "dtype of the frozen weights", aka="load_in_4bit"
+    )
+    init_from: Path | None = option(
+        None, "a PEFT adapter folder to start from; sets rank, alpha and targets", resume="free"
+    )
+
+    @property
+    def scale(self) -> float:
+        alpha = 2 * self.rank if self.alpha is None else self.alpha
+        return alpha / self.rank
+
+    def rules(self, cfg: "Config") -> Rules:
+        m = cfg.model
+        if not m.init_from:
+            problem = "adapters need a base: name its Hugging Face folder, model.init_from"
+            yield "rank model.init_from", problem
+        attention_dim = m.n_heads * m.width_per_head
+        kv_dim = m.n_kv_heads * m.width_per_head
+        widths = (attention_dim, kv_dim, kv_dim, attention_dim, m.ffn_dim, m.ffn_dim, m.ffn_dim)
+        other_side = dict(zip(PROJECTIONS, widths))
+        largest_rank = min(min(m.dim, other_side[name]) for name in self.targets)
+        sizes = "model.dim model.n_heads model.n_kv_heads model.ffn_dim model.head_dim"
+        if self.rank > largest_rank:
+            problem = f"must not exceed the smallest side of its matrices, {largest_rank}"
+            yield f"rank targets {sizes}", problem
+        # the row lengths of a rank's matrices
+        tp = cfg.parallel.tp
+        row_lengths = {
+            "dim": m.dim,
+            "n_heads x head_dim over tp": attention_dim / tp,
+            "ffn_dim over tp": m.ffn_dim / tp,
+        }
+        if self.base_dtype == "nf4" and any(length % 64 for length in row_lengths.values()):
+            shown = ", ".join(f"{name} = {length:g}" for name, length in row_lengths.items())
+            problem = f"its blocks of 64 weights must come out even: {shown}"
+            yield f"base_dtype {sizes} parallel.tp", problem
+
+
+@dataclass(frozen=True)
+class Checkpoint(Section):
+    save_every_steps: PositiveInt | None = option(
+        None,
+        "absent: only at the last step",
+        aka="always_save_checkpoint checkpoint.enable checkpoint.interval save_interval save_steps",
+    )
+    keep_last: PositiveInt | None = option(
+        None, "newest checkpoints to keep; absent: all", aka="keep_latest_k save_total_limit"
+    )
+    keep_every_steps: PositiveInt | None = option(
+        None, "steps between milestones, which keep_last does not remove"
+    )
+    async_save: bool = option(
+        False, "write in the background, from a copy in host memory", aka="async_mode"
+    )
+    resume: Literal["auto", "never"] | PositiveInt = option(
+        "auto", "auto: from the newest; N: from step N", aka="load_step resume_from_checkpoint"
+    )
+    allow_changed: tuple[str, ...] = option(
+        (), "options that may differ from the checkpoint's, as 'train.seq_len'"
+    )
+
+    def rules(self, cfg: "Config") -> Rules:
+        if not {*self.allow_changed} <= SCHEMA.options.keys():
+            yield "allow_changed", "names no option; write section.key"
+
+
+@dataclass(frozen=True)
+class Eval(Section):
+    every_steps: PositiveInt | None = option(
+        None,
+        "absent: only at the last step",
+        aka="eval_interval eval_steps validation.enable validation.freq",
+    )
+    batches: PositiveInt | None = option(
+        None, "global batches; absent: all", aka="eval_batches eval_iters validation.steps"
+    )
+
+
+@dataclass(frozen=True)
+class Log(Section):
+    every_steps: PositiveInt = option(
+        10, "steps between training rows", aka="log_freq log_interval logging_steps"
+    )
+    tensorboard: bool = option(True, "also write tensorboard/")
+    tracker: Literal["wandb", "trackio"] | None = option(
+        None, "also send rows there", extra="reports", aka="report_to wandb_log wandb_project"
+    )
+
+
+@dataclass(frozen=True)
+class Profile(Section):
+    at_step: PositiveInt = option(MISSING, "first step to trace", aka="enable_profiling")
+    steps: PositiveInt = option(3, "number of steps to trace", aka="profiler_active")
+
+    def rules(self, cfg: "Config") -> Rules:
+        if self.at_step + self.steps - 1 > cfg.train.steps:
+            end = f"must end by train.steps = {cfg.train.steps}"
+            yield "at_step steps train.steps", f"with profile.steps = {self.steps} {end}"
+
+
+@dataclass(frozen=True)
+class Config:
+    """A configuration. The first word is what a resume may do with the options of a section that do
+    not say it: an option that a fork adds to [model] is compared, one of [parallel] is not."""
+
+    run: Run = section("free")
+    model: Model = section("output")
+    data: Data = section("data")
+    train: Train = section("recipe")
+    optim: Optim = section("recipe")
+    parallel: Parallel = section("free")
+    lora: Lora | None = section("output", extra="lora")
+    checkpoint: Checkpoint | None = section("free")
+    eval: Eval | None = section("free")
+    log: Log = section("free")
+    profile: Profile | None = section("free", extra="reports")
+
+
+SCHEMA = Schema(Config)
+
+
+def schedule_steps(cfg: Config) -> int:
+    return cfg.optim.schedule_steps or cfg.train.steps
+
+
+def unit_names(model: Model) -> list[str]:
+    """The FSDP units in forward order, as parallel/fsdp.py makes them."""
+    blocks = [f"blocks.{i}" for i in range(model.n_layers)]
+    return ["embedding+head", *blocks] if model.tie_embeddings else ["embedding", *blocks, "head"]
