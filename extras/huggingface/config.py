@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from config import SCHEMA, ConfigError, Given, fit, toml
 from data import hub
+from data.tokenizer import TOKENIZERS
 
 # our option in [model] -> key in config.json
 KEYS = {
@@ -234,20 +235,6 @@ def _is_target(module: str, targets: list[str] | str) -> bool:
     return module in targets or module.endswith(ends)
 
 
-def note_on_context(init_from: str, seq_len: int) -> list[str]:
-    """What a launch logs if it trains on longer sequences than the weights of init_from were."""
-    path = hub.local(init_from, hub.CONFIG) / "config.json"
-    if not path.is_file():  # of a resumed run it may be gone
-        return []
-    length = read_json(path).get("max_position_embeddings")
-    if type(length) is not int or seq_len <= length:
-        return []
-    return [
-        f"train.seq_len = {seq_len} is longer than max_position_embeddings = {length} of {path}: its "
-        "weights have not seen positions beyond, so the loss there begins high"
-    ]
-
-
 def _fit(path: pathlib.Path, entries: dict[str, Entry]) -> tuple[dict[str, Any], list[str]]:
     """The values of a file by option, converted, and a problem for each that is missing or
     invalid."""
@@ -284,9 +271,7 @@ def complete(given: Given, saved: bool) -> None:
     if given.has_table("lora"):
         _normalize_adapter(given)
     if "model.init_from" in given.values and not saved:
-        from extras.huggingface.tokenizer import take_over
-
-        take_over(given)
+        _complete_tokenizer(given)
 
 
 def _complete_model(given: Given) -> None:
@@ -344,6 +329,21 @@ def _complete_adapter(given: Given) -> None:
     _take_over(given, path, fitted, ADAPTER_KEYS, "; leave it out")
     if problems:
         raise ConfigError(*problems)
+
+
+def _complete_tokenizer(given: Given) -> None:
+    """Makes the tokenizer of model.init_from the data's, if none is given and it has one. Not of a
+    run that was begun without: its data has another tokenizer, and it resumes with that."""
+    if "data.tokenizer" in given.values:
+        return
+    base = given.values["model.init_from"]
+    before = hub.options_of_run(given)
+    if before.get("model.init_from") == base and "data.tokenizer" not in before:
+        return
+    # what a repository holds, its reader finds out: a plan needs none
+    if hub.is_id(base) or any(pathlib.Path(base, name).is_file() for name in TOKENIZERS):
+        given.values["data.tokenizer"] = base
+        given.origins["data.tokenizer"] = given.origins["model.init_from"]
 
 
 def _take_over(

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from extras.reports import report
+from tools import report
 from tests.conftest import launch, make_config, needs_extra, rows, run_tool
 
 NAMES = {

@@ -35,7 +35,7 @@ from data import hub
 from data.tokenizer import TOKENIZERS, Tokenizer
 from extras.huggingface import config as hf_config
 from extras.huggingface import weights as hf_weights
-from extras.huggingface.tokenizer import fast_tokenizer_files, inexpressible, read_sentencepiece
+from tools.fast_tokenizer import fast_tokenizer_files, inexpressible, read_sentencepiece
 from model.build import meta_model
 from optim import Progress
 from system import files, processes
