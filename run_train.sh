@@ -120,7 +120,7 @@ for word in "$@"; do
         hand_over train "$@"
         ;;
     --dry-run)
-        [[ -e $repo/tools/planner ]] || fail "--dry-run needs tools/planner, which this copy of the repository does not have"
+        [[ -e $repo/tools/planner ]] || fail "--dry-run: needs tools/planner, which this copy does not have"
         hand_over planner "$@"
         ;;
     esac

@@ -18,11 +18,11 @@ import tempfile
 from collections.abc import Callable
 
 import config
-from extras.planner.counted import Phase
-from extras.planner.devices import Moment, device
-from extras.planner.plan import GIB, Asked, planned
-from extras.planner.show import COLORS, SHADES, draw, expected_speed, ticks
-from extras.planner.svg import GRAY, Drawing
+from tools.planner.counted import Phase
+from tools.planner.devices import Moment, device
+from tools.planner.plan import GIB, Asked, planned
+from tools.planner.show import COLORS, SHADES, draw, expected_speed, ticks
+from tools.planner.svg import GRAY, Drawing
 
 REPO = pathlib.Path(__file__).parent.parent
 FIGURES = REPO / "docs/figures"

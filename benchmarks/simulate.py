@@ -19,12 +19,13 @@ from collections import Counter
 
 import config
 from config import ConfigError
-from extras.planner import advice
-from extras.planner.devices import device
-from extras.planner.plan import GIB, Asked, device_gib, plan, with_workspaces
-from extras.planner.simulate import Step, simulate
 from model.build import meta_model
 from tests import theory
+from tools.planner import advice
+from tools.planner.__main__ import parse
+from tools.planner.devices import device
+from tools.planner.plan import GIB, Asked, device_gib, plan, with_workspaces
+from tools.planner.simulate import Step, simulate
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -82,8 +83,8 @@ def drawn(seed: int, folder: str) -> tuple[list[str], int, float]:
 def suggestion(words: list[str], ranks: int, share: float) -> tuple[str, float, float, list[str]]:
     """(what the plan suggests for a GPU that is too small, GiB of that GPU, GiB by a full step,
     faster changes that fit)."""
-    args = config.parse_arguments(words)
-    memory = share * plan(config.load(args.config, args.overrides), ranks)["device_gib"]
+    args, cfg = parse(words)
+    memory = share * plan(cfg, ranks)["device_gib"]
     asked = Asked(device("H100"), memory)
     tried = [*advice.tried(ranks, args, asked)]
     fastest = advice.fastest(tried)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, is_dataclass
 from typing import Any, NoReturn
 
-from config.option import ConfigError, Option, Schema, has_extra, lack_of
+from config.option import ConfigError, Option, Schema
 from config.options import SCHEMA, Config
 from config.read import describe, load, suggestion
 from config.show import toml
@@ -22,21 +22,23 @@ from system.processes import INPUT_IS_WRONG, print_error, print_line
 HELP_COLUMN = 32  # where the meanings of options begin
 
 
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line of train.py and of the tools that take a CONFIG. Exits with 2 if it
-    is invalid."""
+def argument_parser() -> argparse.ArgumentParser:
+    """Of a command line that begins with a CONFIG. A tool adds its flags; parse_arguments() takes
+    the options."""
     parser = argparse.ArgumentParser(prog="run_train.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG")
-    mode = parser.add_mutually_exclusive_group()
-    for flag in ("--dry-run", "--eval-only"):
-        mode.add_argument(flag, action="store_true")
-    if has_extra("planner"):
-        from extras.planner.arguments import add_arguments
+    return parser
 
-        add_arguments(parser, "--dry-run" in argv)
+
+def parse_arguments(
+    argv: list[str], parser: argparse.ArgumentParser | None = None
+) -> argparse.Namespace:
+    """Parses the command line of train.py, or by its parser that of a tool that takes a CONFIG.
+    Exits with 2 if it is invalid."""
+    if parser is None:
+        parser = argument_parser()
+        parser.add_argument("--eval-only", action="store_true")
     args, args.overrides = parser.parse_known_args(argv)
-    if args.dry_run and not has_extra("planner"):
-        parser.error(f"--dry-run: {lack_of('planner')}")
     unknown = [word for word in args.overrides if not re.match("--[^=]+=", word)]
     if unknown:
         parser.error(
@@ -47,9 +49,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def from_command_line(
-    argv: list[str], usage: str, tool: bool = False
+    argv: list[str], usage: str, parser: argparse.ArgumentParser | None = None
 ) -> tuple[argparse.Namespace, Config]:
-    """A program's arguments and configuration. tool: it has no dry run and no evaluation.
+    """A program's arguments and configuration. parser: of a tool, see parse_arguments().
 
     Prints every problem and exits with 2 if the command line or the configuration is invalid. Exits
     with 0 after --help.
@@ -58,12 +60,7 @@ def from_command_line(
         if "--help" in argv or "-h" in argv:
             print_help(argv, usage)
             sys.exit()
-        args = parse_arguments(argv)
-        if tool and (args.dry_run or args.eval_only):
-            raise ConfigError(
-                "--dry-run and --eval-only require ./run_train.sh CONFIG: no tool (-m) supports "
-                "them"
-            )
+        args = parse_arguments(argv, parser)
         return args, load(args.config, args.overrides)
     except ConfigError as error:
         print_error(str(error))

@@ -17,16 +17,16 @@ from data.source import Source, list_files, local_paths
 from system.processes import print_error
 
 
-def complete(args: argparse.Namespace, cfg: config.Config) -> config.Config:
-    """The configuration with the formats that no option says. Raises ConfigError if a first row has
-    the columns of no format, or of several, and OSError."""
+def complete(args: argparse.Namespace, cfg: config.Config, is_plan: bool = False) -> config.Config:
+    """The configuration with the formats that no option says. is_plan: see format_of(). Raises
+    ConfigError if a first row has the columns of no format, or of several, and OSError."""
     d = cfg.data
     if d.format or d.messages_field:
         return cfg
     root = pathlib.Path(d.path or "prepared")
     tokenizer = d.tokenizer or str(folders.common_tokenizer(cfg))
     source_cfgs = folders.sources_of(cfg, tokenizer) or [cfg]
-    formats = [each.data.format or format_of(each, root, args.dry_run) for each in source_cfgs]
+    formats = [each.data.format or format_of(each, root, is_plan) for each in source_cfgs]
     if set(formats) == {"text"} and not d.chat_template:  # which is refused with text
         return cfg
     options = [f"--data.format={formats[0]}"]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from extras.planner.simulate import simulate
 from tests.distributed import run_on_ranks
 from tests.parallel.test_activation_checkpoint import block_config, kept_by_mode
+from tools.planner.simulate import simulate
 
 
 @pytest.mark.parametrize("cp, tp", [(1, 1), (1, 2), (2, 1), (2, 2)])

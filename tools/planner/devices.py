@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import config
 from config import ConfigError
-from extras.planner.counted import Phase
 from metrics import PEAK_TFLOPS
+from tools.planner.counted import Phase
 
 # Collectives that overlap with computation slow it: NCCL shares no multiprocessor with other kernels
 # (github.com/NVIDIA/nccl/issues/689), and takes 16 of an H100's 132 to fill its links (issue 1453).

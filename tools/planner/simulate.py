@@ -40,10 +40,6 @@ from torch.utils._pytree import tree_iter
 
 import config
 from config import ConfigError
-from extras.planner.blocks import Shorter, kinds_of_blocks, shortened
-from extras.planner.counted import Counted, ModuleState, Phase
-from extras.planner.gpu_paths import gpu_code_paths, one_kernel
-from extras.planner.pools import REDUCE_SCATTER, ROUNDED_TO, pool_of, stream_now
 from model.build import meta_model
 from model.llama import Llama, after_weight_update
 from optim import build_optimizer, clip_gradients
@@ -51,6 +47,10 @@ from parallel.fsdp import set_communication, unshard_first_units
 from parallel.materialize import allocate
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
+from tools.planner.blocks import Shorter, kinds_of_blocks, shortened
+from tools.planner.counted import Counted, ModuleState, Phase
+from tools.planner.gpu_paths import gpu_code_paths, one_kernel
+from tools.planner.pools import REDUCE_SCATTER, ROUNDED_TO, pool_of, stream_now
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 laptop.
 
     ./run_train.sh configs/llama70b.toml --dry-run --world-size 64,256 --gpu H200 [--gpus-per-node
-    8] [--plot step.svg]
+    8] [--gpu-memory-gib G] [--plot step.svg] [--json] [--config]
 
-The entry point: plan.py makes the plan of each world size, show.py
-renders it, advice.py suggests changes where it does not fit.
+plan.py makes the plan of each world size, show.py renders it, advice.py suggests changes where it
+does not fit. Exit codes: 0, 3 if a plan does not fit the memory given, 2 if the input is wrong.
 """
 
 import json
@@ -20,20 +20,12 @@ from config import ConfigError
 from data import formats
 from data.dataset import open_dataset
 from data.folder import is_prepared
-from extras.planner.advice import advise, faster
-from extras.planner.devices import Moment, device
-from extras.planner.plan import Asked, planned
-from extras.planner.show import compared, draw, table, verdict
-from run.command import Ranks
 from system.machine import visible_gpus
-from system.processes import DOES_NOT_FIT, FINISHED, print_error, print_line
-
-
-def main(argv: list[str]) -> int:
-    """The exit code of a dry run."""
-    args, cfg = config.from_command_line(argv, __doc__ or "")
-    cfg = formats.complete(args, cfg)
-    return FINISHED if dry_run(cfg, args) else DOES_NOT_FIT
+from system.processes import DOES_NOT_FIT, FINISHED, print_line
+from tools.planner.advice import advise, faster
+from tools.planner.devices import Moment, device
+from tools.planner.plan import Asked, planned
+from tools.planner.show import compared, draw, table, verdict
 
 
 def dry_run(cfg: config.Config, args: Namespace) -> bool:
@@ -45,7 +37,7 @@ def dry_run(cfg: config.Config, args: Namespace) -> bool:
     asked = Asked(
         gpu,
         args.gpu_memory_gib,
-        args.gpus_per_node or 8,
+        args.gpus_per_node,
         on_gpu=True,
         without_cuda=is_for_this_cpu(cfg, args),
     )
@@ -65,8 +57,6 @@ def dry_run(cfg: config.Config, args: Namespace) -> bool:
         print_tables(rows, cfg, asked, args.show_config)
     if asked.memory_gib:
         print_advice(possible, cfg, args, asked)
-    if is_for_this_machine(cfg, args):
-        print_lacks(cfg)
     return all(row["fits"] is not False for row in possible)
 
 
@@ -83,20 +73,6 @@ def is_for_this_machine(cfg: config.Config, args: Namespace) -> bool:
     if args.gpu or args.gpu_memory_gib:
         return False
     return cfg.run.device != "cuda" or visible_gpus() > 0
-
-
-def print_lacks(cfg: config.Config) -> None:
-    """Prints what this machine lacks for the run, which a launch would refuse: on stderr, so that
-    --json stays JSON."""
-    from run.launch import check_machine
-
-    try:
-        check_machine(cfg, Ranks.from_environment())
-    except ConfigError as error:
-        for problem in error.problems:
-            print_error(f"a run here would be refused: {problem}")
-    except OSError as error:  # of a disk that does not answer, or may not be looked at
-        print_error(f"a run here would fail: {error}")
 
 
 def fewest_ranks(p: config.Parallel) -> int:
@@ -170,3 +146,35 @@ def samples_per_epoch(cfg: config.Config) -> float | None:
     for source, weight in zip(dataset.sources, dataset.mixture.weights):
         samples.append((source.order.epoch_length or 0) * dataset.mixture.period / weight)
     return max(samples)
+
+
+def parse(argv: list[str]) -> tuple[Namespace, config.Config]:
+    """The planner's arguments, and the configuration. Exits with 2 if they are invalid."""
+    parser = config.argument_parser()
+    parser.add_argument("--dry-run", action="store_true")  # by which run_train.sh came here
+    parser.add_argument("--gpu")
+    parser.add_argument("--plot")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--config", action="store_true", dest="show_config")
+    parser.add_argument("--world-size", type=world_sizes)
+    parser.add_argument("--gpu-memory-gib", type=config.positive)
+    parser.add_argument("--gpus-per-node", type=positive_integer, default=8)
+    return config.from_command_line(argv, __doc__ or "", parser)
+
+
+def positive_integer(text: str) -> int:
+    return config.positive(text, int)
+
+
+def world_sizes(text: str) -> list[int]:
+    return [positive_integer(number) for number in text.split(",")]
+
+
+def main(argv: list[str]) -> int:
+    args, cfg = parse(argv)
+    cfg = formats.complete(args, cfg, is_plan=True)
+    return FINISHED if dry_run(cfg, args) else DOES_NOT_FIT
+
+
+if __name__ == "__main__":
+    config.run_tool(main)

@@ -1,6 +1,6 @@
 """Suggests changes where a plan does not fit: plans each change, and names the fastest that fits.
 
-Called by dry_run.py. alternatives() lists what would need less memory, changes() orders it into
+Called by __main__.py. alternatives() lists what would need less memory, changes() orders it into
 changes of one option or of several, tried() makes the plan of each.
 """
 
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import config
 from config import ConfigError
-from extras.planner.devices import device
-from extras.planner.plan import Asked, plan
+from tools.planner.devices import device
+from tools.planner.plan import Asked, plan
 
 # each saves fewer activations than the one before
 RECOMPUTE = ("none", "elementwise", "selective", "full")

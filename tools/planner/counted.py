@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from extras.planner.pools import COMPUTATION, Pool, rounded_up
 from parallel.activation_checkpoint import GROUPED_MM, LINEAR_MATMULS
+from tools.planner.pools import COMPUTATION, Pool, rounded_up
 
 aten = torch.ops.aten
 c10d = torch.ops.c10d

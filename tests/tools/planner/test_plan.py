@@ -21,24 +21,6 @@ import config
 import metrics
 from benchmarks import published
 from benchmarks import simulate as benchmark
-from extras.planner import advice, show
-from extras.planner import check as plan_check
-from extras.planner import dry_run as dry_run_module
-from extras.planner import plan as plan_module
-from extras.planner import simulate as simulate_module
-from extras.planner.check import PlanCheck
-from extras.planner.counted import Counted, Phase
-from extras.planner.devices import (
-    DEVICES,
-    OF_LINK,
-    Cluster,
-    Moment,
-    device,
-    known_as,
-    timeline,
-)
-from extras.planner.plan import Asked, plan
-from extras.planner.simulate import Step, simulate
 from model.build import meta_model
 from optim import build_optimizer
 from parallel import materialize
@@ -57,6 +39,24 @@ from tests.conftest import (
     shipped_configs,
 )
 from tests.test_training import UNEVEN
+from tools.planner import __main__ as dry_run_module
+from tools.planner import advice, show
+from tools.planner import check as plan_check
+from tools.planner import plan as plan_module
+from tools.planner import simulate as simulate_module
+from tools.planner.check import PlanCheck
+from tools.planner.counted import Counted, Phase
+from tools.planner.devices import (
+    DEVICES,
+    OF_LINK,
+    Cluster,
+    Moment,
+    device,
+    known_as,
+    timeline,
+)
+from tools.planner.plan import Asked, plan
+from tools.planner.simulate import Step, simulate
 
 pytestmark = pytest.mark.first
 
@@ -480,8 +480,8 @@ GATHER_ONCE = "--parallel.gather_once=true"
 
 def dry_run(capsys, *words: object) -> tuple[bool, str, str]:
     """(does it fit, stdout, stderr) of `--dry-run` in this process."""
-    args = config.parse_arguments([*map(str, words), "--dry-run"])
-    fits = dry_run_module.dry_run(config.load(args.config, args.overrides), args)
+    args, cfg = dry_run_module.parse([*map(str, words)])
+    fits = dry_run_module.dry_run(cfg, args)
     return fits, *capsys.readouterr()
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 import config
-from extras.planner.devices import known_as
-from extras.planner.plan import GIB
 from parallel.mesh import World
 from parallel.ranks import local_world_size
 from system.processes import INPUT_IS_WRONG
+from tools.planner.devices import known_as
+from tools.planner.plan import GIB
 
 # seconds after the second step; planning keeps a core busy, too much for a short run
 LATER = 30.0

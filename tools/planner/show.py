@@ -1,6 +1,6 @@
 """Renders a plan: text tables with a bar per kind of memory, and an SVG of the step's timeline.
 
-The rows come from plan.py, the timeline from devices.py. dry_run.py prints what is rendered here:
+The rows come from plan.py, the timeline from devices.py. __main__.py prints what is rendered here:
 verdict() in a line, table() in detail, compared() for several world sizes, draw() as a file.
 """
 
@@ -8,9 +8,9 @@ import math
 import pathlib
 
 import config
-from extras.planner.devices import REACHED, REACHED_IN_FLOAT8, Moment, next_begins
-from extras.planner.plan import GIB, STATES, Asked
-from extras.planner.svg import Drawing
+from tools.planner.devices import REACHED, REACHED_IN_FLOAT8, Moment, next_begins
+from tools.planner.plan import GIB, STATES, Asked
+from tools.planner.svg import Drawing
 
 BAR = 40  # characters of the longest bar
 # difference between the FLOP in MFU and those in the plan's time from which both are shown

@@ -18,8 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter
 
 import config
-from extras.planner.counted import FORMULAS, Counted
-from extras.planner.masks import flex_attention_patches, patches_everywhere
 from model.llama import Llama
 from model.loss import CHUNK
 from parallel.activation_checkpoint import (
@@ -27,6 +25,8 @@ from parallel.activation_checkpoint import (
     checkpoint_selectively,
     is_checkpointed,
 )
+from tools.planner.counted import FORMULAS, Counted
+from tools.planner.masks import flex_attention_patches, patches_everywhere
 
 
 def gpu_code_paths(cfg: config.Config, counted: Counted) -> list:

@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import config
-from extras.planner.masks import flex_attention_patches
 from model.build import meta_model
 from model.llama import Llama, named_parameters
 from parallel.activation_checkpoint import is_checkpointed
 from parallel.fsdp import replicated_parameters, unit_dtypes
 from parallel.mesh import World
+from tools.planner.masks import flex_attention_patches
 
 # equal for blocks that are alike
 Kind = tuple
