@@ -135,9 +135,8 @@ def shortened(
         return None
     # both edges, the first block, the middle and as many that follow it
     fewer = 2 * edge + 1 + 2 * period
-    # left out are full periods, and an even number of blocks: all-gathers alternate between two
-    # places in the pool of their stream
-    fewer += (blocks - fewer) % (period if period % 2 == 0 else 2 * period)
+    # left out are full periods
+    fewer += (blocks - fewer) % period
     if fewer >= blocks:
         return None
     middle = range(edge + 1, edge + 1 + period)
