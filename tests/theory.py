@@ -11,13 +11,8 @@ from model.llama import Llama, named_parameters
 from model.loss import CHUNK
 from optim import build_optimizer
 from parallel.activation_checkpoint import KEEP_EVERY, is_checkpointed
-from parallel.fsdp import (
-    all_gather_dtype,
-    replicated_parameters,
-    unit_dtypes,
-    unit_parameters,
-    units,
-)
+from parallel.fsdp import all_gather_dtype, unit_dtypes, unit_parameters, units
+from parallel.replicated import replicated_parameters
 
 
 def largest_shards(model: Llama, shards: int, tp: int) -> dict[nn.Parameter, int]:
