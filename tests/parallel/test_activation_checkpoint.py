@@ -275,10 +275,13 @@ def kept_alone() -> dict[str, int]:
 
 @pytest.mark.parametrize("cp, tp", [(1, 2), (2, 1), (2, 2)])
 def test_bytes_kept_fall_as_1_over_cp_and_tp(kept_alone, cp, tp):
-    """To the byte; but over tp "selective" keeps the first reduce-scatter's output too, not to send it again."""
+    """To the byte; but over tp "selective" keeps the first reduce-scatter's output too, not to send it again, and
+    "none" what it all-gathers: keys and values over cp, two inputs over tp."""
     expected = dict(kept_alone)
+    of_sequences = 2 * LENGTH * DIM * 4
+    expected["none"] += 2 * of_sequences * (cp - 1 + tp - 1)
     if tp > 1:
-        expected["selective"] += 2 * LENGTH * DIM * 4
+        expected["selective"] += of_sequences
     for kept in run_on_ranks(cp * tp, kept_by_mode, cp, tp):
         assert {mode: size * cp * tp for mode, size in kept.items()} == expected
     assert 0 < expected["full"] < expected["selective"] < expected["elementwise"]
