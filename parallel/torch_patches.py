@@ -6,7 +6,6 @@ Each names the versions that need it, and the test that fails without it.
 import contextlib
 import datetime
 import functools
-import logging
 import platform
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -103,19 +102,6 @@ def share_classes(model: nn.Module) -> None:
             module_class = type(module)
             alike = (*module_class.__bases__, *module.parametrizations)
             module.__class__ = shared.setdefault(alike, module_class)
-
-
-def drop_advice_on_policies() -> None:
-    """Drops the advice that torch logs for each selective checkpointing policy that it compiles.
-
-    All versions advise not to change a tensor in place. No block does.
-    Test: test_torch_patches.py, test_the_advice_on_policies_is_dropped.
-    """
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_not_advice_on_policies)
-
-
-def _is_not_advice_on_policies(record: logging.LogRecord) -> bool:
-    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
 def shield_compilers(signals: Iterable[signal.Signals]) -> None:

@@ -11,7 +11,6 @@ does not fit. Exit codes: 0, 3 if a plan does not fit the memory given, 2 if the
 import json
 import math
 import os
-import sys
 import textwrap
 from argparse import Namespace
 
@@ -21,8 +20,8 @@ from data import formats
 from data.dataset import open_dataset
 from data.folder import is_prepared
 from system.machine import visible_gpus
-from system.processes import DOES_NOT_FIT, FINISHED, print_line
-from tools.planner.advice import advise, faster
+from system.processes import DOES_NOT_FIT, FINISHED, print_error, print_line
+from tools.planner.advice import advise
 from tools.planner.devices import Moment, device
 from tools.planner.plan import Asked, planned
 from tools.planner.show import compared, draw, table, verdict
@@ -31,48 +30,34 @@ from tools.planner.show import compared, draw, table, verdict
 def dry_run(cfg: config.Config, args: Namespace) -> bool:
     """Prints the plans. Returns False if one does not fit into the memory given.
 
-    Raises ConfigError for a GPU or plot path that is invalid, or if no world size is possible.
+    Raises ConfigError for a GPU, a world size or a path of the plot that is invalid.
     """
-    gpu = None if args.gpu is None else device(args.gpu)
-    asked = Asked(
-        gpu,
-        args.gpu_memory_gib,
-        args.gpus_per_node,
-        on_gpu=True,
-        without_cuda=is_for_this_cpu(cfg, args),
-    )
+    asked = asked_by(args, cfg)
     plans = plan_each(cfg, args.world_size or [fewest_ranks(cfg.parallel)], asked)
     rows = [row for row, _ in plans]
-    possible = [row for row in rows if "problems" not in row]
     if args.plot is not None:
-        row, moments = plans[rows.index(possible[0])]
-        title = f"{cfg.run.name} on {row['world_size']} x {args.gpu or 'GPU'}"
+        title = f"{cfg.run.name} on {rows[0]['world_size']} x {args.gpu or 'GPU'}"
         try:
-            draw(row, moments, args.plot, title, asked.memory_gib)
+            draw(*plans[0], args.plot, title, asked.memory_gib)
         except OSError as error:
             raise ConfigError(f"--plot {args.plot}: {error.strerror}") from None
     if args.json:
         print_line(json.dumps(rows if len(rows) > 1 else rows[0]))
     else:
         print_tables(rows, cfg, asked, args.show_config)
-    if asked.memory_gib:
-        print_advice(possible, cfg, args, asked)
-    return all(row["fits"] is not False for row in possible)
+    for row in rows:
+        if row["fits"] is False:
+            print_error(advise(row, cfg, asked))  # on stderr, so that --json stays JSON
+    return all(row["fits"] is not False for row in rows)
 
 
-def is_for_this_cpu(cfg: config.Config, args: Namespace) -> bool:
-    """Whether the plan is of a run on this machine, which has no GPU for it."""
-    if args.world_size or not is_for_this_machine(cfg, args):
-        return False
-    return cfg.run.device == "cpu" or not visible_gpus()
-
-
-def is_for_this_machine(cfg: config.Config, args: Namespace) -> bool:
-    """Whether the run could be on this machine: no other GPU is named, and it has those that are
-    asked for."""
-    if args.gpu or args.gpu_memory_gib:
-        return False
-    return cfg.run.device != "cuda" or visible_gpus() > 0
+def asked_by(args: Namespace, cfg: config.Config) -> Asked:
+    """The hardware that the arguments name, or this machine."""
+    gpu = None if args.gpu is None else device(args.gpu)
+    is_here = not (args.gpu or args.gpu_memory_gib or args.world_size)
+    has_gpu = cfg.run.device == "cuda" or (cfg.run.device == "auto" and visible_gpus() > 0)
+    without_cuda = is_here and not has_gpu
+    return Asked(gpu, args.gpu_memory_gib, args.gpus_per_node, True, without_cuda)
 
 
 def fewest_ranks(p: config.Parallel) -> int:
@@ -84,10 +69,7 @@ def fewest_ranks(p: config.Parallel) -> int:
 def plan_each(
     cfg: config.Config, world_sizes: list[int], asked: Asked
 ) -> list[tuple[dict, list[Moment]]]:
-    """The plan of each world size; of one that is refused {"world_size", "problems"}.
-
-    Raises one ConfigError with the problems of all if all are refused.
-    """
+    """The plan of each world size. Raises one ConfigError with the problems of all."""
     epoch = samples_per_epoch(cfg)
     plans = []
     problems = []
@@ -95,9 +77,8 @@ def plan_each(
         try:
             plans.append(planned(cfg, ranks, asked, epoch))
         except ConfigError as error:
-            plans.append(({"world_size": ranks, "problems": [*error.problems]}, []))
             problems += [f"--world-size {ranks}: {problem}" for problem in error.problems]
-    if all("problems" in row for row, _ in plans):
+    if problems:
         raise ConfigError(*problems)
     return plans
 
@@ -105,29 +86,16 @@ def plan_each(
 def print_tables(rows: list[dict], cfg: config.Config, asked: Asked, show_config: bool) -> None:
     """Prints the verdicts, the configuration if it is wanted, and the tables. All around a
     configuration is a comment: the output is TOML."""
-    details = [table(row, cfg, asked) for row in rows if "problems" not in row]
-    if len(rows) > 1:
-        details.append(compared(rows))
     verdicts = "\n".join(verdict(row, cfg, asked) for row in rows) + "\n"
+    details = "\n".join(table(row, cfg, asked) for row in rows)
+    if len(rows) > 1:
+        details += f"\n{compared(rows)}"
     if not show_config:
-        print_line(verdicts)
-        print_line("\n".join(details))
+        print_line(f"{verdicts}\n{details}")
         return
     print_line(textwrap.indent(verdicts, "# "))
     print_line(config.to_toml(cfg))
-    print_line(textwrap.indent("\n".join(details), "# "))
-
-
-def print_advice(rows: list[dict], cfg: config.Config, args: Namespace, asked: Asked) -> None:
-    """Prints what to change where a plan does not fit, and where gather_once would make it faster:
-    on stderr, so that --json stays JSON."""
-    for row in rows:
-        if args.json:
-            print(verdict(row, cfg, asked), file=sys.stderr)
-        if not row["fits"]:
-            print(advise(row["world_size"], args, asked), file=sys.stderr)
-        elif asked.gpu and not args.json:
-            print(faster(row, row["world_size"], args, asked), end="", file=sys.stderr)
+    print_line(textwrap.indent(details, "# "))
 
 
 def samples_per_epoch(cfg: config.Config) -> float | None:

@@ -20,8 +20,9 @@ import config
 from model.build import meta_model
 from model.llama import Llama, named_parameters
 from parallel.activation_checkpoint import is_checkpointed
-from parallel.fsdp import replicated_parameters, unit_dtypes
+from parallel.fsdp import unit_dtypes
 from parallel.mesh import World
+from parallel.replicated import replicated_parameters
 from tools.planner.masks import flex_attention_patches
 
 # equal for blocks that are alike
@@ -76,7 +77,7 @@ def kinds_of_blocks(
                 # loaded by simulate() before the patches
                 from parallel.context import apply_context_parallelism
 
-                apply_context_parallelism(model, p.recompute, cfg.train.seq_len, world)
+                apply_context_parallelism(model, cfg.train.seq_len, world)
             operators_of_block = forward_operators(model, cfg, world, operators)
         except Exception:
             # A fork's block may need more than meta tensors. Then every block runs, and shows why.
@@ -135,9 +136,8 @@ def shortened(
         return None
     # both edges, the first block, the middle and as many that follow it
     fewer = 2 * edge + 1 + 2 * period
-    # left out are full periods, and an even number of blocks: all-gathers alternate between two
-    # places in the pool of their stream
-    fewer += (blocks - fewer) % (period if period % 2 == 0 else 2 * period)
+    # left out are full periods
+    fewer += (blocks - fewer) % period
     if fewer >= blocks:
         return None
     middle = range(edge + 1, edge + 1 + period)

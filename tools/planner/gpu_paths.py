@@ -23,6 +23,7 @@ from model.loss import CHUNK
 from parallel.activation_checkpoint import (
     apply_activation_checkpointing,
     checkpoint_selectively,
+    is_attention,
     is_checkpointed,
 )
 from tools.planner.counted import FORMULAS, Counted
@@ -40,7 +41,10 @@ def gpu_code_paths(cfg: config.Config, counted: Counted) -> list:
     if cfg.parallel.float8 != "none":
         patches += float8_patches(counted)
     if cfg.parallel.compile:
-        patches += compiled_patches(cfg.parallel, counted)
+        patches += compiled_patches(counted)
+    else:
+        policy = partial(is_saved_attention, counted)
+        patches.append(mock.patch("parallel.activation_checkpoint.is_attention", policy))
     return patches
 
 
@@ -58,20 +62,19 @@ def float8_patches(counted: Counted) -> list:
     ]
 
 
-def compiled_patches(p: config.Parallel, counted: Counted) -> list:
-    patches: list = [
+def is_saved_attention(counted: Counted, operator: Any) -> bool:
+    """is_attention() for eager blocks. FlexAttention, which has a mask, is compiled alone: no policy
+    sees it, and it runs again."""
+    return counted.mask_share is None and is_attention(operator)
+
+
+def compiled_patches(counted: Counted) -> list:
+    return [
         mock.patch(
             "parallel.parallelize.apply_activation_checkpointing", partial(save_matmuls, counted)
         ),
         mock.patch("model.loss.compiled", partial(partial, one_kernel, counted)),
     ]
-    # Tensor and context parallelism ask whether a block is checkpointed, so as not to repeat its
-    # all-gathers in backward. save_matmuls() wraps the other blocks too.
-    if p.tp > 1:
-        patches.append(mock.patch("parallel.tensor.is_checkpointed", lambda *unused: True))
-    if p.cp > 1:
-        patches.append(mock.patch("parallel.context.is_checkpointed", lambda *unused: True))
-    return patches
 
 
 def one_kernel(counted: Counted, function: Callable, *args: Any) -> Any:
