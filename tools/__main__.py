@@ -1,7 +1,7 @@
 """Lists the tools, and starts one by its short name.
 
-    python -m tools                          each name, with what it is for
-    python -m tools report outputs/tiny      as ./run_train.sh -m report outputs/tiny
+python -m tools                          each name, with what it is for
+python -m tools report outputs/tiny      as ./run_train.sh -m report outputs/tiny
 """
 
 import ast
@@ -29,7 +29,8 @@ def tools() -> dict[str, str]:
     for folder in (REPO, REPO / "data", REPO / "checkpoint", TOOLS, *TOOLS.glob("*/")):
         for path in sorted(folder.glob("*.py")):
             text = path.read_text()
-            if path.parent == TOOLS / "planner" or not text.endswith("run_tool(main)\n"):
+            is_part = folder not in (REPO, TOOLS) and (folder / "__main__.py").exists()
+            if not text.endswith("run_tool(main)\n") or (is_part and path.stem != "__main__"):
                 continue
             name = ".".join(path.relative_to(REPO).with_suffix("").parts)
             name = name.removeprefix("tools.").removesuffix(".__main__")

@@ -35,10 +35,10 @@ from data import hub
 from data.tokenizer import TOKENIZERS, Tokenizer
 from extras.huggingface import config as hf_config
 from extras.huggingface import weights as hf_weights
-from tools.fast_tokenizer import fast_tokenizer_files, inexpressible, read_sentencepiece
 from model.build import meta_model
 from optim import Progress
 from system import files, processes
+from tools.fast_tokenizer import fast_tokenizer_files, inexpressible, read_sentencepiece
 
 GIB = 2**30
 GENERATION = "generation_config.json"

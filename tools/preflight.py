@@ -8,7 +8,6 @@ each problem that would end the run: which limit, what value, what to do. Needs 
 
 import math
 import os
-import pathlib
 import resource
 import shutil
 import socket

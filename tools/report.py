@@ -3,80 +3,67 @@
     ./run_train.sh -m report outputs/tiny                       writes outputs/tiny/report.html
     ./run_train.sh -m report outputs/a outputs/b --out compared.html
 
-A run writes its own page at its end. The page is one file that loads nothing and runs no script.
+A run's page is also written at its end. The page is one file that loads nothing and runs no script.
 """
 
 import argparse
-import array
 import contextlib
 import datetime
 import functools
 import html
-import itertools
 import json
-import logging
 import math
 import pathlib
 import re
 import shlex
-from collections.abc import Container, Iterable
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import numpy as np
 
 import config
 from config import ConfigError, run_tool
-from system.files import write_atomic
+from system.files import read_json, write_atomic
 from system.processes import print_line
-
-log = logging.getLogger("train")
-
-FIELDS = (
-    "step",
-    "loss",
-    "grad_norm",
-    "lr",
-    "tokens_per_second_per_device",
-    "step_seconds",
-    "peak_memory_gib",
-)
+from tools.svg import short, ticks
 
 
-class Chart(NamedTuple):
-    """A quantity that the page draws over steps."""
+class Quantity(NamedTuple):
+    """What the page draws over steps."""
 
+    key: str  # of a training row
     title: str
-    unit: str
-    field: str  # one of FIELDS
+    unit: str = ""
     from_zero: bool = False
     logarithmic: bool = False  # where the values span more than two powers of ten
 
 
-CHARTS = (
-    Chart("Loss", "nats per token", "loss"),
-    Chart("Learning rate", "", "lr", from_zero=True),
-    Chart("Gradient norm", "before clipping", "grad_norm", logarithmic=True),
-    Chart(
+QUANTITIES = (
+    Quantity("loss_mean", "Loss", "nats per token"),
+    Quantity("lr", "Learning rate", from_zero=True),
+    Quantity("grad_norm", "Gradient norm", "before clipping", logarithmic=True),
+    Quantity(
+        "tokens_per_second_per_device",
         "Throughput",
         "tokens per second and device",
-        "tokens_per_second_per_device",
         from_zero=True,
     ),
-    Chart(
-        "Peak memory",
-        "GiB of the device; on a CPU, of the process",
-        "peak_memory_gib",
-        from_zero=True,
-    ),
+    Quantity("peak_memory_gib", "Peak memory", "GiB", from_zero=True),
 )
-BUCKETS = 1000  # a curve's width in units of its drawing: about the pixels of a wide screen
+# What a training row has besides; any other number is a metric of a fork, and drawn as well.
+OTHER_KEYS = {
+    *["step", "loss", "tokens", "mfu", "step_seconds", "data_seconds", "own_seconds", "epochs", "batch_digest"]
+}
+WIDTH = 1000  # of a curve in units of its drawing: about the pixels of a wide screen
 COLORS = 4  # of the style sheet; further runs have the same ones, dashed
 
-# The start of a record in rank 0's log, and the messages that the page reads.
-RECORD = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")
-LAUNCHED = re.compile(r".*: ([\d,]+ parameters on .*), [a-z]+[0-9]+$")
-RESUMED = re.compile(r".* tokens per step = .*; resuming after step (\d+)$")
-SAVED = re.compile(r"saved .*step-(\d+)$")
+# Of rank 0's log: the beginning of a record, and the records that the page shows.
+TIME = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
+LAUNCHED = re.compile(TIME + r".*: ([\d,]+ parameters on .*), [a-z]+[0-9]+$", re.M)
+RESUMED = re.compile(TIME + r".* tokens per step = .*; resuming after step (\d+)$", re.M)
+SAVED = re.compile(TIME + r"saved .*step-(\d+)$", re.M)
+STEP = re.compile(TIME + r"step (\d+)", re.M)
+SAMPLE = re.compile(TIME + rf"a sample:\n(.*?)(?={TIME}|\Z)", re.M | re.S)
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --soft: #5f6b76; --line: #d9dee3; --page: #fff }
@@ -113,6 +100,7 @@ td + td { min-width: 8.5em; overflow-wrap: anywhere }
   td { padding-right: 8px } td:first-child { overflow-wrap: anywhere; min-width: 5em }
   td + td { min-width: 5.5em } }
 pre { overflow-x: auto; padding: 10px; border: 1px solid var(--line); font-size: 13px }
+summary { color: var(--soft); cursor: pointer }
 """
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
@@ -125,201 +113,98 @@ PAGE = """<!DOCTYPE html>
 """
 
 
+Point = tuple[float, float | None]  # step, value
+
+
+@dataclass(frozen=True)
 class Run:
-    """What a run's folder holds. Raises ConfigError if there are no rows."""
+    """What a run's folder holds."""
 
-    def __init__(self, folder: pathlib.Path):
-        if not folder.is_dir():
-            raise ConfigError(f"{folder}: is not a folder; name a run's, such as outputs/tiny")
-        self.folder = folder
-        self.name = folder.resolve().name
-
-        # from metrics.jsonl
-        self.last: dict[str, dict] = {}  # the last row of each kind
-        self.evaluations: list[list[float]] = []  # step, loss
-        try:
-            self.train = self._read_rows(folder / "metrics.jsonl")
-        except OSError as error:
-            raise ConfigError(
-                f"{folder}: is not a run's folder: metrics.jsonl: {error.strerror}"
-            ) from None
-        if not self.last.keys() & {"train", "eval"}:
-            raise ConfigError(f"{folder}: metrics.jsonl has no rows yet")
-
-        self.status = read_object(folder / "status.json")
-        self.environment = read_object(folder / "environment.json")
-        self.config: dict[str, str] = {}  # options by their dotted names, as TOML writes them
-        with contextlib.suppress(ConfigError):
-            options = config.flatten(config.read_toml(str(folder / "config.toml")))
-            self.config = {name: config.toml(value) for name, value in options.items()}
-
-        # Steps of checkpoints. The log also names those that were deleted since.
-        self.saved: set[int] = set()
-        for checkpoint in folder.glob("checkpoints/step-*"):
-            digits = checkpoint.name.removeprefix("step-")
-            if re.fullmatch("[0-9]+", digits):
-                self.saved.add(int(digits))
-
-        # from rank 0's log
-        self.launches = 0
-        self.resumed: set[int] = set()  # the steps after which launches resumed
-        self.size = ""  # parameters and devices, of the newest launch
-        self.sample = ""  # the newest launch's last sample text
-        with contextlib.suppress(OSError):
-            self._read_log(folder / "logs" / "rank-0.log")
-
-    def _read_rows(self, path: pathlib.Path) -> dict[str, np.ndarray]:
-        """Returns FIELDS of the training rows, ascending by step. Sets `last` and `evaluations`.
-
-        A value is NaN where a row has no finite number. "loss" is `loss_mean` in rows that have it.
-        Skips invalid lines, such as a last one that a kill truncated.
-
-        json.loads() of a million rows takes five seconds. So a regular expression reads each row
-        that has the keys of the previous one and a number in each of FIELDS.
-        """
-        values = array.array("d")  # FIELDS of one row after another
-        pattern = row_pattern(())
-        last_line = b""  # of the training rows
-        with path.open("rb") as file:
-            for line in file:
-                is_complete = line.endswith(b"}\n")
-                match = pattern.match(line) if is_complete else None
-                if match:
-                    values.extend(map(float, match.group(*FIELDS)))
-                    last_line = line
-                    continue
-                row = as_row(line)
-                if not row:
-                    continue
-                self.last[row["kind"]] = row
-                if row["kind"] == "train":
-                    values.extend(as_number(row.get(key_of(field, row))) for field in FIELDS)
-                    last_line = line
-                    pattern = row_pattern(tuple(row))
-                elif row["kind"] == "eval":
-                    self.evaluations.append([as_number(row["step"]), as_number(row.get("loss"))])
-        last_row = as_row(last_line)
-        if last_row:
-            self.last["train"] = last_row
-
-        table = np.array(values).reshape(-1, len(FIELDS))  # [rows, fields]
-        table[~(np.abs(table) < 1e300)] = math.nan
-        table = table[np.argsort(table[:, 0], kind="stable")]
-        return dict(zip(FIELDS, table.T))
+    folder: pathlib.Path
+    train: list[dict]  # rows of metrics.jsonl, ascending by step; tables flattened
+    evaluations: list[dict]
+    options: dict[str, Any]  # by their dotted names
+    log: str  # rank 0's, to which each launch appends
 
     @property
-    def last_train(self) -> dict:
-        return self.last.get("train", {})
+    def name(self) -> str:
+        return self.folder.resolve().name
 
-    def steps_of_rows(self) -> np.ndarray:
-        """The steps that each training row counts: those since the row before."""
-        steps = self.train["step"]
-        return np.diff(steps, prepend=0 if not len(steps) or steps[0] == 1 else steps[0] - 1)
+    @property
+    def resumed(self) -> list[int]:
+        """The steps after which launches resumed."""
+        return sorted({int(step) for step in RESUMED.findall(self.log)})
 
-    def steps_of_loss(self) -> np.ndarray:
-        """Where the loss of each training row is drawn: a mean in the middle of its steps, so that
-        it stands beside the validation loss of the same steps."""
-        steps = self.train["step"]
-        if key_of("loss", self.last_train) == "loss":
-            return steps
-        return steps - (self.steps_of_rows() - 1) / 2
+    @property
+    def saved(self) -> list[int]:
+        """The steps of checkpoints, also of those that were deleted since."""
+        return sorted({int(step) for step in SAVED.findall(self.log)})
 
-    def _read_log(self, path: pathlib.Path) -> None:
-        """Counts launches and saves and keeps the sample text. Only rank 0's log, to which each
-        launch appends, has them."""
-        in_sample = False
-        with path.open(errors="replace") as file:
-            for line in file:
-                if in_sample and not RECORD.match(line):
-                    self.sample += line
-                    continue
-                message = line[24:].rstrip("\n")  # after the time
-                in_sample = message == "a sample:"
-                if in_sample:
-                    self.sample = ""
-                elif not message.startswith("step "):  # as most messages do
-                    self._read_message(message)
+    @property
+    def samples(self) -> dict[str, str]:
+        """The newest sample text of each step, "" before the first."""
+        texts = {}
+        for match in SAMPLE.finditer(self.log):
+            steps = STEP.findall(self.log, 0, match.start())
+            texts[steps[-1] if steps else ""] = match[1]
+        return texts
 
-    def _read_message(self, message: str) -> None:
-        launched = LAUNCHED.match(message)
-        if launched:
-            self.launches += 1
-            self.size = launched[1]
-            self.sample = ""
-        resumed = RESUMED.match(message)
-        if resumed:
-            self.resumed.add(int(resumed[1]))
-        saved = SAVED.match(message)
-        if saved:
-            self.saved.add(int(saved[1]))
+    def steps_of_rows(self) -> list[int]:
+        """How many steps each training row counts: those since the row before."""
+        steps = [row["step"] for row in self.train]
+        return [
+            step - before for before, step in zip([steps[0] - 1, *steps] if steps else [], steps)
+        ]
+
+    def curve(self, key: str) -> list[Point]:
+        """A number of the training rows over steps. A mean loss stands in the middle of its steps,
+        next to the validation loss of the same steps."""
+        points = []
+        for row, steps in zip(self.train, self.steps_of_rows()):
+            shift = (steps - 1) / 2 if key == "loss_mean" else 0
+            points.append((row["step"] - shift, as_number(row.get(key))))
+        return points
+
+    def validation(self) -> list[Point]:
+        return [(row["step"], as_number(row.get("loss"))) for row in self.evaluations]
 
 
-def read_object(path: pathlib.Path) -> dict:
-    """The JSON object in a file; {} if there is none."""
-    return as_object(path.read_bytes()) if path.is_file() else {}
+def read_run(folder: pathlib.Path) -> Run:
+    """Raises ConfigError if the folder is not a run's, or has no rows."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: is not a folder; name a run's, such as outputs/tiny")
+    rows = read_rows(folder / "metrics.jsonl")
+    if not rows:
+        raise ConfigError(f"{folder}: metrics.jsonl is missing, or has no rows yet")
+    options = {}
+    with contextlib.suppress(ConfigError):
+        options = config.flatten(config.read_toml(str(folder / "config.toml")))
+    log = ""
+    with contextlib.suppress(OSError):
+        log = (folder / "logs" / "rank-0.log").read_text(errors="replace")
+    train = [row for row in rows if row["kind"] == "train"]
+    evaluations = [row for row in rows if row["kind"] == "eval"]
+    return Run(folder, train, evaluations, options, log)
 
 
-def as_object(text: bytes) -> dict:
-    """A JSON object; {} if the text is not one."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+def read_rows(path: pathlib.Path) -> list[dict]:
+    """The rows of a metrics.jsonl, ascending by step. Skips a last line that is incomplete."""
+    rows = []
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                rows.append(config.flatten(json.loads(line)))
+    return sorted(rows, key=lambda row: row["step"])
 
 
-def as_row(line: bytes) -> dict:
-    """A row of metrics.jsonl; {} if the line is not one."""
-    row = as_object(line)
-    is_valid = isinstance(row.get("kind"), str) and 0 <= as_number(row.get("step")) < 2**53
-    return row if is_valid else {}
+def as_number(value: Any) -> float | None:
+    """None if the value is not a finite number."""
+    is_number = type(value) in (int, float) and abs(value) < 1e300
+    return value if is_number else None
 
 
-def as_number(value: Any) -> float:
-    """NaN if the value is not a finite number, or a bool."""
-    if type(value) in (int, float) and abs(value) < 1e300:
-        return float(value)
-    return math.nan
-
-
-def key_of(field: str, keys: Container[str]) -> str:
-    """The key that has a field's value in a row with these keys."""
-    if field == "loss" and "loss_mean" in keys:
-        return "loss_mean"
-    return field
-
-
-@functools.cache
-def row_pattern(keys: tuple[str, ...]) -> re.Pattern[bytes]:
-    """A pattern of the training rows with these keys, with a group for each of FIELDS. It reads no
-    further than the last of them. It matches nothing if a field is missing."""
-    field_of = {key_of(field, keys): field for field in FIELDS}
-    if not {*field_of, "kind"} <= {*keys}:
-        return re.compile(b"(?!)")
-    last = max(keys.index(key) for key in field_of)
-    columns = []
-    for key in keys[: last + 1]:
-        if key in field_of:
-            value = rb"(?P<%s>-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)" % field_of[key].encode()
-        elif key == "kind":
-            value = b'"train"'
-        else:
-            value = b"[^,]+"
-        columns.append(re.escape(json.dumps(key).encode()) + b": " + value)
-    pattern = rb"\{" + b", ".join(columns) + b"[,}]"
-    if "loss_mean" not in keys:
-        pattern += b'(?!.*"loss_mean")'  # json.loads() has to read such a row
-    return re.compile(pattern)
-
-
-# Drawing. A curve is drawn in a square of BUCKETS x BUCKETS units, which stretches to the page.
-# Text keeps its size.
-
-
-class Curve(NamedTuple):
-    css_class: str
-    steps: np.ndarray  # [points]
-    values: np.ndarray  # [points], NaN where the curve has a gap
+# Drawing. A curve is drawn in a square of WIDTH x WIDTH units, which stretches to the page. Text
+# keeps its size.
 
 
 class Scale(NamedTuple):
@@ -331,113 +216,86 @@ class Scale(NamedTuple):
     high: float  # at the top
     logarithmic: bool
 
-    def across(self, steps: Any) -> Any:
-        """The positions of steps, from the left."""
-        return (steps - self.first) / (self.last - self.first)
+    def across(self, step: float) -> float:
+        """The position of a step, from the left."""
+        return (step - self.first) / (self.last - self.first)
 
-    def down(self, values: Any) -> Any:
-        """The positions of values, from the top."""
+    def down(self, value: float) -> float:
+        """The position of a value, from the top."""
         if self.logarithmic:
-            values = np.log10(values)
-        return (self.high - values) / (self.high - self.low)
+            value = math.log10(value)
+        return (self.high - value) / (self.high - self.low)
 
 
-def draw_chart(chart: Chart, runs: list[Run]) -> str:
-    """A figure of one quantity over steps; "" if no run has it."""
-    curves = []
+def draw(quantity: Quantity, runs: list[Run]) -> str:
+    """A figure of a quantity over steps; "" if no run has it."""
+    curves = []  # (CSS classes, points)
     for i, run in enumerate(runs):
-        steps = run.steps_of_loss() if chart.field == "loss" else run.train["step"]
-        curves.append(Curve(run_class(i), steps, run.train[chart.field]))
-        if chart.field == "loss":
-            steps, losses = np.array(run.evaluations).reshape(-1, 2).T  # [2, evaluations]
-            curves.append(Curve(f"{run_class(i)} thin", steps, losses))
-            curves.append(Curve(f"{run_class(i)} dots", steps, losses))
-    if all(np.isnan(curve.values).all() for curve in curves):
+        curves.append((color_of(i), run.curve(quantity.key)))
+        if quantity.key == "loss_mean":
+            curves.append((f"{color_of(i)} thin", run.validation()))
+            curves.append((f"{color_of(i)} dots", run.validation()))
+    points = [point for _, curve in curves for point in curve]
+    values = [value for _, value in points if value is not None]
+    if not values:
         return ""
-
-    scale = scale_of(chart, curves, [run.train["step"] for run in runs])
+    scale = scale_of(quantity, [step for step, _ in points], values)
     shapes = draw_axes(scale)
     for i, run in enumerate(runs):
-        shapes += draw_marks(scale, run.saved, f"{run_class(i)} saved", top="97%")
-        shapes += draw_marks(scale, run.resumed, f"{run_class(i)} resumed", top="0")
-    paths = [draw_curve(scale, curve) for curve in curves]
-    unit = f"{chart.unit}, logarithmic" if scale.logarithmic else chart.unit
+        shapes += draw_marks(scale, run.saved, f"{color_of(i)} saved", top="97%")
+        shapes += draw_marks(scale, run.resumed, f"{color_of(i)} resumed", top="0")
+    paths = [draw_curve(scale, css_class, curve) for css_class, curve in curves]
+    unit = f"{quantity.unit}, logarithmic" if scale.logarithmic else quantity.unit
+    title = html.escape(quantity.title)
     return (
-        f"<figure><figcaption>{chart.title}<small>{unit}</small></figcaption>"
-        f'<svg role="img" aria-label="{chart.title} over steps">{"".join(shapes)}'
-        f'<svg width="100%" height="100%" viewBox="0 0 {BUCKETS} {BUCKETS}" '
+        f"<figure><figcaption>{title}<small>{unit}</small></figcaption>"
+        f'<svg role="img" aria-label="{title} over steps">{"".join(shapes)}'
+        f'<svg width="100%" height="100%" viewBox="0 0 {WIDTH} {WIDTH}" '
         f'preserveAspectRatio="none" overflow="visible">{"".join(paths)}</svg>'
         "</svg></figure>"
     )
 
 
-def run_class(i: int) -> str:
+def color_of(i: int) -> str:
     """The CSS classes of run i."""
     if i < COLORS:
         return f"c{i}"
     return f"c{i % COLORS} dashed"
 
 
-def scale_of(chart: Chart, curves: list[Curve], rows: list[np.ndarray]) -> Scale:
-    """A scale that shows all points of the curves, of which at least one has a value, and the steps
-    of all rows."""
-    steps = np.concatenate([*rows, *(curve.steps for curve in curves)])
-    first = steps.min() if steps.min() > 1 else 0
-    last = max(steps.max(), first + 1)
-
-    values = np.concatenate([curve.values for curve in curves])
-    low = np.nanmin(values)
-    high = np.nanmax(values)
-    logarithmic = bool(chart.logarithmic and low > 0 and high > 100 * low)
+def scale_of(quantity: Quantity, steps: list[float], values: list[float]) -> Scale:
+    first = min(steps) if min(steps) > 1 else 0
+    last = max(*steps, first + 1)
+    low = min(values)
+    high = max(values)
+    logarithmic = quantity.logarithmic and low > 0 and high > 100 * low
     if logarithmic:
         low = math.log10(low)
         high = math.log10(high)
-    elif chart.from_zero:
+    elif quantity.from_zero:
         low = min(low, 0)
-    margin = 0.05 * (high - low)
-    if margin == 0:  # a constant
-        margin = 0.05 * abs(high) if high else 1
-    if not chart.from_zero:
-        low -= margin
-    return Scale(first, last, low, high + margin, logarithmic)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1
+    return Scale(
+        first, last, low if quantity.from_zero else low - margin, high + margin, logarithmic
+    )
 
 
 def draw_axes(scale: Scale) -> list[str]:
     """The line under the curves, a horizontal line for each tick's value, and the numbers."""
     shapes = ['<line class="axis" x2="100%" y1="100%" y2="100%"/>']
     # on a logarithmic scale only powers of ten
-    for tick in ticks(scale.low, scale.high, 6, least=1 if scale.logarithmic else 0):
+    for tick in ticks(scale.low, scale.high, whole=scale.logarithmic):
         value = 10.0**tick if scale.logarithmic else tick
         y = f"{scale.down(value):.2%}"
         shapes.append(
             f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/><text x="-8" y="{y}" dy="4" '
             f'text-anchor="end">{short(value)}</text>'
         )
-    for step in ticks(scale.first, scale.last, 5, least=1):
+    for step in ticks(scale.first, scale.last, whole=True):
         x = f"{scale.across(step):.2%}"
         shapes.append(f'<text x="{x}" y="100%" dy="18" text-anchor="middle">{short(step)}</text>')
     shapes.append('<text x="100%" y="100%" dy="34" text-anchor="end">step</text>')
     return shapes
-
-
-def ticks(low: float, high: float, count: int, least: float) -> list[float]:
-    """At most count + 1 round numbers from low to high, at least `least` apart."""
-    smallest = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(smallest))
-    round_numbers = [power * factor for factor in (1, 2, 5, 10)]
-    spacing = next(number for number in round_numbers if number >= smallest * 0.999)
-    spacing = max(least, spacing)
-    first = math.ceil(low / spacing - 1e-9)
-    last = math.floor(high / spacing + 1e-9)
-    return [i * spacing for i in range(first, last + 1)]
-
-
-def short(value: float) -> str:
-    """A tick's number: 0.3, 2.5k, 4M, 1e-05."""
-    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size * 0.9999:
-            return f"{value / size:.6g}{suffix}"
-    return f"{value:.6g}"
 
 
 def draw_marks(scale: Scale, steps: Iterable[int], css_class: str, top: str) -> list[str]:
@@ -445,49 +303,43 @@ def draw_marks(scale: Scale, steps: Iterable[int], css_class: str, top: str) -> 
     they share a position share a line."""
     visible = [step for step in steps if scale.first <= step <= scale.last]
     positions = {f"{scale.across(step):.1%}" for step in visible}
-    lines = []
-    for x in sorted(positions):
-        lines.append(f'<line class="{css_class}" x1="{x}" x2="{x}" y1="{top}" y2="100%"/>')
-    return lines
+    return [
+        f'<line class="{css_class}" x1="{x}" x2="{x}" y1="{top}" y2="100%"/>'
+        for x in sorted(positions)
+    ]
 
 
-def draw_curve(scale: Scale, curve: Curve) -> str:
-    """A path through the finite points, broken at NaN. The class "dots" draws only the points."""
-    x = scale.across(curve.steps) * BUCKETS
-    y = scale.down(curve.values) * BUCKETS
-    connected = "dots" not in curve.css_class
+def draw_curve(scale: Scale, css_class: str, curve: list[Point]) -> str:
+    """A path through the points, broken where a value is None. The class "dots" draws only the
+    points."""
+    connected = "dots" not in css_class
     commands = []
     pen_down = False
-    for i in thinned(x, y):
-        if math.isnan(y[i]):
+    for step, value in thinned(curve):
+        if value is None:
             pen_down = False
             continue
-        point = f"{x[i]:.1f},{y[i]:.1f}"
+        point = f"{scale.across(step) * WIDTH:.1f},{scale.down(value) * WIDTH:.1f}"
         # h0 draws a dot, which shows where no line follows
         commands.append(f"L{point}" if pen_down else f"M{point}h0")
         pen_down = connected
-    if not commands:
-        return ""
-    return f'<path class="{curve.css_class}" d="{"".join(commands)}"/>'
+    return f'<path class="{css_class}" d="{"".join(commands)}"/>' if commands else ""
 
 
-def thinned(x: np.ndarray, values: np.ndarray) -> list[int]:
-    """Indices of the points to draw. Of many points these are, for each unit of width, the smallest
-    and the largest value and the first gap."""
-    if len(x) <= 2 * BUCKETS:
-        return list(range(len(x)))
-    starts = np.flatnonzero(np.diff(x.astype(int))) + 1  # of all units but the first
-    indices = []
-    for begin, end in itertools.pairwise([0, *starts, len(x)]):
-        bucket = values[begin:end]
-        is_gap = np.isnan(bucket)
-        drawn = set()
-        if not is_gap.all():
-            drawn |= {np.nanargmin(bucket), np.nanargmax(bucket)}
-        if is_gap.any():
-            drawn.add(is_gap.argmax())
-        indices += sorted(int(begin + i) for i in drawn)
-    return indices
+def thinned(curve: list[Point]) -> list[Point]:
+    """Of many points the lowest and the highest of each of WIDTH stretches; gaps are lowest."""
+    size = math.ceil(len(curve) / WIDTH)
+    if size <= 2:
+        return curve
+    drawn = []
+    for begin in range(0, len(curve), size):
+        stretch = curve[begin : begin + size]
+        drawn += sorted({min(stretch, key=gap_first), max(stretch, key=gap_first)})
+    return drawn
+
+
+def gap_first(point: Point) -> tuple[bool, float]:
+    return point[1] is not None, point[1] or 0.0
 
 
 # Tables. A column is a run's values by their labels.
@@ -540,29 +392,32 @@ def table(columns: list[dict[str, str]], names: list[str], labels: list[str]) ->
 
 def summary(run: Run) -> dict[str, str]:
     """The column at the page's top."""
-    train = run.last_train
-    evaluation = run.last.get("eval", {})
-    reported_steps = (run.status.get("step"), train.get("step"), 0)
-    step = max(number for number in reported_steps if type(number) is int)
-    state = str(run.status.get("state", "unknown")).replace("preempted", "stopped")
-    rates = finite(run.train["tokens_per_second_per_device"])
-    peaks = finite(run.train["peak_memory_gib"])
+    status = read_json(run.folder / "status.json")
+    last = run.train[-1] if run.train else {}
+    evaluation = run.evaluations[-1] if run.evaluations else {}
+    rates = [value for _, value in run.curve("tokens_per_second_per_device") if value is not None]
+    peaks = [value for _, value in run.curve("peak_memory_gib") if value is not None]
+    launches = LAUNCHED.findall(run.log)
+    step = max(status.get("step") or 0, last.get("step", 0))
+    state = str(status.get("state", "unknown")).replace("preempted", "stopped")
     return as_column(
         {
-            "state": f"{state} at step {step} of {run.config.get('train.steps', '?')}",
-            "time": run.status.get("time"),
+            "state": f"{state} at step {step} of {run.options.get('train.steps', '?')}",
+            "time": status.get("time"),
             "training, without saves and evaluations": training_time(run),
-            "model": run.size,
-            label_of_loss(run): train.get(key_of("loss", train)),
+            "model": launches[-1] if launches else None,
+            label_of_loss(run): last.get("loss_mean"),
             "validation loss": evaluation.get("loss"),
             "bits per byte": evaluation.get("bits_per_byte"),
-            "tokens": train.get("tokens"),
-            "epochs": train.get("epochs"),
-            "mfu": train.get("mfu"),
-            "tokens per second and device, median": round(np.median(rates)) if len(rates) else None,
-            "peak memory, GiB": round(float(peaks.max()), 2) if len(peaks) else None,
-            "launches": run.launches or None,
-            "resumed after steps": sorted(run.resumed)[-5:] or None,
+            "tokens": last.get("tokens"),
+            "epochs": last.get("epochs"),
+            "mfu": last.get("mfu"),
+            "tokens per second and device, median": round(statistics.median(rates))
+            if rates
+            else None,
+            "peak memory, GiB": round(max(peaks), 2) if peaks else None,
+            "launches": len(launches) or None,
+            "resumed after steps": run.resumed[-5:] or None,
             "saves": len(run.saved),
         }
     )
@@ -570,45 +425,30 @@ def summary(run: Run) -> dict[str, str]:
 
 def training_time(run: Run) -> str | None:
     """Of all launches, as hours, minutes and seconds."""
-    seconds = run.train["step_seconds"] * run.steps_of_rows()
-    if not len(finite(seconds)):
-        return None
-    return str(datetime.timedelta(seconds=round(float(np.nansum(seconds)))))
+    seconds = 0.0
+    for row, steps in zip(run.train, run.steps_of_rows()):
+        seconds += steps * (as_number(row.get("step_seconds")) or 0)
+    return str(datetime.timedelta(seconds=round(seconds))) if run.train else None
 
 
 def label_of_loss(run: Run) -> str:
     """Of the last row's loss: over how many steps it is the mean."""
-    if key_of("loss", run.last_train) == "loss" or not len(run.train["step"]):
-        return "loss"
-    return f"loss, mean of the last {run.steps_of_rows()[-1]:.0f} steps"
-
-
-def finite(values: np.ndarray) -> np.ndarray:
-    return values[~np.isnan(values)]
+    steps = run.steps_of_rows()
+    return f"loss, mean of the last {steps[-1]} steps" if steps else "loss"
 
 
 def plan(run: Run) -> dict[str, str]:
     """The dry run's prediction next to what was measured; {} without a plan."""
-    row = run.last.get("plan", {})
-    column = {}
-    for label, key in (("peak memory, GiB", "peak_gib"), ("time of a step, s", "step_seconds")):
-        planned = as_number(row.get(f"planned_{key}"))
-        measured = as_number(row.get(key))
-        if planned > 0 and measured > 0:
-            excess = measured / planned - 1
-            column[label] = f"planned {planned:.4g}, measured {measured:.4g} ({excess:+.1%})"
-    return column
+    return as_column(read_json(run.folder / "plan.json"))
 
 
 def environment(run: Run) -> dict[str, str]:
     """environment.json, with the size of its diff instead of the diff, and the command as its user
     typed it."""
-    diff = str(run.environment.get("uncommitted") or "").splitlines()
+    launch = read_json(run.folder / "environment.json")
+    diff = str(launch.get("uncommitted") or "").splitlines()
     uncommitted = f"a diff of {len(diff)} lines, in environment.json" if diff else ""
-    shown = run.environment | {
-        "uncommitted": uncommitted,
-        "command": typed_command(run.environment),
-    }
+    shown = launch | {"uncommitted": uncommitted, "command": typed_command(launch)}
     for name in ("code", "earlier"):  # hashes of files; the launches before
         shown.pop(name, None)
     return as_column(shown)
@@ -635,31 +475,34 @@ def page(runs: list[Run]) -> str:
     if len(set(names)) < len(names):
         names = [str(run.folder) for run in runs]
     title = escaped(" · ".join(names))
-    configs = [run.config for run in runs]
-    options = all_labels(configs)
-    differing = [name for name in options if len({cfg.get(name) for cfg in configs}) > 1]
-    equal = [name for name in options if name not in differing]
+    options = [{name: config.toml(value) for name, value in run.options.items()} for run in runs]
+    differing = []
+    equal = []
+    for name in all_labels(options):
+        is_equal = len({values.get(name) for values in options}) == 1
+        (equal if is_equal else differing).append(name)
     summaries = [summary(run) for run in runs]
-    evaluations = [as_column({**run.last.get("eval", {}), "kind": None}) for run in runs]
-    charts = [draw_chart(chart, runs) for chart in CHARTS]
+    evaluations = [
+        as_column({**run.evaluations[-1], "kind": None}) if run.evaluations else {} for run in runs
+    ]
+    charts = [draw(quantity, runs) for quantity in (*QUANTITIES, *other_quantities(runs))]
 
     sections = [f"<h1>{title}</h1>"]
     if len(runs) > 1:
         sections.append(legend(names))
     sections += [
         table(summaries, names, all_labels(summaries)),
-        section("Options that differ", configs, names, differing),
+        section("Options that differ", options, names, differing),
         "<h2>Curves</h2><p class=note>Dots: validation. A mean loss is drawn in the middle of its "
-        "steps. Dotted vertical lines: a launch resumed "
-        "there. Small ticks on the axis: saves.</p>"
+        "steps. Dotted vertical lines: a launch resumed there. Small ticks on the axis: saves.</p>"
         f'<div class="charts">{"".join(charts)}</div>',
         section("Last evaluation", evaluations, names),
         section("Plan and measurement", [plan(run) for run in runs], names),
-        *sample_texts(runs, names),
+        *(sample_texts(run, name) for run, name in zip(runs, names)),
         section("Environment of the newest launch", [environment(run) for run in runs], names),
         section(
             "Options that are equal" if len(runs) > 1 else "Configuration",
-            configs[:1],
+            options[:1],
             names[:1],
             equal,
         ),
@@ -667,11 +510,23 @@ def page(runs: list[Run]) -> str:
     return PAGE.format(title=title, style=STYLE, body="\n".join(sections))
 
 
+def other_quantities(runs: list[Run]) -> list[Quantity]:
+    """The metrics of a fork: numbers of the training rows that no other run has."""
+    known = OTHER_KEYS | {quantity.key for quantity in QUANTITIES}
+    names: dict[str, None] = {}
+    for run in runs:
+        for row in run.train:
+            for key in row.keys() - known - names.keys():
+                if as_number(row[key]) is not None and not key.startswith("slowest_rank."):
+                    names[key] = None
+    return [Quantity(name, name) for name in sorted(names)]
+
+
 def legend(names: list[str]) -> str:
     """The color of each run."""
     entries = []
     for i, name in enumerate(names):
-        entries.append(f'<span><i class="key {run_class(i)}"></i>{escaped(name)}</span>')
+        entries.append(f'<span><i class="key {color_of(i)}"></i>{escaped(name)}</span>')
     return f"<p class=names>{''.join(entries)}</p>"
 
 
@@ -689,19 +544,25 @@ def section(
     return f"<h2>{heading}</h2>{table(columns, names, labels)}"
 
 
-def sample_texts(runs: list[Run], names: list[str]) -> list[str]:
-    sections = []
-    for name, run in zip(names, runs):
-        if run.sample:
-            heading = f"Sample text of {escaped(name)}" if len(runs) > 1 else "Sample text"
-            sections.append(f"<h2>{heading}</h2><pre>{escaped(run.sample)}</pre>")
-    return sections
+def sample_texts(run: Run, name: str) -> str:
+    """The newest sample text, and those before it to be opened."""
+    texts = [*run.samples.items()]
+    if not texts:
+        return ""
+    lines = [f"<h2>Sample text of {escaped(name)}</h2>"]
+    for step, text in reversed(texts):
+        pre = f"<pre>{escaped(text)}</pre>"
+        if (step, text) == texts[-1]:
+            lines.append(f"<p class=note>After step {step}</p>{pre}")
+        else:
+            lines.append(f"<details><summary>After step {step}</summary>{pre}</details>")
+    return "".join(lines)
 
 
 def write_report(folders: list[pathlib.Path], out: pathlib.Path | None = None) -> pathlib.Path:
     """Writes the page, by default into the first run's folder, and returns its path. Raises
     ConfigError with the problems of all folders."""
-    runs = config.together(*(functools.partial(Run, folder) for folder in folders))
+    runs = config.together(*(functools.partial(read_run, folder) for folder in folders))
     out = out or folders[0] / "report.html"
     try:
         # names and texts may hold lone surrogates
@@ -709,17 +570,6 @@ def write_report(folders: list[pathlib.Path], out: pathlib.Path | None = None) -
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written: {error.strerror}") from None
     return out
-
-
-def report_end(cfg: config.Config) -> None:
-    """Writes the page of a run that has finished, and prints what its user may want next. A failure
-    is one warning, because a page is no reason for a run to fail."""
-    path = None
-    try:
-        path = write_report([config.run_folder(cfg)])
-    except Exception as error:
-        log.warning("report.html: not written: %s", " ".join(str(error).split()))
-    print_line(what_next(cfg, path))
 
 
 def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
