@@ -52,7 +52,17 @@ QUANTITIES = (
 )
 # What a training row has besides; any other number is a metric of a fork, and drawn as well.
 OTHER_KEYS = {
-    *["step", "loss", "tokens", "mfu", "step_seconds", "data_seconds", "own_seconds", "epochs", "batch_digest"]
+    *[
+        "step",
+        "loss",
+        "tokens",
+        "mfu",
+        "step_seconds",
+        "data_seconds",
+        "own_seconds",
+        "epochs",
+        "batch_digest",
+    ]
 }
 WIDTH = 1000  # of a curve in units of its drawing: about the pixels of a wide screen
 COLORS = 4  # of the style sheet; further runs have the same ones, dashed
