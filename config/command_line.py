@@ -13,19 +13,23 @@ from collections.abc import Callable
 from dataclasses import MISSING, is_dataclass
 from typing import Any, NoReturn
 
-from config.option import ConfigError, Option, Schema, has_extra, lack_of
+from config.option import ConfigError, Option, Schema, has_extra, require_extra
 from config.options import SCHEMA, Config
-from config.read import describe, load, suggestion
+from config.read import describe, load, load_resolved, suggestion
 from config.show import toml
 from system.processes import INPUT_IS_WRONG, print_error, print_line
 
 HELP_COLUMN = 32  # where the meanings of options begin
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}; --help shows what there is")
+
+
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line of train.py and of the tools that take a CONFIG. Exits with 2 if it
-    is invalid."""
-    parser = argparse.ArgumentParser(prog="run_train.sh", add_help=False, allow_abbrev=False)
+    """Parses the command line of train.py and of the tools that take a CONFIG. Raises ConfigError."""
+    parser = Parser(prog="run_train.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG")
     mode = parser.add_mutually_exclusive_group()
     for flag in ("--dry-run", "--eval-only"):
@@ -35,8 +39,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
         add_arguments(parser, "--dry-run" in argv)
     args, args.overrides = parser.parse_known_args(argv)
-    if args.dry_run and not has_extra("planner"):
-        parser.error(f"--dry-run: {lack_of('planner')}")
+    if args.dry_run:
+        require_extra("planner", "--dry-run")
     unknown = [word for word in args.overrides if not re.match("--[^=]+=", word)]
     if unknown:
         parser.error(
@@ -47,9 +51,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def from_command_line(
-    argv: list[str], usage: str, tool: bool = False
+    argv: list[str], usage: str, tool: bool = False, resolved: bool = False
 ) -> tuple[argparse.Namespace, Config]:
-    """A program's arguments and configuration. tool: it has no dry run and no evaluation.
+    """A program's arguments and configuration. tool: it has no dry run and no evaluation. resolved:
+    the file is one that load_resolved() reads.
 
     Prints every problem and exits with 2 if the command line or the configuration is invalid. Exits
     with 0 after --help.
@@ -64,7 +69,7 @@ def from_command_line(
                 "--dry-run and --eval-only require ./run_train.sh CONFIG: no tool (-m) supports "
                 "them"
             )
-        return args, load(args.config, args.overrides)
+        return args, load_resolved(args.config) if resolved else load(args.config, args.overrides)
     except ConfigError as error:
         print_error(str(error))
         sys.exit(INPUT_IS_WRONG)
@@ -129,9 +134,8 @@ def help_text(subject: str | None = None, schema: Schema = SCHEMA) -> str:
 
 def _help_lines(key: str, option: Option) -> list[str]:
     """An option as TOML, with its meaning as a comment that is wrapped at words."""
-    shown = {MISSING: "required", None: "absent"}
-    default = option.default
-    assignment = f"  {key} = {shown[default] if default in shown else toml(default)}"
+    default = {MISSING: "required", None: "absent"}.get(option.default) or toml(option.default)
+    assignment = f"  {key} = {default}"
     indent = f"{HELP_COLUMN * ' '}# "
     comments = textwrap.wrap(
         f"{describe(option.kind)}: {option.help}",

@@ -39,6 +39,7 @@ RowFormat = Literal["text", "messages", "alpaca", "prompt_completion", "tokens"]
 Rules = Iterator[tuple[str, str]]
 
 # Types of options, with the range of their values.
+Dtype = Literal["float32", "bfloat16"]
 PositiveInt = Annotated[int, Range(lambda v: v > 0, "must be greater than 0")]
 NonNegativeInt = Annotated[int, Range(lambda v: v >= 0, "must be at least 0")]
 PositiveFloat = Annotated[float, Range(lambda v: v > 0, "must be greater than 0")]
@@ -81,9 +82,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Run(Section):
-    name: RunName | None = option(
-        None, "folder in output_dir; absent: the configuration file's stem"
-    )
+    name: RunName | None = option(None, "folder in output_dir; absent: the file's stem")
     output_dir: Path = option("outputs", "folder that holds all runs", aka="dump_folder")
     seed: NonNegativeInt = option(0, "seed of initial weights and data order", resume="run")
     device: Literal["auto", "cuda", "cpu"] = option(
@@ -104,12 +103,8 @@ class RopeScaling(Section):
     reference code."""
 
     factor: AtLeastOne = option(MISSING, "new context length / original context length")
-    low_freq_factor: PositiveFloat = option(
-        1.0, "frequencies of longer waves than original / this are divided"
-    )
-    high_freq_factor: PositiveFloat = option(
-        4.0, "frequencies of shorter waves than original / this are kept"
-    )
+    low_freq_factor: PositiveFloat = option(1.0, "waves longer than original / this are divided")
+    high_freq_factor: PositiveFloat = option(4.0, "waves shorter than original / this are kept")
     original_max_position_embeddings: PositiveInt = option(8192, "context length before scaling")
 
     def rules(self, cfg: "Config") -> Rules:
@@ -124,24 +119,18 @@ class Model(Section):
         MISSING, "width of the residual stream", resume="shape", aka="hidden_size n_embd"
     )
     n_layers: PositiveInt = option(MISSING, "transformer blocks", resume="shape", aka="n_layer")
-    n_heads: PositiveInt = option(
-        MISSING, "query heads", resume="shape", aka="num_attention_heads n_head"
-    )
+    n_heads: PositiveInt = option(MISSING, "query heads", resume="shape", aka="n_head")
     n_kv_heads: PositiveInt = option(MISSING, "key/value heads (GQA)", resume="shape")
     ffn_dim: PositiveInt = option(
         MISSING, "hidden width of the feed-forward", resume="shape", aka="intermediate_size"
     )
     vocab_size: PositiveInt = option(MISSING, "rows of the embedding", resume="shape")
-    head_dim: PositiveInt | None = option(
-        None, "width of a head; absent: dim / n_heads", resume="shape"
-    )
+    head_dim: PositiveInt | None = option(None, "absent: dim / n_heads", resume="shape")
     norm_eps: Epsilon = option(1e-5, "epsilon of RMSNorm", aka="rms_norm_eps")
     rope_theta: PositiveFloat = option(500000.0, "base of RoPE's frequencies")
     rope_scaling: RopeScaling | None = section("output", default=None)
     tie_embeddings: bool = option(False, "share embedding and head", resume="shape")
-    qk_norm: bool = option(
-        False, "RMSNorm of each query's and key's head, as Qwen3", resume="shape"
-    )
+    qk_norm: bool = option(False, "RMSNorm of each query and key head", resume="shape")
     init_from: Path | None = option(
         None,
         "Hugging Face folder or id of weights and sizes",
@@ -189,9 +178,7 @@ class Data(Section):
     subset: str | None = option(None, "configuration of a Hugging Face dataset")
     split: str = option("train", "split of a Hugging Face dataset")
     text_field: str = option("text", "column with the text")
-    path: Path | None = option(
-        None, "folder of token files; absent: prepared/{source}-{hash}", resume="free"
-    )
+    path: Path | None = option(None, "folder of token files; absent: in prepared/", resume="free")
     tokenizer: Path | None = option(
         None, "file, folder or id; absent: init_from's, else one is trained", aka="hf_assets_path"
     )
@@ -217,9 +204,7 @@ class Data(Section):
     order: Literal["global", "growing"] = option(
         "global", "growing: train while the text is being prepared", resume="run"
     )
-    validation: Path | None = option(
-        None, "validation text: files, or a split; absent: held out", aka="val_file"
-    )
+    validation: Path | None = option(None, "files, or a split; absent: held out", aka="val_file")
     sources: tuple[Source, ...] = option((), "a mixture, weighted", aka="datasets")
 
     @property
@@ -306,9 +291,7 @@ class Data(Section):
 
 @dataclass(frozen=True)
 class Train(Section):
-    steps: PositiveInt = option(
-        MISSING, "optimizer steps", aka="max_iters max_steps epochs num_epochs"
-    )
+    steps: PositiveInt = option(MISSING, "optimizer steps", aka="max_iters max_steps epochs")
     seq_len: PositiveInt = option(
         2048,
         "tokens per sequence",
@@ -327,9 +310,7 @@ class Train(Section):
     max_grad_norm: PositiveFloat | Literal["off"] = option(
         1.0, "clip the gradient norm to this", aka="clip_grad grad_clip gradient_clip_val"
     )
-    skip_nonfinite: NonNegativeInt = option(
-        0, "consecutive steps with non-finite gradients to skip; 0: none"
-    )
+    skip_nonfinite: NonNegativeInt = option(0, "steps in a row with NaN or inf to skip; 0: none")
 
     def rules(self, cfg: "Config") -> Rules:
         if self.micro_batch_size and self.global_batch_size % self.micro_batch_size:
@@ -357,12 +338,8 @@ class Optim(Section):
         aka="optimizer optim.type",
     )
     lr: PositiveFloat = option(3e-4, "peak learning rate", aka="learning_rate")
-    muon_lr: PositiveFloat | None = option(
-        None, "of Muon's matrices; absent: lr, since updates are as large"
-    )
-    betas: Betas = option(
-        (0.9, 0.95), "beta1 and beta2 of AdamW", aka="beta1 beta2 adam_beta1 adam_beta2"
-    )
+    muon_lr: PositiveFloat | None = option(None, "of Muon's matrices; absent: lr")
+    betas: Betas = option((0.9, 0.95), "of AdamW", aka="beta1 beta2 adam_beta1 adam_beta2")
     eps: Epsilon = option(1e-8, "epsilon of AdamW", aka="adam_epsilon")
     weight_decay: NonNegativeFloat = option(0.1, "on every parameter with two or more dimensions")
     warmup_steps: NonNegativeInt = option(0, "steps of linear warm-up")
@@ -376,7 +353,7 @@ class Optim(Section):
         aka="lr_decay_iters lr_decay_steps total_steps",
     )
     min_lr_ratio: Fraction = option(0.1, "final learning rate / lr", aka="min_lr min_lr_factor")
-    state_dtype: Literal["float32", "bfloat16"] = option(
+    state_dtype: Dtype = option(
         "float32", "dtype of moments and momentum", resume="state", extra="optimizers"
     )
 
@@ -429,12 +406,10 @@ class Parallel(Section):
         resume="recipe",
         aka="bf16 dtype fp16 mixed_precision mixed_precision_param",
     )
-    reduce_dtype: Literal["float32", "bfloat16"] = option(
-        "float32", "dtype of gradient reduction", resume="recipe", aka="mixed_precision_reduce"
+    reduce_dtype: Dtype = option(
+        "float32", "of gradient reduction", resume="recipe", aka="mixed_precision_reduce"
     )
-    output_dtype: Literal["float32", "bfloat16"] | None = option(
-        None, "between units; absent: param_dtype", resume="recipe"
-    )
+    output_dtype: Dtype | None = option(None, "between units; absent: param_dtype", resume="recipe")
     keep_fp32: tuple[str, ...] = option(
         (), "patterns of units to compute in float32, such as 'blocks.[01]'", resume="recipe"
     )
@@ -447,9 +422,7 @@ class Parallel(Section):
     sync_every_micro_batch: bool = option(
         True, "reduce gradients each time; false: once a step", aka="sync_each_batch"
     )
-    gather_once: bool = option(
-        False, "all-gather each unit once a step, and keep it until its last backward"
-    )
+    gather_once: bool = option(False, "all-gather each unit once a step, not once a micro-batch")
     recompute: PositiveInt | Literal["none", "elementwise", "selective", "full"] = option(
         "none",
         "what backward computes again; n: all of every n-th block",
@@ -529,9 +502,7 @@ class Parallel(Section):
 @dataclass(frozen=True)
 class Lora(Section):
     rank: PositiveInt = option(16, "rank of the adapters", resume="shape", aka="lora_r r")
-    alpha: PositiveFloat | None = option(
-        None, "adapters are scaled by alpha / rank; absent: 2 x rank"
-    )
+    alpha: PositiveFloat | None = option(None, "adapters scale by alpha / rank; absent: 2 x rank")
     # load() replaces "all-linear" by the names
     targets: Projections | Literal["all-linear"] = option(
         PROJECTIONS, "projections that get an adapter", resume="shape"
@@ -585,18 +556,12 @@ class Checkpoint(Section):
     keep_last: PositiveInt | None = option(
         None, "newest checkpoints to keep; absent: all", aka="keep_latest_k save_total_limit"
     )
-    keep_every_steps: PositiveInt | None = option(
-        None, "steps between milestones, which keep_last does not remove"
-    )
-    async_save: bool = option(
-        False, "write in the background, from a copy in host memory", aka="async_mode"
-    )
+    keep_every_steps: PositiveInt | None = option(None, "steps between milestones, kept for ever")
+    async_save: bool = option(False, "write in the background", aka="async_mode")
     resume: Literal["auto", "never"] | PositiveInt = option(
         "auto", "auto: from the newest; N: from step N", aka="load_step resume_from_checkpoint"
     )
-    allow_changed: tuple[str, ...] = option(
-        (), "options that may differ from the checkpoint's, as 'train.seq_len'"
-    )
+    allow_changed: tuple[str, ...] = option((), "options that may differ, as 'train.seq_len'")
 
     def rules(self, cfg: "Config") -> Rules:
         if not {*self.allow_changed} <= SCHEMA.options.keys():

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, NamedTuple
 
-from config import SCHEMA, ConfigError, Given, fit, toml
+from config import SCHEMA, ConfigError, Given, convert, toml
 from data import hub
 
 # our option in [model] -> key in config.json
@@ -255,7 +255,7 @@ def _fit(path: pathlib.Path, entries: dict[str, Entry]) -> tuple[dict[str, Any],
     problems = []
     for name, (key, value) in entries.items():
         try:
-            fitted[name] = fit(name, value)
+            fitted[name] = convert(name, value)
         except ValueError as error:
             if value is None:
                 problems.append(f"{path}: {key} is missing")
