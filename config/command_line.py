@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import itertools
 import math
 import os
 import re
@@ -65,10 +66,7 @@ def from_command_line(
             sys.exit()
         args = parse_arguments(argv)
         if tool and (args.dry_run or args.eval_only):
-            raise ConfigError(
-                "--dry-run and --eval-only require ./run_train.sh CONFIG: no tool (-m) supports "
-                "them"
-            )
+            raise ConfigError("--dry-run and --eval-only: only ./run_train.sh CONFIG supports them")
         return args, load_resolved(args.config) if resolved else load(args.config, args.overrides)
     except ConfigError as error:
         print_error(str(error))
@@ -100,12 +98,11 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
 def print_help(argv: list[str], usage: str) -> None:
     """--help: the usage and all options; --help optim, or --help lr: a section, or an option. Raises
     ConfigError if there is none of that name."""
-    after = [word for number, word in enumerate(argv) if argv[number - 1] in ("--help", "-h")]
-    subject = after[0] if after and argv[0] != after[0] else None
-    if subject is None or subject.startswith("-") or subject.endswith(".toml"):
+    following = dict(itertools.pairwise(argv))
+    subject = following.get("--help") or following.get("-h") or "--"
+    if subject.startswith("-") or subject.endswith(".toml"):
         print_line(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n")
-        print_line(help_text())
-        return
+        subject = None
     print_line(help_text(subject))
 
 
@@ -113,9 +110,9 @@ def help_text(subject: str | None = None, schema: Schema = SCHEMA) -> str:
     """Every option with its default, type and meaning; of a subject those of a section, or the
     options of that name, whole or without their section. Raises ConfigError if there are none."""
     lines = []
-    for table, (_, is_optional, _) in schema.tables.items():
+    for table, (_, is_optional, _, all_options) in schema.tables.items():
         options = {}
-        for key, option in schema.section(table).items():
+        for key, option in all_options.items():
             if subject in (None, table, key, f"{table}.{key}"):
                 options[key] = option
         if table and (options or subject in (None, table)):
@@ -127,8 +124,7 @@ def help_text(subject: str | None = None, schema: Schema = SCHEMA) -> str:
                 lines += ["", f"[[{table}.{key}]]   (one table each)"]
                 lines.append(help_text(schema=Schema(inner)))
     if not lines:
-        near = suggestion(subject or "", schema)
-        raise ConfigError(f"--help {subject}: no such section or option{near}")
+        raise ConfigError(f"--help {subject}: no such section or option{suggestion(str(subject))}")
     return "\n".join(lines).strip("\n")
 
 
@@ -142,8 +138,6 @@ def _help_lines(key: str, option: Option) -> list[str]:
         min(100, shutil.get_terminal_size((100, 24)).columns),
         initial_indent=indent,
         subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
     )
     if len(assignment) < HELP_COLUMN:
         comments[0] = assignment.ljust(HELP_COLUMN) + comments[0].lstrip()

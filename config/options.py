@@ -92,9 +92,7 @@ class Run(Section):
     start_timeout_seconds: Seconds = option(
         1800.0, "timeout of set-up, the first step, and a save", aka="init_timeout_seconds"
     )
-    step_timeout_seconds: Seconds = option(
-        600.0, "of a step, or a batch of an evaluation", aka="train_timeout_seconds"
-    )
+    step_timeout_seconds: Seconds = option(600.0, "timeout of a step, or a batch of evaluation")
 
 
 @dataclass(frozen=True)
@@ -118,15 +116,15 @@ class Model(Section):
     dim: PositiveInt = option(
         MISSING, "width of the residual stream", resume="shape", aka="hidden_size n_embd"
     )
-    n_layers: PositiveInt = option(MISSING, "transformer blocks", resume="shape", aka="n_layer")
-    n_heads: PositiveInt = option(MISSING, "query heads", resume="shape", aka="n_head")
+    n_layers: PositiveInt = option(MISSING, "transformer blocks", resume="shape")
+    n_heads: PositiveInt = option(MISSING, "query heads", resume="shape")
     n_kv_heads: PositiveInt = option(MISSING, "key/value heads (GQA)", resume="shape")
     ffn_dim: PositiveInt = option(
         MISSING, "hidden width of the feed-forward", resume="shape", aka="intermediate_size"
     )
     vocab_size: PositiveInt = option(MISSING, "rows of the embedding", resume="shape")
     head_dim: PositiveInt | None = option(None, "absent: dim / n_heads", resume="shape")
-    norm_eps: Epsilon = option(1e-5, "epsilon of RMSNorm", aka="rms_norm_eps")
+    norm_eps: Epsilon = option(1e-5, "epsilon of RMSNorm")
     rope_theta: PositiveFloat = option(500000.0, "base of RoPE's frequencies")
     rope_scaling: RopeScaling | None = section("output", default=None)
     tie_embeddings: bool = option(False, "share embedding and head", resume="shape")
@@ -198,9 +196,7 @@ class Data(Section):
     messages_field: str | None = option(
         None, "column with messages; absent: messages, else conversations", extra="chat"
     )
-    chat_template: Path | None = option(
-        None, "Jinja file for conversations; absent: the tokenizer's", extra="chat", aka="template"
-    )
+    chat_template: Path | None = option(None, "Jinja file; absent: the tokenizer's", extra="chat")
     order: Literal["global", "growing"] = option(
         "global", "growing: train while the text is being prepared", resume="run"
     )
@@ -213,25 +209,28 @@ class Data(Section):
         return self.format or ("messages" if self.messages_field else "text")
 
     @property
+    def formats(self) -> set[RowFormat | None]:
+        """The formats of all sources. None: no option says it."""
+        common = self.format or ("messages" if self.messages_field else None)
+        return {source.format or common for source in self.sources or (self,)}
+
+    @property
     def has_conversations(self) -> bool:
         """Whether rows are conversations: those of all sources are, or of none."""
-        formats = {self.row_format, *(source.format for source in self.sources)}
-        return bool(formats - {None, "text", "tokens"})
+        return not self.formats <= {None, "text", "tokens"}
 
     def rules(self, cfg: "Config") -> Rules:
         if self.sources:
             yield from self._mixture_rules()
         if self.has_conversations:
             yield from self._conversation_rules()
-        formats = {source.format or self.row_format for source in self.sources}
-        formats = formats or {self.row_format}
-        if "tokens" in formats:
-            yield from self._token_rules(cfg.model, formats)
-        elif self.token_dtype:
-            yield "token_dtype format", 'is an option of format = "tokens"'
-        elif self.eos_id is not None:
-            yield "eos_id format", 'is an option of format = "tokens"'
-        if self.messages_field and "messages" not in formats:
+        if "tokens" in self.formats:
+            yield from self._token_rules(cfg.model)
+        else:
+            for key in ("token_dtype", "eos_id"):
+                if getattr(self, key) is not None:
+                    yield f"{key} format", 'is an option of format = "tokens"'
+        if self.messages_field and "messages" not in self.formats:
             yield "messages_field format", 'is a column of format = "messages"'
         if self.text_field != Data.text_field and self.has_conversations:
             yield "text_field format", "is a column of texts, and the rows are conversations"
@@ -239,10 +238,10 @@ class Data(Section):
             problem = 'renders conversations, and the rows are texts: data.format = "text"'
             yield "chat_template format", problem
 
-    def _token_rules(self, model: Model, formats: set[RowFormat]) -> Rules:
+    def _token_rules(self, model: Model) -> Rules:
         if self.eos_id is not None and self.eos_id >= model.vocab_size:
             yield "eos_id model.vocab_size", f"must be below vocab_size = {model.vocab_size}"
-        if "text" in formats and not self.tokenizer:
+        if {None, "text"} & self.formats and not self.tokenizer:
             problem = "is needed to mix texts with token files: that of the token files"
             yield "tokenizer sources", problem
 
@@ -267,15 +266,10 @@ class Data(Section):
         name = "format" if self.format or not self.messages_field else "messages_field"
         if self.sources:
             name = "sources"
-            # of a source that no option says it of, the format is found from its first row
-            common = self.format or ("messages" if self.messages_field else None)
-            formats = [source.format or common for source in self.sources]
-            if {"text", "tokens"} & {*formats}:
-                stated = ", ".join(word for word in formats if word)
-                yield (
-                    name,
-                    f"mixes text and conversations (format = {stated}): train on one of them",
-                )
+            if {"text", "tokens"} & self.formats:
+                stated = ", ".join(sorted(filter(None, self.formats)))
+                problem = f"mixes text and conversations (format = {stated}): train on one of them"
+                yield name, problem
         if not has_extra("chat"):
             yield f"{name} format", lack_of("chat")
         if not self.tokenizer:
@@ -291,7 +285,9 @@ class Data(Section):
 
 @dataclass(frozen=True)
 class Train(Section):
-    steps: PositiveInt = option(MISSING, "optimizer steps", aka="max_iters max_steps epochs")
+    steps: PositiveInt = option(
+        MISSING, "optimizer steps", aka="max_iters max_steps epochs num_epochs"
+    )
     seq_len: PositiveInt = option(
         2048,
         "tokens per sequence",
@@ -302,7 +298,7 @@ class Train(Section):
         8,
         "sequences per step",
         resume="run",
-        aka="train.batch_size train_batch_size grad_accum_steps gradient_accumulation_steps",
+        aka="train_batch_size grad_accum_steps gradient_accumulation_steps",
     )
     micro_batch_size: PositiveInt | None = option(
         None, "sequences per pass; absent: no accumulation", resume="free", aka="local_batch_size"
@@ -316,15 +312,17 @@ class Train(Section):
         if self.micro_batch_size and self.global_batch_size % self.micro_batch_size:
             problem = f"must divide global_batch_size = {self.global_batch_size}"
             yield "micro_batch_size global_batch_size", problem
-        cp, tp = cfg.parallel.cp, cfg.parallel.tp
-        if cp > 1 and self.seq_len % (2 * cp):
-            problem = f"must be a multiple of 2 x parallel.cp = {2 * cp}: each rank has two chunks"
+        p = cfg.parallel
+        if p.cp > 1 and self.seq_len % (2 * p.cp):
+            problem = (
+                f"must be a multiple of 2 x parallel.cp = {2 * p.cp}: each rank has two chunks"
+            )
             yield "seq_len parallel.cp", problem
-        if self.seq_len % (cp * tp):
-            problem = f"must be a multiple of parallel.cp x parallel.tp = {cp * tp}"
+        if self.seq_len % (p.cp * p.tp):
+            problem = f"must be a multiple of parallel.cp x parallel.tp = {p.cp * p.tp}"
             yield "seq_len parallel.cp parallel.tp", problem
-        if cfg.parallel.float8 != "none" and self.seq_len % (16 * cp):
-            problem = f"must be a multiple of 16 x parallel.cp = {16 * cp} with float8's kernels"
+        if p.float8 != "none" and self.seq_len % (16 * p.cp):
+            problem = f"must be a multiple of 16 x parallel.cp = {16 * p.cp} with float8's kernels"
             yield "seq_len parallel.cp parallel.float8", problem
 
 
@@ -339,20 +337,20 @@ class Optim(Section):
     )
     lr: PositiveFloat = option(3e-4, "peak learning rate", aka="learning_rate")
     muon_lr: PositiveFloat | None = option(None, "of Muon's matrices; absent: lr")
-    betas: Betas = option((0.9, 0.95), "of AdamW", aka="beta1 beta2 adam_beta1 adam_beta2")
+    betas: Betas = option((0.9, 0.95), "of AdamW", aka="adam_beta1 adam_beta2")
     eps: Epsilon = option(1e-8, "epsilon of AdamW", aka="adam_epsilon")
     weight_decay: NonNegativeFloat = option(0.1, "on every parameter with two or more dimensions")
     warmup_steps: NonNegativeInt = option(0, "steps of linear warm-up")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = option(
         "cosine", "wsd: decay over decay_steps", aka="decay_lr decay_type lr_scheduler_type"
     )
-    decay_steps: PositiveInt | None = option(None, "length of wsd's decay", aka="decay_ratio")
+    decay_steps: PositiveInt | None = option(None, "length of wsd's decay")
     schedule_steps: PositiveInt | None = option(
         None,
         "where the schedule ends; absent: train.steps",
         aka="lr_decay_iters lr_decay_steps total_steps",
     )
-    min_lr_ratio: Fraction = option(0.1, "final learning rate / lr", aka="min_lr min_lr_factor")
+    min_lr_ratio: Fraction = option(0.1, "final learning rate / lr", aka="min_lr")
     state_dtype: Dtype = option(
         "float32", "dtype of moments and momentum", resume="state", extra="optimizers"
     )
@@ -371,9 +369,7 @@ class Optim(Section):
             start = f"with warmup_steps = {self.warmup_steps}"
             yield f"decay_steps {reads}", f"{start} must fit into the schedule's length, {end}"
         if self.name == "muon" and (cfg.parallel.cpu_offload or cfg.lora):
-            problem = (
-                "is incompatible with cpu_offload (the host would orthogonalize) and with [lora]"
-            )
+            problem = "is incompatible with cpu_offload (the host would orthogonalize) and [lora]"
             yield "name parallel.cpu_offload lora.rank", problem
         if self.muon_lr and self.name != "muon":
             yield "muon_lr name", 'requires name = "muon"'
@@ -419,9 +415,7 @@ class Parallel(Section):
     cpu_offload: bool = option(
         False, "parameters, gradients and optimizer state in host memory", aka="offload_params"
     )
-    sync_every_micro_batch: bool = option(
-        True, "reduce gradients each time; false: once a step", aka="sync_each_batch"
-    )
+    sync_every_micro_batch: bool = option(True, "reduce gradients each time; false: once a step")
     gather_once: bool = option(False, "all-gather each unit once a step, not once a micro-batch")
     recompute: PositiveInt | Literal["none", "elementwise", "selective", "full"] = option(
         "none",
@@ -429,7 +423,7 @@ class Parallel(Section):
         aka="activation_checkpoint.mode activation_checkpointing gradient_checkpointing",
     )
     compile: bool = option(
-        False, "torch.compile blocks, loss and bfloat16 update", aka="compile.enable torch_compile"
+        False, "torch.compile blocks, loss, bfloat16 update", aka="compile.enable"
     )
     float8: Literal["none", "tensorwise", "rowwise"] = option(
         "none",
@@ -468,11 +462,9 @@ class Parallel(Section):
             problem = f"every n-th of {cfg.model.n_layers} blocks: n must not exceed them"
             yield "recompute model.n_layers", problem
         if self.tp > 1 and self.compile and self.recompute not in ("none", *SELECTIVE):
-            yield (
-                "recompute tp compile",
-                f"must be one of none, {', '.join(SELECTIVE)} with tp = {self.tp} and compile: "
-                "torch 2.13 fails on the others",
-            )
+            choices = ", ".join(["none", *SELECTIVE])
+            problem = f"must be one of {choices} with tp and compile: torch 2.13 fails on others"
+            yield "recompute tp compile", problem
         if self.float8 != "none":
             yield from self._float8_rules(cfg)
 
@@ -482,18 +474,15 @@ class Parallel(Section):
             yield "float8 tp", f"requires tp = 1, not {self.tp}: {problem}"
         float32_blocks = []
         for pattern in self.keep_fp32:
-            matching_units = fnmatch.filter(unit_names(cfg.model), pattern)
-            float32_blocks += [name for name in matching_units if name.startswith("blocks.")]
+            units = fnmatch.filter(unit_names(cfg.model), pattern)
+            float32_blocks += [name for name in units if name.startswith("blocks.")]
         if float32_blocks:
             blocks = ", ".join(float32_blocks[:3])
             problem = f"is incompatible with {blocks} in keep_fp32: its matmuls would be in 8 bits"
             yield "float8 keep_fp32 model.n_layers", problem
         if self.float8 == "tensorwise" and self.cpu_offload:
-            yield (
-                "float8 cpu_offload",
-                "is incompatible with cpu_offload: a shard copied to the GPU loses its scale; "
-                '"rowwise" needs none',
-            )
+            problem = "is incompatible with cpu_offload: a copied shard loses its scale"
+            yield "float8 cpu_offload", f'{problem}; "rowwise" needs none'
         if cfg.lora:
             problem = "is incompatible with [lora], whose base may be in 4 bits (lora.base_dtype)"
             yield "float8 lora.rank", problem
@@ -554,7 +543,7 @@ class Checkpoint(Section):
         aka="always_save_checkpoint checkpoint.enable checkpoint.interval save_interval save_steps",
     )
     keep_last: PositiveInt | None = option(
-        None, "newest checkpoints to keep; absent: all", aka="keep_latest_k save_total_limit"
+        None, "newest to keep; absent: all", aka="save_total_limit"
     )
     keep_every_steps: PositiveInt | None = option(None, "steps between milestones, kept for ever")
     async_save: bool = option(False, "write in the background", aka="async_mode")
@@ -571,19 +560,17 @@ class Checkpoint(Section):
 @dataclass(frozen=True)
 class Eval(Section):
     every_steps: PositiveInt | None = option(
-        None,
-        "absent: only at the last step",
-        aka="eval_interval eval_steps validation.enable validation.freq",
+        None, "absent: only at the last step", aka="eval_interval validation.enable validation.freq"
     )
     batches: PositiveInt | None = option(
-        None, "global batches; absent: all", aka="eval_batches eval_iters validation.steps"
+        None, "global batches; absent: all", aka="validation.steps"
     )
 
 
 @dataclass(frozen=True)
 class Log(Section):
     every_steps: PositiveInt = option(
-        10, "steps between training rows", aka="log_freq log_interval logging_steps"
+        10, "steps between training rows", aka="log_freq log_interval"
     )
     tensorboard: bool = option(True, "also write tensorboard/")
     tracker: Literal["wandb", "trackio"] | None = option(

@@ -301,7 +301,7 @@ def _complete_model(given: Given) -> None:
                 "folder on this machine, or the id of a repository, OWNER/NAME"
             )
     except ConfigError:
-        options = SCHEMA.section("model")
+        options = SCHEMA.tables["model"].options
         required = {f"model.{key}" for key in options if options[key].default is MISSING}
         # a run's own config.toml is complete: resuming from a checkpoint needs no folder
         if required <= values.keys():
@@ -375,7 +375,7 @@ def _normalize_adapter(given: Given) -> None:
     Resuming compares these options with the checkpoint's.
     """
     values = given.values
-    options = SCHEMA.section("lora")
+    options = SCHEMA.tables["lora"].options
     rank = values.get("lora.rank", options["rank"].default)
     values.setdefault("lora.alpha", 2.0 * rank)
     if "lora.targets" in values:
