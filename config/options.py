@@ -92,7 +92,9 @@ class Run(Section):
     start_timeout_seconds: Seconds = option(
         1800.0, "timeout of set-up, the first step, and a save", aka="init_timeout_seconds"
     )
-    step_timeout_seconds: Seconds = option(600.0, "timeout of a step, or a batch of evaluation")
+    step_timeout_seconds: Seconds = option(
+        600.0, "timeout of a step, or a batch of evaluation", aka="train_timeout_seconds"
+    )
 
 
 @dataclass(frozen=True)
@@ -113,18 +115,14 @@ class RopeScaling(Section):
 
 @dataclass(frozen=True)
 class Model(Section):
-    dim: PositiveInt = option(
-        MISSING, "width of the residual stream", resume="shape", aka="hidden_size n_embd"
-    )
-    n_layers: PositiveInt = option(MISSING, "transformer blocks", resume="shape")
-    n_heads: PositiveInt = option(MISSING, "query heads", resume="shape")
+    dim: PositiveInt = option(MISSING, "residual width", resume="shape", aka="hidden_size n_embd")
+    n_layers: PositiveInt = option(MISSING, "transformer blocks", resume="shape", aka="n_layer")
+    n_heads: PositiveInt = option(MISSING, "query heads", resume="shape", aka="n_head")
     n_kv_heads: PositiveInt = option(MISSING, "key/value heads (GQA)", resume="shape")
-    ffn_dim: PositiveInt = option(
-        MISSING, "hidden width of the feed-forward", resume="shape", aka="intermediate_size"
-    )
+    ffn_dim: PositiveInt = option(MISSING, "hidden width", resume="shape", aka="intermediate_size")
     vocab_size: PositiveInt = option(MISSING, "rows of the embedding", resume="shape")
     head_dim: PositiveInt | None = option(None, "absent: dim / n_heads", resume="shape")
-    norm_eps: Epsilon = option(1e-5, "epsilon of RMSNorm")
+    norm_eps: Epsilon = option(1e-5, "epsilon of RMSNorm", aka="rms_norm_eps")
     rope_theta: PositiveFloat = option(500000.0, "base of RoPE's frequencies")
     rope_scaling: RopeScaling | None = section("output", default=None)
     tie_embeddings: bool = option(False, "share embedding and head", resume="shape")
@@ -136,9 +134,7 @@ class Model(Section):
         extra="huggingface",
         aka="base_model initial_load_path initial_load_in_hf model_name model_name_or_path pretrained",
     )
-    freeze: tuple[str, ...] = option(
-        (), "patterns of parameter names to freeze, such as 'embedding*'", resume="state"
-    )
+    freeze: tuple[str, ...] = option((), "parameters, such as 'embedding*'", resume="state")
 
     @property
     def width_per_head(self) -> int:
@@ -337,20 +333,20 @@ class Optim(Section):
     )
     lr: PositiveFloat = option(3e-4, "peak learning rate", aka="learning_rate")
     muon_lr: PositiveFloat | None = option(None, "of Muon's matrices; absent: lr")
-    betas: Betas = option((0.9, 0.95), "of AdamW", aka="adam_beta1 adam_beta2")
+    betas: Betas = option((0.9, 0.95), "of AdamW", aka="beta1 beta2 adam_beta1 adam_beta2")
     eps: Epsilon = option(1e-8, "epsilon of AdamW", aka="adam_epsilon")
     weight_decay: NonNegativeFloat = option(0.1, "on every parameter with two or more dimensions")
     warmup_steps: NonNegativeInt = option(0, "steps of linear warm-up")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = option(
         "cosine", "wsd: decay over decay_steps", aka="decay_lr decay_type lr_scheduler_type"
     )
-    decay_steps: PositiveInt | None = option(None, "length of wsd's decay")
+    decay_steps: PositiveInt | None = option(None, "length of wsd's decay", aka="decay_ratio")
     schedule_steps: PositiveInt | None = option(
         None,
         "where the schedule ends; absent: train.steps",
         aka="lr_decay_iters lr_decay_steps total_steps",
     )
-    min_lr_ratio: Fraction = option(0.1, "final learning rate / lr", aka="min_lr")
+    min_lr_ratio: Fraction = option(0.1, "final learning rate / lr", aka="min_lr min_lr_factor")
     state_dtype: Dtype = option(
         "float32", "dtype of moments and momentum", resume="state", extra="optimizers"
     )
@@ -543,7 +539,7 @@ class Checkpoint(Section):
         aka="always_save_checkpoint checkpoint.enable checkpoint.interval save_interval save_steps",
     )
     keep_last: PositiveInt | None = option(
-        None, "newest to keep; absent: all", aka="save_total_limit"
+        None, "absent: all", aka="keep_latest_k save_total_limit"
     )
     keep_every_steps: PositiveInt | None = option(None, "steps between milestones, kept for ever")
     async_save: bool = option(False, "write in the background", aka="async_mode")
@@ -560,7 +556,9 @@ class Checkpoint(Section):
 @dataclass(frozen=True)
 class Eval(Section):
     every_steps: PositiveInt | None = option(
-        None, "absent: only at the last step", aka="eval_interval validation.enable validation.freq"
+        None,
+        "absent: only at the last step",
+        aka="eval_steps eval_interval validation.enable validation.freq",
     )
     batches: PositiveInt | None = option(
         None, "global batches; absent: all", aka="validation.steps"
