@@ -31,23 +31,18 @@ def test_shipped_configuration_opens_with_its_command_and_reads_back_equal(path,
     assert config.load(str(copy)) == config.load_resolved(str(copy)) == cfg
 
 
-def test_a_resolved_file_asks_neither_a_folder_nor_a_rule(tmp_path, monkeypatch):
-    """What the launcher completed and checked, the ranks read, though the folders are gone by now."""
-    sources = [{"source": "a.jsonl"}, {"source": "b.jsonl", "weight": 2.5}]
-    cfg = make_config(
-        data={"sources": sources, "document_mask": True}, eval={}, checkpoint={"resume": 3}
-    )
-    broken = config.to_toml(cfg).replace("n_heads = 4", "n_heads = 5")
-    named = broken.replace("[model]\n", '[model]\ninit_from = "owner/name"\n')
+def test_resolved_file_asks_neither_a_folder_nor_a_rule(tmp_path, monkeypatch):
+    """What the launcher completed and checked: folders and extras may be gone by now."""
+    cfg = make_config(data={"sources": [{"source": "a.jsonl", "weight": 2.5}]}, eval={})
     path = tmp_path / "config.toml"
-    path.write_text(named)
+    text = config.to_toml(cfg).replace("n_heads = 4", 'n_heads = 5\ninit_from = "owner/name"')
+    path.write_text(text)
     monkeypatch.setattr("config.option.EXTRAS", tmp_path)
-    monkeypatch.setattr("config.read.complete", None)
     read = config.load_resolved(str(path))
     assert (read.model.n_heads, read.model.init_from) == (5, "owner/name")
-    assert (read.data, read.eval, read.checkpoint) == (cfg.data, cfg.eval, cfg.checkpoint)
-    path.write_text(named.replace("[run]\n", "[run]\nseed = -1\n[model.x]\n"))
-    with refuses("model.x", "unknown"):
+    assert (read.data, read.eval, read.run) == (cfg.data, cfg.eval, cfg.run)
+    path.write_text(f"{text}\n[model.x]\n")
+    with refuses(r"\[model\] x", "unknown"):
         config.load_resolved(str(path))
 
 
@@ -62,13 +57,10 @@ FILES = {
     "list of sections": (r"\[train\]", "[[train]]", r"train = \[.*must be a table"),
     "date": ("steps = 4", "steps = 2026-01-01", r"\[train\] steps = .2026.*an integer"),
     "key twice": ("steps = 4", "steps = 4\nsteps = 5", "TOML"),
-    "section twice": (r"\Z", "[train]\n", "TOML"),
     "5,000 digits": ("steps = 4", f"steps = {'9' * 5000}", r"TOML: Exceeds the limit"),
-    "3,000 brackets": ("steps = 4", f"steps = {'[' * 3000}", "TOML"),
     "byte order mark": (r"\A", "\ufeff", "byte order mark"),
     "escape": (r"\A", '"a\\u001bb" = 1\n', "unknown option"),
-    "nothing": ("(?s).*", "", "is empty"),
-    "comment alone": ("(?s).*", "# nothing\n", "is empty"),
+    "nothing": ("(?s).*", "# a comment\n", "is empty"),
     "one table for a list": (r"sources = \[\]", "[data.sources]", r"\[\[data.sources\]\]"),
 }
 
@@ -78,19 +70,16 @@ def test_wrong_file_is_refused_by_name(line, replacement, words, tmp_path):
     path = tmp_path / "wrong.toml"
     text = re.sub(line, lambda _: replacement, BASE, count=1)
     path.write_text(text)
-    assert text != BASE
     with refuses(re.escape(f"{path}: "), words):
         config.load(str(path))
 
 
-@pytest.mark.parametrize("name", ["missing.toml", "", "."])
-def test_unreadable_file_is_refused(name, tmp_path, monkeypatch):
+def test_unreadable_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with refuses("cannot be read"):
-        config.load(name)
     (tmp_path / "latin1.toml").write_bytes(b"# \xff\n")
-    with refuses("UTF-8"):
-        config.load("latin1.toml")
+    for name in ("missing.toml", "", ".", "latin1.toml"):
+        with refuses("cannot be read"):
+            config.load(name)
 
 
 # words of the command line, an option, its value
@@ -98,7 +87,6 @@ OVERRIDES = [
     ("train.steps=9 train.steps=8", "train.steps", 8),
     ("optim.lr=1", "optim.lr", 1.0),
     ("optim.betas=[0.8,0.9]", "optim.betas", (0.8, 0.9)),
-    ("parallel.reshard_after_forward=false", "parallel.reshard_after_forward", False),
     ("parallel.recompute=2", "parallel.recompute", 2),
     ("parallel.dp_shard=auto", "parallel.dp_shard", "auto"),
     ("train.max_grad_norm=off", "train.max_grad_norm", "off"),
@@ -106,7 +94,6 @@ OVERRIDES = [
     ("data.source=true", "data.source", "true"),
     ("data.source=/date=2024/x#1.jsonl", "data.source", "/date=2024/x#1.jsonl"),
     ("run.name=7", "run.name", "7"),
-    ("model.rope_scaling.factor=8", "model.rope_scaling.factor", 8.0),
     ("model.rope_scaling={factor=8} model.rope_scaling.factor=4", "model.rope_scaling.factor", 4.0),
     ("model.rope_scaling.factor=8 model.rope_scaling=off", "model.rope_scaling", None),
     ("eval.every_steps=5 eval=off", "eval", None),
@@ -127,8 +114,8 @@ def test_off_removes_optional_sections_alone():
     for name in ("train", "train.steps", "log.tensorboard"):
         with refuses("command line: ", '= "off"'):
             config.from_dict(tables(), "t.toml", [f"--{name}=off"])
-    raw = tables(checkpoint={"keep_last": 0})
-    assert config.from_dict(raw, "t.toml", ["--checkpoint=off"]).checkpoint is None
+    wrong = tables(checkpoint={"keep_last": 0})
+    assert config.from_dict(wrong, "t.toml", ["--checkpoint=off"]).checkpoint is None
 
 
 def test_every_problem_is_named_at_once():
@@ -241,7 +228,8 @@ def test_paths_begin_at_home(monkeypatch):
     raw = tables(data={"sources": [source]})
     cfg = config.from_dict(raw, "t.toml", ["--run.output_dir=~/runs", "--data.path=~"])
     assert (cfg.run.output_dir, cfg.data.path) == ("/home/me/runs", "/home/me")
-    assert cfg.data.sources == (config.Source("/home/me/b.jsonl", validation="a~b/~"),)
+    assert cfg.data.sources[0].source == "/home/me/b.jsonl"
+    assert cfg.data.sources[0].validation == "a~b/~"
 
 
 def test_any_value_is_written_as_toml_that_reads_back():
