@@ -1,6 +1,6 @@
 """Every option: a section is a dataclass, each option one of its fields, declared by option() with
 default, meaning, range, what others call it and what a resume may do with it. A section's rules
-stand behind its options:
+follow its options:
 
     def rules(self, cfg: Config) -> Rules:
         if self.n_heads % self.n_kv_heads:
