@@ -10,7 +10,7 @@ import argparse
 import pathlib
 
 from checkpoint.catalog import checkpoints_of, problems_of
-from checkpoint.manifest import read_manifest
+from checkpoint.manifest import RemovedCheckpoint, again, read_manifest
 from config import ConfigError, run_tool
 from system.processes import print_line
 
@@ -23,22 +23,37 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "folder", type=pathlib.Path, metavar="DIR", help="a checkpoint, or a run's folder"
     )
-    checkpoints = checkpoints_of(parser.parse_args(argv).folder)
-    bad = 0
-    for path in checkpoints:
+    args = parser.parse_args(argv)
+    return again(RemovedCheckpoint, lambda: verify(args.folder))
+
+
+def verify(folder: pathlib.Path) -> int:
+    """Prints what is wrong with each checkpoint, and returns the exit code. Raises
+    RemovedCheckpoint if a run that trains meanwhile has removed them all."""
+    counts = {"good": 0, "bad": 0}
+    removed: tuple[str, ...] = ()
+    for path in checkpoints_of(folder):
         try:
             problems = problems_of(path)
+            sizes = (
+                [entry["size"] for entry in read_manifest(path).values()] if not problems else []
+            )
+        except RemovedCheckpoint as error:
+            removed = error.problems
+            print_line(str(error))
+            continue
         except ConfigError as error:  # unreadable here, but not necessarily corrupt
-            problems = error.problems
+            problems = [*error.problems]
         if problems:
-            bad += 1
+            counts["bad"] += 1
             print_line("\n  ".join([f"{path}: BAD", *problems]))
         else:
-            files = read_manifest(path)
-            size = sum(entry["size"] for entry in files.values())
-            print_line(f"{path}: good, {len(files)} files, {size:,} bytes")
-    print_line(f"{len(checkpoints) - bad} good, {bad} bad")
-    return 1 if bad else 0
+            counts["good"] += 1
+            print_line(f"{path}: good, {len(sizes)} files, {sum(sizes):,} bytes")
+    if removed and not any(counts.values()):
+        raise RemovedCheckpoint(*removed)
+    print_line(f"{counts['good']} good, {counts['bad']} bad")
+    return 1 if counts["bad"] else 0
 
 
 if __name__ == "__main__":

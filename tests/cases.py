@@ -116,7 +116,7 @@ def train_forked(change: str, *arguments) -> dict[str, list[dict]]:
 def run_training(cfg: config.Config, world: World) -> None:
     """One run in its folder, as train.py's main() does it, but for the sample: to write takes longer than to train."""
     import train
-    from checkpoint.checkpointer import resolve_param_dtype
+    from run.rank import resolve_param_dtype
 
     cfg = resolve_param_dtype(cfg, world)
     run = Run(cfg, world, Watchdog(world.rank, None), None)
@@ -580,7 +580,7 @@ def host_reads(sections: dict, output: str) -> tuple[list[list[str]], list[str]]
 def train_with_units(steps: int, sections: dict, output: str, units: list[bool]) -> str:
     """train_to(), or with steps = 0 evaluates, where rank i's device has bfloat16 units or not; the dtype that the
     model computed in."""
-    from checkpoint.checkpointer import resolve_param_dtype
+    from run.rank import resolve_param_dtype
     from evaluate import evaluate_newest
 
     computed, forward = set(), torch.nn.functional.linear
@@ -598,7 +598,7 @@ def train_with_units(steps: int, sections: dict, output: str, units: list[bool])
     with (
         process_group() as world,
         mock.patch("torch.nn.functional.linear", noting),
-        mock.patch("checkpoint.checkpointer.has_native_bfloat16", lambda device: units[world.rank]),
+        mock.patch("run.rank.has_native_bfloat16", lambda device: units[world.rank]),
     ):
         if steps:
             run_training(cfg, world)
