@@ -223,6 +223,8 @@ def candidates(
 def try_disk(root: pathlib.Path) -> None:
     """Tries what a checkpoint needs of the disk: writes, syncs, renames and removes a small folder
     in `root`. Leaves nothing behind. Raises ConfigError."""
+    if root.is_symlink() and not root.exists():
+        raise manifest.dangling(root)
     missing = [folder for folder in (root, *root.parents) if not os.path.lexists(folder)]
     trial = root / f".step-{0:08d}.{os.getpid()}.tmp"  # remove_unfinished() knows it
     try:

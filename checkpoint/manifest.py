@@ -91,13 +91,16 @@ def open_file(folder: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
                 "checkpoint.keep_last does not keep"
             ) from None
         if not folder.exists():
-            raise ConfigError(
-                f"{folder}: is a link to {os.readlink(folder)}, which is not there; mount it, or "
-                "move the link away"
-            ) from None
+            raise dangling(folder) from None
         raise CorruptCheckpoint(f"{path}: expected a regular file: {error.strerror}") from None
     except OSError as error:
         raise unreadable(path, error) from None
+
+
+def dangling(link: pathlib.Path) -> ConfigError:
+    return ConfigError(
+        f"{link}: is a link to {os.readlink(link)}, which is not there; mount it, or remove the link"
+    )
 
 
 def open_without_blocking(path: str, flags: int) -> int:
