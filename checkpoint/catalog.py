@@ -16,16 +16,7 @@ from typing import Any
 
 import config
 from checkpoint import manifest
-from checkpoint.manifest import (
-    METADATA,
-    PART,
-    STATE,
-    CorruptCheckpoint,
-    RemovedCheckpoint,
-    again,
-    patient,
-    unreadable,
-)
+from checkpoint.manifest import STATE, CorruptCheckpoint, RemovedCheckpoint
 from config import ConfigError
 from system import files
 from system.processes import print_error
@@ -61,7 +52,7 @@ def unused_name(path: pathlib.Path, ending: str) -> pathlib.Path:
     return unused
 
 
-@patient
+@manifest.patient
 def steps(root: pathlib.Path) -> list[int]:
     """Steps of the folders named like checkpoints, good or bad, in ascending order. Raises
     ConfigError if `root` cannot be read."""
@@ -74,7 +65,7 @@ def steps(root: pathlib.Path) -> list[int]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise unreadable(root, error) from None
+        raise manifest.unreadable(root, error) from None
     return sorted(numbers)
 
 
@@ -86,17 +77,6 @@ def read_state(folder: pathlib.Path) -> dict:
         if type(state["step"]) is int and isinstance(state["config"], dict):
             return state
     raise CorruptCheckpoint(f"{folder / STATE}: expected an object with step and config")
-
-
-def saved_option(root: pathlib.Path, settings: config.Checkpoint | None, name: str) -> Any:
-    """An option's value in the run's newest checkpoint whose state can be read, or in the one that
-    `resume` names; None without any. Step 0 is an import."""
-    resume = settings.resume if settings else None
-    for step in reversed(steps(root)):
-        if step and (step == resume or not isinstance(resume, int)):
-            with contextlib.suppress(CorruptCheckpoint):
-                return config.values_of(read_state(path_of(root, step))["config"])[name]
-    return None
 
 
 # What is wrong
@@ -155,8 +135,8 @@ def problem_of_part(
     expected = entry["sha256"][part]
     if digest == expected:
         return None
-    begin = part * PART
-    end = min(begin + PART, size) - 1
+    begin = part * manifest.PART
+    end = min(begin + manifest.PART, size) - 1
     return f"{folder / name}: bytes {begin} to {end}: expected SHA-256 {expected}, found {digest}"
 
 
@@ -219,7 +199,7 @@ def candidates(
     return [resume]
 
 
-@patient
+@manifest.patient
 def try_disk(root: pathlib.Path) -> None:
     """Tries what a checkpoint needs of the disk: writes, syncs, renames and removes a small folder
     in `root`. Leaves nothing behind. Raises ConfigError."""
@@ -235,11 +215,8 @@ def try_disk(root: pathlib.Path) -> None:
         files.publish(temporary, path_of(temporary.parent, 0))
         shutil.rmtree(trial)
     except OSError as error:
-        kind = type(unreadable(root, error))
-        raise kind(
-            f"{root}: its disk fails in what a checkpoint needs, to write, sync, rename and remove "
-            f"a folder: {error.strerror}: {error.filename}"
-        ) from None
+        problem = "its disk cannot write, sync, rename and remove a folder, as a checkpoint needs"
+        raise manifest.unreadable(root, error, problem) from None
     finally:
         shutil.rmtree(trial, ignore_errors=True)
         for folder in missing:
@@ -258,31 +235,35 @@ def set_aside(root: pathlib.Path, step: int, corrupt: Iterable[int]) -> None:
             folder.rename(unused_name(folder, "corrupt" if other in corrupt else "superseded"))
 
 
-def remove(root: pathlib.Path, step: int) -> None:
+def remove(root: pathlib.Path, step: int) -> list[str]:
     """Removes a checkpoint. Renames it first, so that a partly removed one does not look complete.
-    Raises OSError."""
-    remove_folder(path_of(root, step).rename(temporary_of(root, step)))
+    Returns why that fails."""
+    return remove_folder(path_of(root, step), temporary_of(root, step))
 
 
-def remove_folder(folder: pathlib.Path) -> None:
-    """Removes a folder; of a link to one, the link. Raises OSError."""
-    if folder.is_symlink():
-        folder.unlink()
-    else:
-        shutil.rmtree(folder)
+def remove_folder(folder: pathlib.Path, new_name: pathlib.Path | None = None) -> list[str]:
+    """Removes a folder, renamed first if that is asked for; of a link to one, the link. Returns why
+    that fails: on NFS another machine may have a file in it open."""
+    try:
+        if new_name:
+            folder = folder.rename(new_name)
+        if folder.is_symlink():
+            folder.unlink()
+        else:
+            shutil.rmtree(folder)
+    except OSError as error:
+        return [f"{folder}: cannot be removed: {error.strerror}"]
+    return []
 
 
 def remove_unfinished(root: pathlib.Path) -> list[str]:
-    """Removes what a killed save or removal left behind, while no save is running. Returns a line
-    for each folder that stays: on NFS another machine may have a file of it open."""
-    stays = []
-    for entry in list(root.iterdir()) if root.is_dir() else []:
+    """Removes what a killed save or removal left behind, while no save is running. Returns why that
+    fails."""
+    problems = []
+    for entry in sorted(root.iterdir()) if root.is_dir() else []:
         if TEMPORARY.fullmatch(entry.name):
-            try:
-                remove_folder(entry)
-            except OSError as error:
-                stays.append(f"{entry}: is left over, and cannot be removed: {error.strerror}")
-    return stays
+            problems += remove_folder(entry)
+    return problems
 
 
 # How tools find and read a checkpoint: verify, generate, export.
@@ -291,7 +272,7 @@ def remove_unfinished(root: pathlib.Path) -> list[str]:
 def checkpoints_of(path: pathlib.Path) -> list[pathlib.Path]:
     """The folder itself if it is a checkpoint, good or bad, else the checkpoints of the run in it,
     in ascending order. Raises ConfigError if there is none, or the folder cannot be read."""
-    is_checkpoint = (path / STATE).exists() or (path / METADATA).exists()
+    is_checkpoint = (path / STATE).exists() or (path / manifest.METADATA).exists()
     if path.is_dir() and (NAME.fullmatch(path.name) or is_checkpoint):
         return [path]
     for root in (path / "checkpoints", path):
@@ -301,32 +282,27 @@ def checkpoints_of(path: pathlib.Path) -> list[pathlib.Path]:
     raise ConfigError(f"{path}: is neither a checkpoint nor a run with one")
 
 
-def find(path: pathlib.Path) -> pathlib.Path:
-    """`path` itself if it is a checkpoint, else its run's newest good one. Verifies it, and prints
-    to stderr which ones it skips. Raises ConfigError if there is none, or none is good."""
+def read_newest(path: pathlib.Path, read: Callable[[pathlib.Path], Any]) -> Any:
+    """read(`path`) if that is a checkpoint, else read(its run's newest good one). Verifies it, and
+    prints to stderr which ones it skips. If a run that trains meanwhile removes it, reads the one
+    that is newest then. Raises ConfigError if there is none, or none is good."""
+    return manifest.again(RemovedCheckpoint, read_newest_once, path, read)
+
+
+def read_newest_once(path: pathlib.Path, read: Callable[[pathlib.Path], Any]) -> Any:
     for folder in reversed(checkpoints_of(path)):
         problems = problems_of(folder)
-        if not problems:
-            return folder
         for problem in problems:
             print_error(f"corrupt, skipped: {problem}")
-    raise ConfigError(f"{path}: no good checkpoint")
-
-
-def read_newest(path: pathlib.Path, read: Callable[[pathlib.Path], Any]) -> Any:
-    """read(find(path)). If a run that trains meanwhile removes that checkpoint, of the one that is
-    its newest then."""
-
-    def read_once() -> Any:
-        folder = find(path)
+        if problems:
+            continue
         try:
             return read(folder)
         except (ConfigError, OSError):
             if folder.exists():
                 raise
-            raise RemovedCheckpoint(f"{folder}: was removed while it was read") from None
-
-    return again(RemovedCheckpoint, read_once)
+            raise manifest.removed(folder) from None
+    raise ConfigError(f"{path}: no good checkpoint")
 
 
 def read_config(folder: pathlib.Path, base: str | None = None) -> config.Config:

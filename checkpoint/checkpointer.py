@@ -51,7 +51,7 @@ class Checkpointer:
         again(RemovedCheckpoint, self._choose)
         self.saver: Saver | None = None
         if cfg.checkpoint and not evaluating:
-            self.saver = Saver(self.root, cfg.checkpoint, self.start, dataset.tokenizer_files)
+            self.saver = Saver(self.root, cfg.checkpoint, dataset.tokenizer_files)
         self.background = futures.ThreadPoolExecutor(1, "saver")
         self.pending: futures.Future | None = None  # the previous save: its problem
         # in host memory: the shards that async_save copied last

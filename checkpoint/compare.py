@@ -52,18 +52,12 @@ def changed_options(
     from step 0."""
     if not folder.is_dir():
         return {}
-    saved = read_state(folder)["config"]
-    before = config.values_of(saved)
+    before = config.values_of(read_state(folder)["config"])
     now = config.values_of(config.to_dict(cfg))
-    mentioned = config.flatten(saved, before)
     changed = {}
     for name in sorted(before):
-        if before[name] == now.get(name) or word_of(name) not in words:
-            continue
-        old_text = as_text(before[name])
-        if before[name] is not None and name not in mentioned:
-            old_text += ", the default"
-        changed[name] = (old_text, as_text(now.get(name)))
+        if before[name] != now.get(name) and word_of(name) in words:
+            changed[name] = (as_text(before[name]), as_text(now.get(name)))
     if cfg.lora:
         # the base may have moved, and its tokenizer with it: check_base() compares the weights
         # themselves, check_same_data() the tokenizers

@@ -43,32 +43,28 @@ class RemovedCheckpoint(ConfigError):
     """A checkpoint was removed while it was read."""
 
 
-def again(error: type[ConfigError], work: Callable[[], Any]) -> Any:
-    """The result of `work`, which is tried again, seconds apart, if it raises this error."""
+def again(error: type[ConfigError], work: Callable, *arguments: Any) -> Any:
+    """The result of work(*arguments), which is called again, seconds apart, if it raises this
+    error."""
     for seconds in WAITS:
         try:
-            return work()
+            return work(*arguments)
         except error as problem:
             print_error(f"{problem}; trying again in {seconds:.0f} s")
             time.sleep(seconds)
-    return work()
+    return work(*arguments)
 
 
 def patient(read: Callable) -> Callable:
     """Decorates a function that reads: it is called again while the disk fails."""
-
-    @functools.wraps(read)
-    def read_again(*arguments: Any) -> Any:
-        return again(UnreadableCheckpoint, lambda: read(*arguments))
-
-    return read_again
+    return functools.wraps(read)(functools.partial(again, UnreadableCheckpoint, read))
 
 
-def unreadable(path: pathlib.Path, error: OSError) -> ConfigError:
-    """What to raise for an error of reading. Only one that may pass is worth another try; what
-    another user could read is not corrupt either."""
+def unreadable(path: pathlib.Path, error: OSError, problem: str = "cannot be read") -> ConfigError:
+    """What to raise for an error that is no proof of corruption. Only one that may pass is worth
+    another try; of the others, another user may have the right to read."""
     kind = UnreadableCheckpoint if error.errno in TRANSIENT_ERRORS else ConfigError
-    return kind(f"{path}: cannot be read: {error.strerror}")
+    return kind(f"{path}: {problem}: {error.strerror}")
 
 
 @contextlib.contextmanager
@@ -86,15 +82,18 @@ def open_file(folder: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
             yield file
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         if not os.path.lexists(folder):
-            raise RemovedCheckpoint(
-                f"{folder}: was removed while it was read, as a run removes what "
-                "checkpoint.keep_last does not keep"
-            ) from None
+            raise removed(folder) from None
         if not folder.exists():
             raise dangling(folder) from None
         raise CorruptCheckpoint(f"{path}: expected a regular file: {error.strerror}") from None
     except OSError as error:
         raise unreadable(path, error) from None
+
+
+def removed(folder: pathlib.Path) -> RemovedCheckpoint:
+    return RemovedCheckpoint(
+        f"{folder}: was removed while it was read, as a run does where checkpoint.keep_last is lower"
+    )
 
 
 def dangling(link: pathlib.Path) -> ConfigError:

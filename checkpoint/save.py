@@ -50,14 +50,12 @@ class Saver:
         self,
         root: pathlib.Path,
         settings: config.Checkpoint,
-        verified: int,
         extra_files: list[pathlib.Path],
     ):
-        """root: the folder of the run's checkpoints. verified: a step whose checkpoint is known to
-        be good. extra_files (the tokenizer) are copied into each."""
+        """root: the folder of the run's checkpoints. extra_files (the tokenizer) are copied into
+        each."""
         self.root = root
         self.settings = settings
-        self.verified = {verified}
         # kept: the folder of prepared data may be deleted while a run reads its open files
         self.extra_files = {path.name: path.read_bytes() for path in extra_files}
         group = dist.new_group(backend="gloo")
@@ -106,7 +104,6 @@ class Saver:
         finally:
             if temporary and dist.get_rank() == 0:  # a no-op once published
                 shutil.rmtree(temporary, ignore_errors=True)
-        self.verified.add(step)
 
     def _write_shards(
         self, folder: pathlib.Path, tensors: dict[str, Tensor]
@@ -129,35 +126,20 @@ class Saver:
         return on_rank_zero(partial(save_or_fail, work), SaveFailed, self.group)
 
     def purge(self) -> None:
-        """Removes the checkpoints before the last keep_last good ones, except milestones. Those
-        that this launch has not verified yet are verified before they count."""
-        keep_last = self.settings.keep_last
-        if not keep_last:
-            return
-        good = 0
+        """Removes the checkpoints before the last keep_last, except milestones. The newest is this
+        launch's, or the one that it has verified and resumed from."""
         try:
-            for step in reversed(self._on_rank_zero(partial(catalog.steps, self.root))):
-                if self._on_rank_zero(lambda: self.stopping):  # all ranks must agree
-                    return
-                is_milestone = config.is_due(step, self.settings.keep_every_steps)
-                if good < keep_last:
-                    good += self._is_good(step)
-                elif not is_milestone:
-                    self._on_rank_zero(partial(catalog.remove, self.root, step))
+            if self.settings.keep_last:
+                self._on_rank_zero(partial(self._remove_before, self.settings.keep_last))
         except SaveFailed as error:  # the new checkpoint is safe; the next purge tries again
             log.warning("old checkpoints could not be removed: %s", error)
 
-    def _is_good(self, step: int) -> bool:
-        if step not in self.verified:
-            path = catalog.path_of(self.root, step)
-            check = partial(catalog.problems_of, path, dist.get_rank(), dist.get_world_size())
-            by_rank = all_gather_objects(self._on_each_rank(check), self.group)
-            problems = [problem for problems in by_rank for problem in problems]
-            if problems:
-                log.warning("kept, but not counted as a checkpoint: %s", "; ".join(problems))
-                return False
-            self.verified.add(step)
-        return True
+    def _remove_before(self, keep_last: int) -> None:
+        for step in catalog.steps(self.root)[:-keep_last]:
+            is_milestone = config.is_due(step, self.settings.keep_every_steps)
+            if not is_milestone and not self.stopping:
+                for problem in catalog.remove(self.root, step):
+                    log.warning(problem)
 
 
 def save_or_fail(work: Callable[[], Any]) -> Any:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import config
 from checkpoint import catalog
+from checkpoint.manifest import CorruptCheckpoint
 from checkpoint.save import SaveFailed
 from config import Config, ConfigError
 from data import formats
@@ -141,13 +142,25 @@ def resolve_param_dtype(cfg: Config, world: World) -> Config:
     emulated bfloat16 is slower than float32."""
     if cfg.parallel.param_dtype != "auto":
         return cfg
-    root = catalog.root_of(cfg)
-    name = "parallel.param_dtype"
-    dtype = on_rank_zero(lambda: catalog.saved_option(root, cfg.checkpoint, name))
+    dtype = on_rank_zero(lambda: saved_param_dtype(catalog.root_of(cfg), cfg.checkpoint))
     if dtype is None:
         is_native = all(all_gather_objects(has_native_bfloat16(world.device)))
         dtype = "bfloat16" if is_native else "float32"
     return replace(cfg, parallel=replace(cfg.parallel, param_dtype=dtype))
+
+
+def saved_param_dtype(root: pathlib.Path, settings: config.Checkpoint | None) -> str | None:
+    """That of the run's newest checkpoint whose state can be read, or of the one that `resume`
+    names; None without any. root: the folder of its checkpoints."""
+    resume = settings.resume if settings else None
+    for step in reversed(catalog.steps(root)):
+        is_import = step == 0
+        if is_import or (isinstance(resume, int) and step != resume):
+            continue
+        with contextlib.suppress(CorruptCheckpoint):
+            saved = catalog.read_state(catalog.path_of(root, step))["config"]
+            return config.values_of(saved)["parallel.param_dtype"]
+    return None
 
 
 def pick_device(cfg: Config, local_rank: int) -> torch.device:

@@ -60,7 +60,7 @@ def train_and_save(world, folder: pathlib.Path) -> dict[str, str]:
         optimizer.zero_grad()
     tensors = tensors_of(model, optimizer)
     assert cfg.checkpoint
-    saver = Saver(root_of(cfg), cfg.checkpoint, 0, [])
+    saver = Saver(root_of(cfg), cfg.checkpoint, [])
     saver.write(3, tensors, {"step": 3, "config": config.to_dict(cfg)})
     return hashes(tensors)
 

@@ -16,6 +16,7 @@ from checkpoint import catalog, manifest, save
 from checkpoint.catalog import root_of
 from checkpoint.checkpointer import Checkpointer
 from optim import Progress
+from run.rank import saved_param_dtype
 from tests.checkpoint.conftest import flip_last_byte, make_checkpoint, no_data, run_config
 from tests.conftest import content, make_config, refuses, seal
 from tests.distributed import distributed
@@ -29,6 +30,10 @@ def saved(cfg: config.Config) -> list[int]:
 
 def choose(cfg: config.Config) -> tuple[int, dict[int, list[str]]]:
     return catalog.choose(root_of(cfg), saved(cfg), cfg.checkpoint, catalog.problems_of)
+
+
+def found(path: pathlib.Path) -> str:
+    return catalog.read_newest(path, lambda folder: folder.name)
 
 
 def names_in(cfg: config.Config) -> list[str]:
@@ -46,7 +51,7 @@ def test_only_folders_with_the_exact_name_count(tmp_path):
     (root_of(cfg) / "step-00000200").write_text("a file")
     assert saved(cfg) == [9, 123456789]
     assert choose(cfg) == (123456789, {})
-    assert catalog.find(config.run_folder(cfg)).name == "step-123456789"
+    assert found(config.run_folder(cfg)) == "step-123456789"
 
 
 @pytest.mark.quick
@@ -60,7 +65,7 @@ def test_checkpoint_that_was_moved_and_linked_counts(tmp_path):
         folder.rename(moved)
         folder.symlink_to(moved)
     assert choose(cfg) == (20, {})
-    assert catalog.find(tmp_path / "r") == catalog.path_of(root_of(cfg), 20)
+    assert found(tmp_path / "r") == "step-00000020"
     catalog.remove(root_of(cfg), 10)
     assert (names_in(cfg), catalog.problems_of(elsewhere / "step-00000010")) == ([folder.name], [])
     elsewhere.rename(tmp_path / "unmounted")
@@ -262,7 +267,7 @@ def test_disk_that_cannot_hold_a_checkpoint_is_refused_before_training(tmp_path,
     before = content(tmp_path)
     catalog.try_disk(root)
     error = OSError(errno.ENOTSUP, "Operation not supported", "step-00000000")
-    with mock.patch.object(os, function, side_effect=error), refuses("its disk fails", "not supp"):
+    with mock.patch.object(os, function, side_effect=error), refuses("its disk cannot", "not supp"):
         catalog.try_disk(root)
     assert content(tmp_path) == before
     catalog.try_disk(tmp_path / "new/run/checkpoints")
@@ -331,7 +336,7 @@ def test_leftover_that_cannot_be_removed_is_a_warning(tmp_path):
         os, "rmdir", side_effect=OSError(errno.EBUSY, "Device or resource busy")
     ):
         (warning,) = catalog.remove_unfinished(root_of(cfg))
-    assert warning == f"{leftover}: is left over, and cannot be removed: Device or resource busy"
+    assert warning == f"{leftover}: cannot be removed: Device or resource busy"
     folder = save.make_folder(root_of(cfg), 10)  # the same step is saved next to it
     assert folder.name == ".step-00000010.1.tmp"
     assert catalog.remove_unfinished(root_of(cfg)) == []
@@ -344,7 +349,7 @@ def test_param_dtype_auto_is_that_of_the_checkpoint(tmp_path):
 
     def resumed(resume: str | int = "auto") -> str | None:
         cfg = run_config(tmp_path, checkpoint={"resume": resume})
-        return catalog.saved_option(root_of(cfg), cfg.checkpoint, "parallel.param_dtype")
+        return saved_param_dtype(root_of(cfg), cfg.checkpoint)
 
     save(0, "float32")  # an import: nothing was trained
     assert resumed() is None
