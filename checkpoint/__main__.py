@@ -30,30 +30,29 @@ def main(argv: list[str]) -> int:
 def verify(folder: pathlib.Path) -> int:
     """Prints what is wrong with each checkpoint, and returns the exit code. Raises
     RemovedCheckpoint if a run that trains meanwhile has removed them all."""
-    counts = {"good": 0, "bad": 0}
-    removed: tuple[str, ...] = ()
+    good = 0
+    bad = 0
     for path in checkpoints_of(folder):
+        sizes: list[int] = []
         try:
             problems = problems_of(path)
-            sizes = (
-                [entry["size"] for entry in read_manifest(path).values()] if not problems else []
-            )
+            if not problems:
+                sizes = [entry["size"] for entry in read_manifest(path).values()]
         except RemovedCheckpoint as error:
-            removed = error.problems
             print_line(str(error))
             continue
         except ConfigError as error:  # unreadable here, but not necessarily corrupt
             problems = [*error.problems]
         if problems:
-            counts["bad"] += 1
             print_line("\n  ".join([f"{path}: BAD", *problems]))
+            bad += 1
         else:
-            counts["good"] += 1
             print_line(f"{path}: good, {len(sizes)} files, {sum(sizes):,} bytes")
-    if removed and not any(counts.values()):
-        raise RemovedCheckpoint(*removed)
-    print_line(f"{counts['good']} good, {counts['bad']} bad")
-    return 1 if counts["bad"] else 0
+            good += 1
+    if not good + bad:
+        raise RemovedCheckpoint(f"{folder}: its checkpoints are removed while they are read")
+    print_line(f"{good} good, {bad} bad")
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

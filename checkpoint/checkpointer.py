@@ -65,17 +65,16 @@ class Checkpointer:
             self.cfg, self.evaluating, self._problems_on_all_ranks, on_rank_zero
         )
         self.folder = catalog.path_of(self.root, self.start)  # there is none of a new run
-        on_rank_zero(self._check_data)
-        before = on_rank_zero(lambda: compare.data_before(self.folder, self.cfg.checkpoint))
-        if not self.evaluating:
-            on_each_rank(lambda: self.dataset.require_same_text(before))
-
-    def _check_data(self) -> None:
         settings = self.cfg.checkpoint
+        data = self.dataset
         if self.evaluating:
-            compare.check_same_tokenizer(self.folder, settings, self.dataset.tokenizer_files)
+            files = data.tokenizer_files
+            on_rank_zero(lambda: compare.check_same_tokenizer(self.folder, settings, files))
         else:
-            compare.check_same_data(self.folder, settings, self.dataset.identities)
+            before = on_rank_zero(
+                lambda: compare.check_same_data(self.folder, settings, data.identities)
+            )
+            on_each_rank(lambda: data.require_same_text(before))
 
     def _problems_on_all_ranks(self, path: pathlib.Path) -> list[str]:
         """The problems of a checkpoint, of which each rank hashes its share."""
@@ -96,15 +95,15 @@ class Checkpointer:
             raise ConfigError(f"{self.root}: another run has worked here meanwhile; start again")
         warnings = [f"corrupt, set aside: {problem}" for problem in self.problems]
         # what allow_changed may allow
-        warnings.append(compare.changes_since(self.cfg, self.folder))
-        warnings.append(compare.other_tokenizer(self.folder, self.dataset.tokenizer_files))
+        warnings += compare.changes_since(self.cfg, self.folder)
+        warnings += compare.other_tokenizer(self.folder, self.dataset.tokenizer_files)
         catalog.set_aside(self.root, self.start, self.corrupt)
         warnings += catalog.remove_unfinished(self.root)
         if not self.cfg.checkpoint:
             warnings.append(
                 "no [checkpoint]: nothing will be saved; --checkpoint.save_every_steps=100 adds one"
             )
-        return list(filter(None, warnings))
+        return warnings
 
     def restore(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, base: str | None = None

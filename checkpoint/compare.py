@@ -102,18 +102,18 @@ def allowed_changes(settings: config.Checkpoint | None) -> tuple[str, ...]:
     return settings.allow_changed if settings else ()
 
 
-def changes_since(cfg: config.Config, folder: pathlib.Path) -> str | None:
-    """A line for the log: what makes another run of this one, because it is allowed or a recipe's.
-    None if nothing does."""
+def changes_since(cfg: config.Config, folder: pathlib.Path) -> list[str]:
+    """A line for the log, or none: what makes another run of this one, because it is allowed or a
+    recipe's."""
     changes = changed_options(cfg, folder, (*SAME_RUN, "recipe"))
     if cfg.optim.schedule_steps or cfg.optim.schedule == "constant":
         changes.pop("train.steps", None)  # without these the learning rate's schedule ends there
     if cfg.parallel.param_dtype == "auto":
         changes.pop("parallel.param_dtype", None)  # a resume keeps that of the checkpoint
     if not changes:
-        return None
+        return []
     texts = [f"{name} {before} -> {now}" for name, (before, now) in changes.items()]
-    return f"changed since {folder}: {', '.join(texts)}; another run: --run.name=NAME"
+    return [f"changed since {folder}: {', '.join(texts)}; another run: --run.name=NAME"]
 
 
 def check_base(folder: pathlib.Path, init_from: str | None, base: str | None) -> None:
@@ -134,55 +134,52 @@ def by_source(identities: list[dict]) -> dict[str, Any]:
 
 def check_same_data(
     folder: pathlib.Path, settings: config.Checkpoint | None, identities: list[dict]
-) -> None:
-    """Raises ConfigError, naming what differs, if the prepared data is not the data the checkpoint
-    was trained on."""
-    trained_on = data_before(folder, settings)
-    if trained_on is None:
-        return
-    for entry in trained_on:
-        entry.pop("hashes", None)  # those of text that grows are compared as it is read
-    old = by_source(trained_on)
-    new = by_source(identities)
-    differing = [key for key in sorted(old | new) if old.get(key) != new.get(key)]
-    if differing:
-        changes = [f"{key} was {old.get(key)}, is {new.get(key)}" for key in differing]
-        raise ConfigError(
-            f"{folder}: was trained on other data: {'; '.join(changes)}; choose another run.name, "
-            'or allow it: checkpoint.allow_changed = ["data.source"]'
-        )
-
-
-def data_before(folder: pathlib.Path, settings: config.Checkpoint | None) -> list[dict] | None:
-    """What a checkpoint was trained on, as Dataset.fingerprint(); None if there is none (step 0),
-    or if checkpoint.allow_changed allows other data."""
+) -> list[dict] | None:
+    """Returns what a checkpoint was trained on, as Dataset.fingerprint(); None if there is none
+    (step 0), or if checkpoint.allow_changed allows other data. Raises ConfigError, naming what
+    differs, if the prepared data is another."""
     for name in allowed_changes(settings):
         # the tokenizer that is trained by default has the vocabulary's size
         if word_of(name) == "data" or name == "model.vocab_size":
             return None
-    return read_state(folder).get("data") if folder.is_dir() else None
+    trained_on = read_state(folder).get("data") if folder.is_dir() else None
+    if trained_on is None:
+        return None
+    old = by_source(trained_on)
+    new = by_source(identities)
+    changes = []
+    for key in sorted(old | new):
+        # the hashes of text that grows are compared as it is read
+        if old.get(key) != new.get(key) and not key.endswith(".hashes"):
+            changes.append(f"{key} was {old.get(key)}, is {new.get(key)}")
+    if changes:
+        raise ConfigError(
+            f"{folder}: was trained on other data: {'; '.join(changes)}; choose another run.name, "
+            'or allow it: checkpoint.allow_changed = ["data.source"]'
+        )
+    return trained_on
 
 
-def other_tokenizer(folder: pathlib.Path, files: list[pathlib.Path]) -> str | None:
+def other_tokenizer(folder: pathlib.Path, files: list[pathlib.Path]) -> list[str]:
     """A warning if the data was prepared with another tokenizer (these files) than the
-    checkpoint's, else None."""
+    checkpoint's, else none."""
     saved = []
     for name, entry in (read_manifest(folder) if folder.is_dir() else {}).items():
         if name.startswith("tokenizer."):
             saved.append(entry)
     if not saved or not files or any(entry_of(path.read_bytes()) in saved for path in files):
-        return None
-    return (
+        return []
+    return [
         f"{', '.join(map(str, files))}: is not the tokenizer that {folder} was trained with, to "
         "whose weights its tokens mean other words; "
         f'data.tokenizer = "{folder}" names the one that is'
-    )
+    ]
 
 
 def check_same_tokenizer(
     folder: pathlib.Path, settings: config.Checkpoint | None, files: list[pathlib.Path]
 ) -> None:
     """Raises ConfigError if an evaluation would use another tokenizer than the checkpoint's."""
-    warning = other_tokenizer(folder, files)
-    if warning and "data.tokenizer" not in allowed_changes(settings):
-        raise ConfigError(warning)
+    warnings = other_tokenizer(folder, files)
+    if warnings and "data.tokenizer" not in allowed_changes(settings):
+        raise ConfigError(*warnings)

@@ -152,7 +152,9 @@ class HashedFile:
         view = memoryview(data).cast("B")
         written = 0
         while written < len(view):
-            piece = view[written : written + PART - self.size % PART]
+            # hashed while it is in the core's cache
+            length = min(CHUNK, PART - self.size % PART)
+            piece = view[written : written + length]
             self.file.write(piece)
             self.digest.update(piece)
             written += len(piece)

@@ -47,10 +47,7 @@ class Saver:
     or on none."""
 
     def __init__(
-        self,
-        root: pathlib.Path,
-        settings: config.Checkpoint,
-        extra_files: list[pathlib.Path],
+        self, root: pathlib.Path, settings: config.Checkpoint, extra_files: list[pathlib.Path]
     ):
         """root: the folder of the run's checkpoints. extra_files (the tokenizer) are copied into
         each."""

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
+from checkpoint import catalog
 from checkpoint.load import Reader, tensors_of
 from checkpoint.save import Saver
 from config import ConfigError
@@ -145,7 +146,7 @@ def modes_of(sections: dict, output: str) -> set[tuple[bool, bool]]:
 def save(
     cfg: config.Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int
 ) -> None:
-    Saver(cfg, 0, []).write(
+    Saver(catalog.root_of(cfg), cfg.checkpoint, []).write(
         step, tensors_of(model, optimizer), {"step": step, "config": config.to_dict(cfg)}
     )
 
