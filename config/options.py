@@ -551,6 +551,12 @@ class Checkpoint(Section):
     def rules(self, cfg: "Config") -> Rules:
         if not {*self.allow_changed} <= SCHEMA.options.keys():
             yield "allow_changed", "names no option; write section.key"
+        if self.keep_every_steps and not self.keep_last:
+            yield "keep_every_steps keep_last", "requires keep_last: without it all are kept"
+        every = self.save_every_steps
+        if self.keep_every_steps and (not every or self.keep_every_steps % every):
+            names = "keep_every_steps save_every_steps"
+            yield names, f"must be a multiple of save_every_steps, {every or 'which is absent'}"
 
 
 @dataclass(frozen=True)
