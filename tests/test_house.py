@@ -30,9 +30,9 @@ FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in room
 
 
 def tracked(*patterns: str) -> list[str]:
-    """The repository's files, but for those that were removed."""
+    """The repository's files, but for those that were removed; of a copy without git, none."""
     command = ["git", "ls-files", *patterns]
-    listed = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
+    listed = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     return [name for name in listed.stdout.splitlines() if (REPO / name).exists()]
 
 
