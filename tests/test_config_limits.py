@@ -527,15 +527,15 @@ def test_an_evaluation_is_due_every_so_many_steps_and_after_the_last():
 
 def test_numbers_that_follow_from_options():
     cfg = make_config(train={"global_batch_size": 60, "seq_len": 96, "micro_batch_size": 5})
-    assert config.tokens_per_step(cfg) == 60 * 96
+    assert config.tokens_per_step(cfg.train) == 60 * 96
     for data_ranks, micro_batches in ((1, 12), (3, 4), (12, 1)):
-        assert config.micro_batch_size(cfg, data_ranks) == 5
-        assert config.accumulation_steps(cfg, data_ranks) == micro_batches
+        assert config.micro_batch_size(cfg.train, data_ranks) == 5
+        assert config.accumulation_steps(cfg.train, data_ranks) == micro_batches
     without = dataclasses.replace(cfg.train, micro_batch_size=None)
     cfg = dataclasses.replace(cfg, train=without)
     for data_ranks, sequences in ((1, 60), (4, 15), (60, 1)):
-        assert config.micro_batch_size(cfg, data_ranks) == sequences
-        assert config.accumulation_steps(cfg, data_ranks) == 1
+        assert config.micro_batch_size(cfg.train, data_ranks) == sequences
+        assert config.accumulation_steps(cfg.train, data_ranks) == 1
     assert config.schedule_steps(cfg) == 4
     assert config.schedule_steps(make_config(optim={"schedule_steps": 9})) == 9
     assert config.Lora(rank=11).scale == 2 and config.Lora(rank=8, alpha=2.0).scale == 0.25

@@ -277,7 +277,7 @@ def test_configurations_support_the_world_sizes_in_their_commands():
         for sizes in re.findall(r"^#   .* --world-size (\S+)", path.read_text(), re.M):
             cfg = config.load(str(path))
             for ranks in map(int, sizes.split(",")):
-                config.micro_batch_size(cfg, math.prod(config.mesh_shape(cfg, ranks)[:2]))
+                config.micro_batch_size(cfg.train, math.prod(config.mesh_shape(cfg, ranks)[:2]))
                 checked += 1
     assert checked > 20
 
