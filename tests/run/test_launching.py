@@ -241,7 +241,7 @@ class FakeRanks:
         self.restarts = restarts
         self.attempts = iter(attempts)
 
-    def environment(self, cfg: config.Config) -> dict[str, str]:
+    def environment(self, run_folder: pathlib.Path, timeout: float) -> dict[str, str]:
         return dict(os.environ)
 
     def command(self, launch: str) -> list[str]:
