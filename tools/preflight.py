@@ -11,7 +11,6 @@ import os
 import resource
 import shutil
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -92,21 +91,15 @@ def memory_limit() -> tuple[float, str]:
 
 
 def disk(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
-    """Whether a file can be written where the run will be, as a quota may be used up where the disk
-    is not, and whether its checkpoints fit there."""
+    """Room for the run's checkpoints."""
     if not cfg.checkpoint:
         return
-    folder = config.run_folder(cfg).absolute()
+    root = catalog.root_of(cfg)  # may be a link to another disk
+    folder = root.absolute()
     while not folder.exists():
         folder = folder.parent
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"x")
-    except OSError as error:
-        yield f"[run] output_dir = {cfg.run.output_dir}: {folder}: {error.strerror}; name another"
-        return
     usage = shutil.disk_usage(folder)
-    existing = len(catalog.step_folders(catalog.root(cfg)))
+    existing = len(catalog.steps(root))
     count = most_checkpoints(cfg)
     size = checkpoint_bytes(cfg)
     if not usage.total or max(1, count - existing) * size <= usage.free:  # total 0: object storage
