@@ -9,8 +9,8 @@ import pytest
 import tomli
 
 import config
-from tools.migrate import from_fsdp1
 from tests.conftest import REPO, make_config
+from tools.migrate import from_fsdp1
 
 pytestmark = pytest.mark.quick
 
