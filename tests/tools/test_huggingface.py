@@ -134,10 +134,10 @@ def test_import_and_export_give_transformers_the_same_model(tmp_path, prepared, 
 
 @pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"dp_shard": 1, "dp_replicate": 2}], ids=str)
 @distributed(ranks=2)
-def test_export_of_a_run_computes_what_the_run_does(world, tmp_path, parallel):
-    cfg = make_config(
-        run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={}, parallel=parallel
-    )
+def test_export_of_a_run_computes_what_the_run_does(world, tmp_path, corpus, prepared, parallel):
+    sections = {"run": {"name": "r", "output_dir": str(tmp_path)}, "checkpoint": {}}
+    data = {"source": str(corpus), "path": str(prepared)}
+    cfg = make_config(**sections, data=data, parallel=parallel)
     train_run(cfg, world)
     if world.rank == 0:
         assert run("export", tmp_path / "r", tmp_path / "out") == 0
@@ -284,7 +284,7 @@ def test_memory_is_that_of_a_file_and_a_tensor(world, folder, tmp_path):
         before = resident_mib("VmRSS")
         assert run(command[0], tmp_path / command[1], tmp_path / command[2], *command[3:]) == 0
         peaks.append(resident_mib("VmHWM") - before)
-    assert total > 350 and max(peaks) < 0.6 * total, (peaks, total)
+    assert total > 300 and max(peaks) < 0.6 * total, (peaks, total)
 
 
 # The tokenizer
