@@ -125,7 +125,8 @@ def test_tokens_of_another_tokenizer_are_a_warning_where_other_data_is_allowed(
     lines = corpus.read_text().splitlines(keepends=True)
     other.write_text("".join(lines[: len(lines) * 3 // 4]))
     data = {"source": str(other), "path": str(tmp_path / "other")}
-    prepare(make_config(data=data))
+    cfg = make_config(data=data)
+    prepare(cfg.data, cfg.model.vocab_size)
     allowing = {"allow_changed": ["data.source"]}
     run(data=data, train={"steps": 5}, checkpoint=allowing)
     log = (run.folder / "logs/rank-0.log").read_text()
