@@ -62,6 +62,7 @@ def test_values_up_to_the_edge_of_an_option(option, values, wrong, words):
 
 CHAT = "data.tokenizer=t.json data.document_mask=true"
 LORA = "model.init_from=x model.dim=96 model.head_dim=10 lora.rank=2"
+KEEP = "checkpoint.save_every_steps=2 checkpoint.keep_last=1"
 NF4 = f"{LORA} model.dim=128 model.head_dim=32 model.ffn_dim=128 model.n_kv_heads=4"
 A = '{source="a"}'
 SPLIT = '{source="a",split="test"}'
@@ -137,6 +138,9 @@ RULES = [
     (f"{NF4} model.ffn_dim=192 parallel.tp=2", "lora.base_dtype", "float32", "nf4", "tp = 96"),
     (f"{NF4} model.head_dim=40 parallel.tp=2", "lora.base_dtype", "float32", "nf4", "tp = 80"),
     ("", "checkpoint.allow_changed", '["train.seq_len"]', '["seq_len"]', "section.key"),
+    ("checkpoint.keep_last=1", "checkpoint.keep_every_steps", "", "2", "save_every_steps"),
+    ("checkpoint.save_every_steps=2", "checkpoint.keep_every_steps", "", "2", "keep_last"),
+    (KEEP, "checkpoint.keep_every_steps", "2 4", "3", "multiple of save_every_steps, 2"),
     ("profile.steps=2", "profile.at_step", "1 3", "4", "end by train.steps = 4"),
 ]
 
