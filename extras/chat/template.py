@@ -50,7 +50,7 @@ def files_of(data: config.Data) -> dict[str, bytes]:
 
     Raises ConfigError if there is no template or it has a syntax error.
     """
-    assert data.tokenizer  # config.py requires it
+    assert data.tokenizer  # a rule of [data]
     template = find_template(data.tokenizer, data.chat_template)
     try:
         with bounded():
