@@ -581,8 +581,8 @@ def host_reads(sections: dict, output: str) -> tuple[list[list[str]], list[str]]
 def train_with_units(steps: int, sections: dict, output: str, units: list[bool]) -> str:
     """train_to(), or with steps = 0 evaluates, where rank i's device has bfloat16 units or not; the dtype that the
     model computed in."""
-    from run.rank import resolve_param_dtype
     from evaluate import evaluate_newest
+    from run.rank import resolve_param_dtype
 
     computed, forward = set(), torch.nn.functional.linear
 
