@@ -12,8 +12,7 @@ import os
 import signal
 from typing import Any
 
-from run import SIGNALS, listen
-from system.processes import FINISHED, INPUT_IS_WRONG, STOPPED
+from system.processes import FINISHED, INPUT_IS_WRONG, SIGNALS, STOPPED, listen
 
 
 def quit_early(number: int, frame: Any) -> None:

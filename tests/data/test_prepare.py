@@ -993,3 +993,9 @@ def test_the_first_batch_is_recorded_and_then_one_every_five_seconds(
         and "source: " in lines[0]
         and lines[0].endswith("tokens prepared, file 1 of 2")
     )
+
+
+@pytest.mark.quick
+def test_the_cores_of_the_ranks_are_not_for_threads_that_tokenize(monkeypatch):
+    monkeypatch.setattr("data.prepare.usable_cores", lambda: 192)
+    assert [data.prepare.worker_count(ranks) for ranks in (0, 150, 192)] == [64, 42, 1]
