@@ -30,7 +30,7 @@ from data.begin import begin_all, check_files, file_now, take_lock, validation_s
 from data.folder import manifest_of
 from data.order import HELD_OUT_OF
 from data.row_format import Encoded, row_format
-from data.source import Position, Source, SourceFile
+from data.source import Position, SourceFile, SourceReader
 from data.writer import TokenWriter, check_hashes
 from system.machine import usable_cores
 from system.processes import FINISHED, die_with_parent, print_error
@@ -188,12 +188,14 @@ class Preparation:
     def batches(self) -> Iterator[Batch]:
         """What is left to tokenize: first the text of a validation source. Each source ends with a
         batch without documents."""
-        source = Source(self.data, self.files, Position(*self.manifest["position"]))
+        source = SourceReader(self.data, self.files, Position(*self.manifest["position"]))
         if self.validation and not self.manifest["validation"]:
-            yield from self._batches(Source(self.validation, self.manifest["validation_files"]))
+            yield from self._batches(
+                SourceReader(self.validation, self.manifest["validation_files"])
+            )
         yield from self._batches(source)
 
-    def _batches(self, source: Source) -> Iterator[Batch]:
+    def _batches(self, source: SourceReader) -> Iterator[Batch]:
         """Each batch is of one file."""
         batch = Batch(self)
         last = Batch(self, position=Position(len(source.files)))

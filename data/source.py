@@ -52,7 +52,7 @@ class Position(NamedTuple):
     row: int = 0  # the last that was read
 
 
-class Source:
+class SourceReader:
     """The documents of a source, from a position on. After each, `position` is its own."""
 
     def __init__(

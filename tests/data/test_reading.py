@@ -17,7 +17,7 @@ import pytest
 
 import config
 from data import row_format, rows
-from data.source import Position, Source, list_files
+from data.source import Position, SourceReader, list_files
 from tests.conftest import REPO, make_config, prepare_one, refuses, words
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -35,7 +35,7 @@ def options(source: object, **data: Any) -> config.Data:
 
 def documents(source: object, position: Position | None = None, **data: Any) -> list[str]:
     d = options(source, **data)
-    return list(Source(d, list_files(d)[0], position))
+    return list(SourceReader(d, list_files(d)[0], position))
 
 
 def lines(texts: list[str], end: str = "\n", **style: Any) -> bytes:
@@ -93,7 +93,7 @@ FORMS = {
 def test_rows_are_those_that_were_written_from_any_row_on(name, tmp_path):
     (tmp_path / name).write_bytes(FORMS[name])
     d = options(tmp_path / name)
-    source = Source(d, list_files(d)[0])
+    source = SourceReader(d, list_files(d)[0])
     positions = [source.position]
     texts = []
     for text in source:
@@ -322,7 +322,7 @@ def test_a_wrong_row_has_the_same_number_if_reading_resumes(tmp_path):
     ):
         (tmp_path / name).write_bytes(content)
         d = options(tmp_path / name)
-        source = Source(d, list_files(d)[0])
+        source = SourceReader(d, list_files(d)[0])
         documents_of_source = iter(source)
         assert [next(documents_of_source), next(documents_of_source)] == ["a", "b"]
         for position in (None, source.position):
@@ -356,7 +356,7 @@ def test_a_file_that_vanished_is_named(tmp_path):
     files, _ = list_files(d)
     path.unlink()
     with refuses("a.jsonl: rows from 1 on: cannot be read: FileNotFoundError"):
-        list(Source(d, files))
+        list(SourceReader(d, files))
 
 
 def test_a_fork_adds_a_kind_of_file(tmp_path, monkeypatch):
