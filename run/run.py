@@ -27,11 +27,11 @@ from metrics import log
 from parallel.mesh import World
 from parallel.ranks import on_rank_zero
 from parallel.torch_patches import shorten_nccl_timeout
-from run import listen
 from run.folder import ENDING_SECONDS, FolderClaim
 from run.stop import Agreement
 from run.watchdog import Watchdog
 from system.files import write_if_possible
+from system.processes import listen
 
 WAIT_SECONDS = 0.2  # between the ranks' agreements while they wait for text
 LOG_WAIT_SECONDS = 2.0  # a longer wait is logged

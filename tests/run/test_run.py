@@ -130,7 +130,7 @@ class Text:
             changed=time.monotonic(), folder="prepared/x", progress=lambda: "1 of 2 tokens"
         )
 
-    def missing(self, step: int) -> SimpleNamespace | None:
+    def missing(self, step: int, evaluates: bool) -> SimpleNamespace | None:
         self.left -= 1
         if self.left < 0 and self.error:
             raise self.error
