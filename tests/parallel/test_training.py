@@ -269,8 +269,8 @@ def test_documented_meshes_parallelize(world, ranks):
     commands = re.findall(pattern, (REPO / "docs/fsdp2.md").read_text(), re.MULTILINE)
     assert commands
     for path, options in commands:
-        overrides = [*options.split(), "--model.n_layers=1", "--run.device=cpu"]
-        cfg = config.load(str(REPO / path), overrides)
+        small = "--model.n_layers=1 --run.device=cpu --parallel.param_dtype=float32"
+        cfg = config.load(str(REPO / path), [*options.split(), *small.split()])
         ours = mesh_for(cfg, world)
         assert verify_sharding(build(cfg, ours), cfg.parallel, ours), options
 
