@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -147,7 +148,7 @@ def test_torchrun_reports_that_it_waits_for_other_nodes(monkeypatch, capfd):
     monkeypatch.setattr("parallel.ranks.NOTICE_SECONDS", 0.1)
     monkeypatch.setattr(DynamicRendezvousHandler, "next_rendezvous", lambda self: time.sleep(0.4))
     report_wait_for_nodes()
-    handler = DynamicRendezvousHandler.__new__(DynamicRendezvousHandler)
+    handler: Any = DynamicRendezvousHandler.__new__(DynamicRendezvousHandler)
     handler._settings = SimpleNamespace(min_nodes=2)
     handler.next_rendezvous()
     line = "^waiting for torchrun on the other nodes: .*, one of 2$"
