@@ -69,9 +69,9 @@ def train(cfg: Config, world: World, run: Run) -> None:
         progress = checkpointer.restore(model, optimizer, pretrained.base() if pretrained else None)
     units = verify(model, optimizer, cfg.parallel, world)
 
-    run.begin(checkpointer)  # takes the run's folder: from here on, things are written
+    warnings = run.begin(checkpointer)  # takes the run's folder: from here on, things are written
     recorder = Recorder(cfg, world, run.folder, start, model, run.seconds)
-    recorder.log_start(model, unit_table(units), dataset, checkpointer.warnings)
+    recorder.log_start(model, unit_table(units), dataset, warnings)
     guard = FiniteGuard(optimizer, device, cfg.train.skip_nonfinite, progress)
     loader = Loader(cfg, dataset, world, start + 1)
     # the launch before may have been stopped after this step's save, before its evaluation

@@ -26,7 +26,6 @@ from torch.distributed.fsdp import FSDPModule
 import config
 from benchmarks import count
 from benchmarks.overhead import BareLoop
-from checkpoint.checkpointer import resolve_param_dtype
 from config import ConfigError
 from data.dataset import open_dataset
 from data.loader import Batch, Loader, inputs_and_targets
@@ -39,7 +38,7 @@ from parallel.fsdp import unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
-from run.rank import distributed
+from run.rank import distributed, resolve_param_dtype
 from train import training_step
 
 EXPERIMENTS = {

@@ -202,9 +202,10 @@ def begin_rank(usage: str) -> tuple[Namespace, config.Config]:
     if PARENT in os.environ:
         die_with_parent(int(os.environ[PARENT]))
     argv = sys.argv[1:]
-    if LAUNCH in os.environ:
+    is_resolved = LAUNCH in os.environ
+    if is_resolved:
         argv = [str(pathlib.Path(os.environ[LAUNCH], CONFIG))]
-    args, cfg = config.from_command_line(argv, usage)
+    args, cfg = config.from_command_line(argv, usage, resolved=is_resolved)
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and not args.eval_only:
         cfg = resume_newest(cfg)
     return args, cfg

@@ -13,20 +13,28 @@ import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 import config
-from checkpoint.checkpointer import resolve_param_dtype
+from checkpoint import catalog
+from checkpoint.manifest import CorruptCheckpoint
 from checkpoint.save import SaveFailed
 from config import Config, ConfigError
 from data import formats
 from metrics import log
 from optim import NoTargets
-from parallel.mesh import World, build_mesh
-from parallel.ranks import check_same_on_all_ranks, printed_if_long, rank_and_size
+from parallel.mesh import World, build_mesh, has_native_bfloat16
+from parallel.ranks import (
+    all_gather_objects,
+    check_same_on_all_ranks,
+    on_rank_zero,
+    printed_if_long,
+    rank_and_size,
+)
 from parallel.torch_patches import set_default_timeout, shield_compilers
 from run import SIGNALS
 from run.command import LAUNCH, check_not_one_of_several
@@ -126,6 +134,33 @@ def shared_options(cfg: Config, device: torch.device) -> dict[str, Any]:
     options = config.values_of(config.to_dict(cfg))
     shared = {name: value for name, value in options.items() if name not in ON_THIS_NODE}
     return shared | {"type of device": device.type}
+
+
+def resolve_param_dtype(cfg: Config, world: World) -> Config:
+    """The configuration with param_dtype = "auto" resolved: to what the run's checkpoint was
+    trained with, or without one to bfloat16 if every rank's device supports it natively, since
+    emulated bfloat16 is slower than float32."""
+    if cfg.parallel.param_dtype != "auto":
+        return cfg
+    dtype = on_rank_zero(lambda: saved_param_dtype(catalog.root_of(cfg), cfg.checkpoint))
+    if dtype is None:
+        is_native = all(all_gather_objects(has_native_bfloat16(world.device)))
+        dtype = "bfloat16" if is_native else "float32"
+    return replace(cfg, parallel=replace(cfg.parallel, param_dtype=dtype))
+
+
+def saved_param_dtype(root: pathlib.Path, settings: config.Checkpoint | None) -> str | None:
+    """That of the run's newest checkpoint whose state can be read, or of the one that `resume`
+    names; None without any. root: the folder of its checkpoints."""
+    resume = settings.resume if settings else None
+    for step in reversed(catalog.steps(root)):
+        is_import = step == 0
+        if is_import or (isinstance(resume, int) and step != resume):
+            continue
+        with contextlib.suppress(CorruptCheckpoint):
+            saved = catalog.read_state(catalog.path_of(root, step))["config"]
+            return config.values_of(saved)["parallel.param_dtype"]
+    return None
 
 
 def pick_device(cfg: Config, local_rank: int) -> torch.device:

@@ -365,7 +365,7 @@ def launch(
 def train_run(cfg: config.Config, world: World) -> list[dict]:
     """One run as train.py has it, on ranks that exist; its training rows."""
     import train
-    from checkpoint.checkpointer import resolve_param_dtype
+    from run.rank import resolve_param_dtype
     from run.run import Run
     from run.watchdog import Watchdog
 
@@ -405,7 +405,8 @@ def saved_by_two(tmp_path_factory) -> tuple[pathlib.Path, dict[str, str]]:
 
 def seal(folder: pathlib.Path) -> None:
     """A manifest that says what is there, as an attacker would write it."""
-    from checkpoint.manifest import hash_files, render_manifest
+    from checkpoint.manifest import entry_of, render_manifest
 
-    names = sorted(p.name for p in folder.iterdir() if p.name != "manifest.json")
-    (folder / "manifest.json").write_bytes(render_manifest(hash_files(folder, names)))
+    paths = [path for path in folder.iterdir() if path.name != "manifest.json"]
+    entries = {path.name: entry_of(path.read_bytes()) for path in paths}
+    (folder / "manifest.json").write_bytes(render_manifest(entries))

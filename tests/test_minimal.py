@@ -11,6 +11,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from dataclasses import MISSING
 from types import SimpleNamespace
 
 import numpy as np
@@ -137,7 +138,7 @@ def toml(folder: pathlib.Path, *changes: dict) -> pathlib.Path:
         for section, values in change.items():
             merged[section] = {**merged.get(section, {}), **values}
     path = folder / "x.toml"
-    path.write_text(config.SCHEMA.to_toml(tables(**merged)))
+    path.write_text(config.tables_to_toml(tables(**merged)))
     return path
 
 
@@ -432,8 +433,8 @@ def test_shipped_configurations_that_it_reads():
 def test_defaults_are_those_of_train():
     for section, defaults in minimal.OPTIONS:
         for option, default in defaults.items():
-            _, field = config.SCHEMA.options[f"{section}.{option}"]
-            theirs = None if field.default is config.MISSING else field.default
+            theirs = config.SCHEMA.options[f"{section}.{option}"].default
+            theirs = None if theirs is MISSING else theirs
             theirs = [*theirs] if isinstance(theirs, tuple) else theirs
             assert default == theirs, option
 

@@ -50,7 +50,7 @@ def files_of(d: config.Data) -> dict[str, bytes]:
 
     Raises ConfigError if there is no template or it has a syntax error.
     """
-    assert d.tokenizer  # config.py requires it
+    assert d.tokenizer  # a rule of [data]
     template = find_template(d.tokenizer, d.chat_template)
     try:
         with bounded():

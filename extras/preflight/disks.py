@@ -87,9 +87,10 @@ def checkpoints(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
     """Those that keep_last keeps, and one more: the oldest is removed once the newest is there."""
     if not cfg.checkpoint:
         return
-    folder = existing(config.run_folder(cfg))
+    root = catalog.root_of(cfg)  # may be a link to another disk
+    folder = existing(root)
     free = free_bytes(folder)
-    there = len(catalog.step_folders(catalog.root(cfg)))
+    there = len(catalog.steps(root))
     count = most_checkpoints(cfg)
     size = sizes(cfg, free / count).checkpoint
     missing = max(1, count - there)
