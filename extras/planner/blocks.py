@@ -21,8 +21,9 @@ from extras.planner.masks import flex_attention_patches
 from model.build import meta_model
 from model.llama import Llama, named_parameters
 from parallel.activation_checkpoint import is_checkpointed
-from parallel.fsdp import replicated_parameters, unit_dtypes
+from parallel.fsdp import unit_dtypes
 from parallel.mesh import World
+from parallel.replicated import replicated_parameters
 
 # equal for blocks that are alike
 Kind = tuple
@@ -76,7 +77,7 @@ def kinds_of_blocks(
                 # loaded by simulate() before the patches
                 from parallel.context import apply_context_parallelism
 
-                apply_context_parallelism(model, p.recompute, cfg.train.seq_len, world)
+                apply_context_parallelism(model, cfg.train.seq_len, world)
             operators_of_block = forward_operators(model, cfg, world, operators)
         except Exception:
             # A fork's block may need more than meta tensors. Then every block runs, and shows why.

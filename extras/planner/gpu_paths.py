@@ -25,6 +25,7 @@ from model.loss import CHUNK
 from parallel.activation_checkpoint import (
     apply_activation_checkpointing,
     checkpoint_selectively,
+    is_attention,
     is_checkpointed,
 )
 
@@ -40,7 +41,11 @@ def gpu_code_paths(cfg: config.Config, counted: Counted) -> list:
     if cfg.parallel.float8 != "none":
         patches += float8_patches(counted)
     if cfg.parallel.compile:
-        patches += compiled_patches(cfg.parallel, counted)
+        patches += compiled_patches(counted)
+    else:
+        # FlexAttention, which has a mask, is compiled alone: recomputed, as the policy cannot see it
+        saves = lambda operator: counted.mask_share is None and is_attention(operator)  # noqa: E731
+        patches.append(mock.patch("parallel.activation_checkpoint.is_attention", saves))
     return patches
 
 
@@ -58,20 +63,13 @@ def float8_patches(counted: Counted) -> list:
     ]
 
 
-def compiled_patches(p: config.Parallel, counted: Counted) -> list:
-    patches: list = [
+def compiled_patches(counted: Counted) -> list:
+    return [
         mock.patch(
             "parallel.parallelize.apply_activation_checkpointing", partial(save_matmuls, counted)
         ),
         mock.patch("model.loss.compiled", partial(partial, one_kernel, counted)),
     ]
-    # Tensor and context parallelism ask whether a block is checkpointed, so as not to repeat its
-    # all-gathers in backward. save_matmuls() wraps the other blocks too.
-    if p.tp > 1:
-        patches.append(mock.patch("parallel.tensor.is_checkpointed", lambda *unused: True))
-    if p.cp > 1:
-        patches.append(mock.patch("parallel.context.is_checkpointed", lambda *unused: True))
-    return patches
 
 
 def one_kernel(counted: Counted, function: Callable, *args: Any) -> Any:

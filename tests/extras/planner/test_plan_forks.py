@@ -321,14 +321,14 @@ def by_attribute(monkeypatch) -> None:
         build(self, m, layer)
         self.attention.layer = layer
 
-    def windowed(self, x, cos, sin, mask=None, cache=None):
+    def windowed(self, x, cos, sin, mask=None):
         length = x.shape[1]
         mask = (
             llama_attention.make_mask(window(128), 1, length, length, x.device)
             if self.layer % 2
             else mask
         )
-        return forward(self, x, cos, sin, mask, cache)
+        return forward(self, x, cos, sin, mask)
 
     monkeypatch.setattr(llama.Block, "__init__", init)
     monkeypatch.setattr(llama.Attention, "forward", windowed)
