@@ -134,7 +134,7 @@ def measure(
 ) -> tuple[dict[str, list[float]], Subject]:
     """(seconds by name, what was saved)."""
     async_save = dataclasses.replace(cfg.checkpoint, async_save=True)
-    no_data = Dataset(cfg, [], Mixture([1]), [], [])
+    no_data = Dataset(cfg.data, cfg.train, [], Mixture([1]), [], [])
     blocking = Checkpointer(cfg, world, no_data, report=print_problem)
     cfg_async = dataclasses.replace(cfg, checkpoint=async_save)
     asynchronous = Checkpointer(cfg_async, world, no_data, report=print_problem)

@@ -68,7 +68,7 @@ def main(args: Namespace, cfg: Config, train: Callable, evaluate: Callable) -> N
         if not launch and "RANK" not in os.environ:  # no launcher that has checked it, no torchrun
             check_not_one_of_several()
         if not launch:  # else the launcher did this, once for all ranks
-            cfg = formats.complete(args, cfg)
+            cfg = formats.complete(cfg)
         with distributed(cfg) as world:
             cfg = resolve_param_dtype(cfg, world)
             run = Run(cfg, world, watchdog, launch)
@@ -98,7 +98,9 @@ def distributed(cfg: Config) -> Iterator[World]:
     devices or options."""
     rank, local_rank, size = rank_and_size()
     shape = config.mesh_shape(cfg, size)
-    device = pick_device(cfg, local_rank)
+    device = pick_device(cfg.run.device, local_rank)
+    if device.type == "cuda":
+        config.check_for_gpus(cfg)
     check_interfaces()
     raise_file_limit()
     # FlexAttention is compiled on a GPU even if blocks are not
@@ -113,7 +115,7 @@ def distributed(cfg: Config) -> Iterator[World]:
     # gloo next to NCCL: flags, metadata and offloaded tensors are reduced on the host, without
     # waiting for the GPU
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = datetime.timedelta(seconds=config.longest_timeout(cfg))
+    timeout = datetime.timedelta(seconds=config.longest_timeout(cfg.run))
     set_default_timeout(timeout)
     store = None if "RANK" in os.environ else dist.HashStore()  # None: as torchrun says
     text = f"rank {rank} waits for all {size} to connect, MASTER_ADDR={os.getenv('MASTER_ADDR')}"
@@ -163,21 +165,21 @@ def saved_param_dtype(root: pathlib.Path, settings: config.Checkpoint | None) ->
     return None
 
 
-def pick_device(cfg: Config, local_rank: int) -> torch.device:
-    """This rank's device, which it sets. Raises ConfigError if there is no GPU for it."""
+def pick_device(option: str, local_rank: int) -> torch.device:
+    """This rank's device, which it sets. option: run.device. Raises ConfigError if there is no GPU
+    for it."""
     cpu = torch.device("cpu")
-    if cfg.run.device == "cpu" or (cfg.run.device == "auto" and not has_driver()):
+    if option == "cpu" or (option == "auto" and not has_driver()):
         return cpu
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0  # why not, torch warns of
-    if cfg.run.device == "auto" and not count and not os.path.exists(NVIDIA):
+    if option == "auto" and not count and not os.path.exists(NVIDIA):
         return cpu  # the other drivers are also of graphics units that torch never uses
     if local_rank >= count:
         raise ConfigError(
-            f'[run] device = "{cfg.run.device}": no GPU for local rank {local_rank}: torch '
+            f'[run] device = "{option}": no GPU for local rank {local_rank}: torch '
             f"{torch.__version__}, built for CUDA {torch.version.cuda}, can use {count}; NPROC sets "
             "the number of processes, --run.device=cpu trains without GPUs"
         )
-    config.check_for_gpus(cfg)
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 

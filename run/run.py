@@ -170,7 +170,8 @@ class Run:
         """Starts an all-reduce, with whether what is read next is prepared."""
         self.next_step = next_step
         try:
-            self.awaited = self.loader.missing(next_step)
+            evaluates = config.evaluation_is_due(self.cfg, next_step - 1)
+            self.awaited = self.loader.missing(next_step, evaluates)
         except (ConfigError, OSError) as error:
             self._stop_by(error)
         self.agreement.begin(waits=self.awaited is not None)

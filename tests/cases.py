@@ -355,8 +355,8 @@ def live_peak(cases: list[dict]) -> list[int]:
             cfg = make_config(**sections)
             ours = world_for(cfg, world)
             sequences, times = (
-                config.micro_batch_size(cfg, ours.dp_size),
-                config.accumulation_steps(cfg, ours.dp_size),
+                config.micro_batch_size(cfg.train, ours.dp_size),
+                config.accumulation_steps(cfg.train, ours.dp_size),
             )
             ids = torch.randint(0, cfg.model.vocab_size, (sequences, cfg.train.seq_len + 1))
             model = meta_model(cfg.model)
@@ -454,7 +454,7 @@ def one_step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor) 
     """A step's collectives: forward and backward of every micro-batch, the gradient norm, the scales of 8 bits."""
     from optim import clip_gradients
 
-    accumulation = config.accumulation_steps(cfg, world.dp_size)
+    accumulation = config.accumulation_steps(cfg.train, world.dp_size)
     unshard_first_units(model, cfg.parallel)
     for i in range(accumulation):
         set_communication(model, cfg.parallel, world, i == accumulation - 1)
@@ -580,8 +580,8 @@ def host_reads(sections: dict, output: str) -> tuple[list[list[str]], list[str]]
 def train_with_units(steps: int, sections: dict, output: str, units: list[bool]) -> str:
     """train_to(), or with steps = 0 evaluates, where rank i's device has bfloat16 units or not; the dtype that the
     model computed in."""
-    from run.rank import resolve_param_dtype
     from evaluate import evaluate_newest
+    from run.rank import resolve_param_dtype
 
     computed, forward = set(), torch.nn.functional.linear
 

@@ -123,7 +123,8 @@ def prepared(corpus, tmp_path_factory) -> pathlib.Path:
     from data.prepare import prepare
 
     folder = tmp_path_factory.mktemp("prepared") / "words"
-    prepare(make_config(data={"source": str(corpus), "path": str(folder)}))
+    cfg = make_config(data={"source": str(corpus), "path": str(folder)})
+    prepare(cfg.data, cfg.model.vocab_size)
     return folder
 
 
@@ -297,7 +298,7 @@ def prepare_one(cfg: config.Config) -> pathlib.Path:
     """Prepares the one source of a configuration; its folder."""
     from data.prepare import prepare
 
-    return prepare(cfg)[0]
+    return prepare(cfg.data, cfg.model.vocab_size)[0]
 
 
 def config_for(source: object, tmp_path: pathlib.Path, **data: object) -> config.Config:
@@ -325,7 +326,7 @@ def loader_of(
     from data.dataset import open_dataset
     from data.loader import Loader
 
-    return Loader(cfg, open_dataset(cfg), data_rank(rank, ranks, cp), first_step)
+    return Loader(open_dataset(cfg), data_rank(rank, ranks, cp), first_step)
 
 
 @pytest.fixture

@@ -127,7 +127,8 @@ def texts(corpus, tmp_path_factory) -> dict[str, dict]:
         patch.setattr("data.writer.HELD_OUT_OF", 1 << 10)
         for name, source in {"words": corpus, "few": folder / "few.jsonl"}.items():
             sections[name] = {"source": str(source), "path": str(folder / name)}
-            prepare(config.from_dict(tables(model=MODEL, data=sections[name]), "test.toml"))
+            cfg = config.from_dict(tables(model=MODEL, data=sections[name]), "test.toml")
+            prepare(cfg.data, cfg.model.vocab_size)
     return sections
 
 
@@ -325,7 +326,8 @@ def test_the_folder_agrees_in_every_key_of_the_identity(tmp_path, monkeypatch, c
     pathlib.Path("sentencepiece.model").write_bytes(b"\nmodel")
     path = toml(tmp_path, {"data": {"source": "texts.jsonl", **changes}})
     options = minimal.read_options(str(path))
-    theirs = identity(config.load(str(path)))
+    cfg = config.load(str(path))
+    theirs = identity(cfg.data, cfg.model.vocab_size)
     for key in {*theirs, "python", "messages_field"}:
         write_folder(f"other-{key}", theirs | {key: "other"})
     write_folder("incomplete", theirs, complete=False)

@@ -113,7 +113,7 @@ def test_world_sizes_in_configurations_are_supported():
         cfg = config.load(str(path))
         for sizes in re.findall(r"^#   .* --world-size (\S+)", path.read_text(), re.M):
             for ranks in map(int, sizes.split(",")):
-                config.micro_batch_size(cfg, math.prod(config.mesh_shape(cfg, ranks)[:2]))
+                config.micro_batch_size(cfg.train, math.prod(config.mesh_shape(cfg, ranks)[:2]))
 
 
 def test_configurations_of_cluster_commands_load():

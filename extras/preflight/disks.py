@@ -61,7 +61,7 @@ def folders(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
     """Whether a file can be written and locked where the run and its text will be: a quota may be
     used up where the disk is not."""
     roots = {}
-    if not is_prepared(cfg):
+    if not is_prepared(cfg.data, cfg.model.vocab_size):
         roots[f"[data] path = {data_root(cfg)}"] = data_root(cfg)
     if cfg.checkpoint:
         roots[f"[run] output_dir = {cfg.run.output_dir}"] = pathlib.Path(cfg.run.output_dir)

@@ -30,7 +30,7 @@ def run_config(folder: pathlib.Path, **sections: dict) -> config.Config:
 
 
 def no_data(cfg: config.Config) -> Dataset:
-    return Dataset(cfg, [], Mixture([1]), [], [])
+    return Dataset(cfg.data, cfg.train, [], Mixture([1]), [], [])
 
 
 def make_checkpoint(cfg: config.Config, step: int, **state: object) -> pathlib.Path:

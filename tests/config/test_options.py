@@ -229,11 +229,11 @@ def test_evaluation_is_due_every_so_many_steps_and_after_the_last():
 
 def test_numbers_that_follow_from_options():
     cfg = make_config(train={"global_batch_size": 60, "seq_len": 96, "micro_batch_size": 5})
-    assert config.tokens_per_step(cfg) == 5760
-    assert [config.accumulation_steps(cfg, ranks) for ranks in (1, 3, 12)] == [12, 4, 1]
+    assert config.tokens_per_step(cfg.train) == 5760
+    assert [config.accumulation_steps(cfg.train, ranks) for ranks in (1, 3, 12)] == [12, 4, 1]
     cfg = make_config(train={"global_batch_size": 60, "micro_batch_size": None})
-    assert [config.micro_batch_size(cfg, ranks) for ranks in (1, 4, 60)] == [60, 15, 1]
-    assert [config.accumulation_steps(cfg, ranks) for ranks in (1, 4, 60)] == [1, 1, 1]
+    assert [config.micro_batch_size(cfg.train, ranks) for ranks in (1, 4, 60)] == [60, 15, 1]
+    assert [config.accumulation_steps(cfg.train, ranks) for ranks in (1, 4, 60)] == [1, 1, 1]
     cfg = make_config(model={"head_dim": 10}, optim={"schedule_steps": 9})
     assert (cfg.model.width_per_head, config.schedule_steps(cfg)) == (10, 9)
     cfg = make_config(run={"output_dir": "a/b", "name": "c"})
