@@ -6,6 +6,7 @@ Each names the versions that need it, and the test that fails without it.
 import contextlib
 import datetime
 import functools
+import logging
 import platform
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -102,6 +103,15 @@ def share_classes(model: nn.Module) -> None:
             module_class = type(module)
             alike = (*module_class.__bases__, *module.parametrizations)
             module.__class__ = shared.setdefault(alike, module_class)
+
+
+def silence_advice_on_policies() -> None:
+    """Silences what torch logs of each selective checkpointing policy that it compiles.
+
+    All versions advise not to change a tensor in place. No block does.
+    Test: parallel/test_torch_patches.py, test_advice_on_compiled_policies_is_silenced.
+    """
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
 def shield_compilers(signals: Iterable[signal.Signals]) -> None:

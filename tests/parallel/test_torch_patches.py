@@ -4,11 +4,13 @@ That of set_default_timeout() is in tests/run/test_rank.py, what share_classes()
 """
 
 import datetime
+import logging
 import os
 import re
 import subprocess
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,6 +23,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from parallel.mesh import fsdp_mesh
 from parallel.torch_patches import (
@@ -28,6 +35,7 @@ from parallel.torch_patches import (
     report_wait_for_nodes,
     share_classes,
     shorten_nccl_timeout,
+    silence_advice_on_policies,
 )
 from run.rank import distributed as run_environment
 from tests.conftest import REPO, make_config
@@ -68,6 +76,28 @@ def test_modules_parametrized_alike_share_a_class():
     share_classes(model)
     assert type(first) is type(second) is not type(other)
     assert second.weight.equal(2 * second.parametrizations.weight.original)
+
+
+def test_advice_on_compiled_policies_is_silenced(monkeypatch):
+    def policy(*unused, **options) -> CheckpointPolicy:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def checkpointed(x: Tensor) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(torch.sin, x, use_reentrant=False, context_fn=contexts)
+
+    heard = []
+    log = logging.getLogger("torch._higher_order_ops.wrap")
+    monkeypatch.setattr(log, "disabled", False)
+    monkeypatch.setattr(log, "handle", lambda record: heard.append(record.getMessage()))
+    log.setLevel(logging.WARNING)
+    for silence, count in (lambda: None, 1), (silence_advice_on_policies, 1):
+        silence()
+        torch._logging.warning_once.cache_clear()
+        torch._dynamo.reset()
+        torch.compile(checkpointed, backend="aot_eager")(torch.ones(3, requires_grad=True))
+        assert len(heard) == count
+    assert "context_fn is passed" in heard[0]
 
 
 COMPILING = """
