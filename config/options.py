@@ -330,6 +330,11 @@ class Train(Section):
     skip_nonfinite: NonNegativeInt = option(
         0, "consecutive steps with non-finite gradients to skip; 0: none"
     )
+    skip_spikes: PositiveFloat | None = option(
+        None,
+        "skip a step this many standard deviations above the mean of the last 128; absent: none",
+        aka="sigma_factor",
+    )
 
     def rules(self, cfg: "Config") -> Rules:
         if self.micro_batch_size and self.global_batch_size % self.micro_batch_size:
