@@ -67,8 +67,9 @@ class Followed(NamedTuple):
                 file.seek(0)
                 yield b""
             for line in file:
-                if line.endswith(b"\n"):
-                    yield line
+                if not line.endswith(b"\n"):  # it is being written
+                    return
+                yield line
 
 
 def send_rows(run: Followed) -> None:
@@ -94,13 +95,16 @@ def compare_with_plan(run: Followed) -> None:
 
 
 def write_report(run: Followed) -> None:
-    """Also says what the user may want next, if the run has finished."""
-    if not (run.folder / "metrics.jsonl").stat().st_size:  # it failed before its first row
-        return
-    page = report.write_report([run.folder])
+    if (run.folder / "metrics.jsonl").stat().st_size:  # else it failed before its first row
+        report.write_report([run.folder])
+
+
+def print_next(run: Followed) -> None:
+    """What the user of a run that has finished may want next."""
     if read_status(run.folder).get("state") == "finished":
+        page = run.folder / "report.html"
         cfg = config.load(str(run.folder / "config.toml"))
-        print_line(report.what_next(cfg, page))
+        print_line(report.what_next(cfg, page if page.exists() else None))
 
 
 def attempt(work: Callable[[Followed], None], run: Followed) -> None:
@@ -123,6 +127,7 @@ def follow(run: Followed) -> None:
         threads[-1].start()
     run.ended.wait()
     attempt(write_report, run)
+    attempt(print_next, run)
     end = time.monotonic() + CLOSE_SECONDS
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))

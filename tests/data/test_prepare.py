@@ -40,7 +40,7 @@ from data.folder import (
 from data.prepare import encoded_in_order, main, prepare, start_pool
 from data.row_format import encode_texts
 from data.writer import TokenWriter
-from system import files, processes
+from system import processes
 from tests.conftest import make_config, needs_extra, refuses, words
 from tests.data.test_tokenizer import word_level
 
