@@ -102,7 +102,7 @@ class Recorder:
             origin = f"from the weights of {cfg.model.init_from}"
         else:
             origin = "from fresh weights"
-        epochs = self.dataset.epochs(steps * config.tokens_per_step(cfg))
+        epochs = self.dataset.epochs(steps * config.tokens_per_step(cfg.train))
         if epochs is not None:
             origin = f"{shown_epochs(epochs)} in {steps:,} steps; {origin}"
         mesh = f"{world.dp_replicate} replicas x {world.dp_shard} shards"
@@ -111,9 +111,9 @@ class Recorder:
         lines = [
             f"{self.folder}: {parameter_count(model):,} parameters on {world.size} x "
             f"{world.device.type} ({mesh}), {cfg.parallel.param_dtype}",
-            f"{config.tokens_per_step(cfg):,} tokens per step = "
-            f"{config.accumulation_steps(cfg, world.dp_size)} micro-batches x {world.dp_size} data "
-            f"ranks x {config.micro_batch_size(cfg, world.dp_size)} sequences of "
+            f"{config.tokens_per_step(cfg.train):,} tokens per step = "
+            f"{config.accumulation_steps(cfg.train, world.dp_size)} micro-batches x {world.dp_size} data "
+            f"ranks x {config.micro_batch_size(cfg.train, world.dp_size)} sequences of "
             f"{cfg.train.seq_len}; {origin}",
         ]
         if self.rows is None:
@@ -172,7 +172,7 @@ class Recorder:
         # the ranks of a tp or cp group have the same samples
         digest = sum(counted["digest"] for counted, _, _ in ranks[:: world.cp * world.tp])
         seconds = max(figures["step_seconds"] for _, figures, _ in ranks)
-        rate = config.tokens_per_step(self.cfg) / world.size / seconds
+        rate = config.tokens_per_step(self.cfg.train) / world.size / seconds
         peak = peak_flops(world.device)
         row = {
             "kind": "train",

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import itertools
 import math
 import os
 import re
@@ -13,19 +14,23 @@ from collections.abc import Callable
 from dataclasses import MISSING, is_dataclass
 from typing import Any, NoReturn
 
-from config.option import ConfigError, Option, Schema, has_extra, lack_of
+from config.option import ConfigError, Option, Schema, has_extra, require_extra
 from config.options import SCHEMA, Config
-from config.read import describe, load, suggestion
+from config.read import describe, load, load_resolved, suggestion
 from config.show import toml
 from system.processes import INPUT_IS_WRONG, print_error, print_line
 
 HELP_COLUMN = 32  # where the meanings of options begin
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}; --help shows what there is")
+
+
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line of train.py and of the tools that take a CONFIG. Exits with 2 if it
-    is invalid."""
-    parser = argparse.ArgumentParser(prog="run_train.sh", add_help=False, allow_abbrev=False)
+    """Parses the command line of train.py and of the tools that take a CONFIG. Raises ConfigError."""
+    parser = Parser(prog="run_train.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG")
     mode = parser.add_mutually_exclusive_group()
     for flag in ("--dry-run", "--eval-only"):
@@ -35,8 +40,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
         add_arguments(parser, "--dry-run" in argv)
     args, args.overrides = parser.parse_known_args(argv)
-    if args.dry_run and not has_extra("planner"):
-        parser.error(f"--dry-run: {lack_of('planner')}")
+    if args.dry_run:
+        require_extra("planner", "--dry-run")
     unknown = [word for word in args.overrides if not re.match("--[^=]+=", word)]
     if unknown:
         parser.error(
@@ -47,9 +52,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def from_command_line(
-    argv: list[str], usage: str, tool: bool = False
+    argv: list[str], usage: str, tool: bool = False, resolved: bool = False
 ) -> tuple[argparse.Namespace, Config]:
-    """A program's arguments and configuration. tool: it has no dry run and no evaluation.
+    """A program's arguments and configuration. tool: it has no dry run and no evaluation. resolved:
+    the file is one that load_resolved() reads.
 
     Prints every problem and exits with 2 if the command line or the configuration is invalid. Exits
     with 0 after --help.
@@ -60,11 +66,8 @@ def from_command_line(
             sys.exit()
         args = parse_arguments(argv)
         if tool and (args.dry_run or args.eval_only):
-            raise ConfigError(
-                "--dry-run and --eval-only require ./run_train.sh CONFIG: no tool (-m) supports "
-                "them"
-            )
-        return args, load(args.config, args.overrides)
+            raise ConfigError("--dry-run and --eval-only: only ./run_train.sh CONFIG supports them")
+        return args, load_resolved(args.config) if resolved else load(args.config, args.overrides)
     except ConfigError as error:
         print_error(str(error))
         sys.exit(INPUT_IS_WRONG)
@@ -95,12 +98,11 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
 def print_help(argv: list[str], usage: str) -> None:
     """--help: the usage and all options; --help optim, or --help lr: a section, or an option. Raises
     ConfigError if there is none of that name."""
-    after = [word for number, word in enumerate(argv) if argv[number - 1] in ("--help", "-h")]
-    subject = after[0] if after and argv[0] != after[0] else None
-    if subject is None or subject.startswith("-") or subject.endswith(".toml"):
+    following = dict(itertools.pairwise(argv))
+    subject = following.get("--help") or following.get("-h") or "--"
+    if subject.startswith("-") or subject.endswith(".toml"):
         print_line(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n")
-        print_line(help_text())
-        return
+        subject = None
     print_line(help_text(subject))
 
 
@@ -108,9 +110,9 @@ def help_text(subject: str | None = None, schema: Schema = SCHEMA) -> str:
     """Every option with its default, type and meaning; of a subject those of a section, or the
     options of that name, whole or without their section. Raises ConfigError if there are none."""
     lines = []
-    for table, (_, is_optional, _) in schema.tables.items():
+    for table, (_, is_optional, _, all_options) in schema.tables.items():
         options = {}
-        for key, option in schema.section(table).items():
+        for key, option in all_options.items():
             if subject in (None, table, key, f"{table}.{key}"):
                 options[key] = option
         if table and (options or subject in (None, table)):
@@ -122,24 +124,20 @@ def help_text(subject: str | None = None, schema: Schema = SCHEMA) -> str:
                 lines += ["", f"[[{table}.{key}]]   (one table each)"]
                 lines.append(help_text(schema=Schema(inner)))
     if not lines:
-        near = suggestion(subject or "", schema)
-        raise ConfigError(f"--help {subject}: no such section or option{near}")
+        raise ConfigError(f"--help {subject}: no such section or option{suggestion(str(subject))}")
     return "\n".join(lines).strip("\n")
 
 
 def _help_lines(key: str, option: Option) -> list[str]:
     """An option as TOML, with its meaning as a comment that is wrapped at words."""
-    shown = {MISSING: "required", None: "absent"}
-    default = option.default
-    assignment = f"  {key} = {shown[default] if default in shown else toml(default)}"
+    default = {MISSING: "required", None: "absent"}.get(option.default) or toml(option.default)
+    assignment = f"  {key} = {default}"
     indent = f"{HELP_COLUMN * ' '}# "
     comments = textwrap.wrap(
         f"{describe(option.kind)}: {option.help}",
         min(100, shutil.get_terminal_size((100, 24)).columns),
         initial_indent=indent,
         subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
     )
     if len(assignment) < HELP_COLUMN:
         comments[0] = assignment.ljust(HELP_COLUMN) + comments[0].lstrip()

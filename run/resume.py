@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import config
 from checkpoint import catalog
 from config import Config, ConfigError
-from data.folder import source_names
 from data.mixture import Mixture
 from optim import learning_rate
 
@@ -16,7 +15,7 @@ SAME_RATE = 0.01  # relative: what a step of a schedule may differ by
 def changes(cfg: Config, step: int) -> list[str]:
     """A warning for each number that goes on otherwise after the step that a run resumes from. None
     if its checkpoint has the same options, or there is none."""
-    folder = catalog.path_of(cfg, step)
+    folder = catalog.path_of(catalog.root_of(cfg), step)
     if not folder.is_dir():  # step 0
         return []
     try:
@@ -36,7 +35,7 @@ def _rate(before: Config, now: Config, step: int) -> Iterator[str]:
     text = f"the learning rate was {last:.4g} at step {step}, and is {rate:.4g} at step {step + 1}"
     if before.optim.decay_steps:
         decay = config.schedule_steps(before) - before.optim.decay_steps
-        saved = [older for older in catalog.steps(now) if older <= decay]
+        saved = [older for older in catalog.steps(catalog.root_of(now)) if older <= decay]
         if step > decay and saved:
             text += f"; to resume before its decay, which began after step {decay}: "
             text += f"--checkpoint.resume={max(saved)}"
@@ -64,7 +63,7 @@ def _samples(before: Config, now: Config, step: int) -> Iterator[str]:
 
 def _samples_read(cfg: Config, step: int) -> dict[str, int]:
     """How many samples of each source a run reads up to a step."""
-    names = source_names(cfg) or [cfg.data.source]
+    names = [" ".join(filter(None, (s.source, s.subset, s.split))) for s in cfg.data.sources]
     mixture = Mixture([source.weight for source in cfg.data.sources] or [1.0])
     samples = step * cfg.train.global_batch_size
-    return {name: mixture.count(i, samples) for i, name in enumerate(names)}
+    return {name: mixture.count(i, samples) for i, name in enumerate(names or [cfg.data.source])}

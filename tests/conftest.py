@@ -126,7 +126,8 @@ def prepared(corpus, tmp_path_factory) -> pathlib.Path:
     from data.prepare import prepare
 
     folder = tmp_path_factory.mktemp("prepared") / "words"
-    prepare(make_config(data={"source": str(corpus), "path": str(folder)}))
+    cfg = make_config(data={"source": str(corpus), "path": str(folder)})
+    prepare(cfg.data, cfg.model.vocab_size)
     return folder
 
 
@@ -300,7 +301,7 @@ def prepare_one(cfg: config.Config) -> pathlib.Path:
     """Prepares the one source of a configuration; its folder."""
     from data.prepare import prepare
 
-    return prepare(cfg)[0]
+    return prepare(cfg.data, cfg.model.vocab_size)[0]
 
 
 def config_for(source: object, tmp_path: pathlib.Path, **data: object) -> config.Config:
@@ -328,7 +329,7 @@ def loader_of(
     from data.dataset import open_dataset
     from data.loader import Loader
 
-    return Loader(cfg, open_dataset(cfg), data_rank(rank, ranks, cp), first_step)
+    return Loader(open_dataset(cfg), data_rank(rank, ranks, cp), first_step)
 
 
 @pytest.fixture
@@ -368,7 +369,7 @@ def launch(
 def train_run(cfg: config.Config, world: World) -> list[dict]:
     """One run as train.py has it, on ranks that exist; its training rows."""
     import train
-    from checkpoint.checkpointer import resolve_param_dtype
+    from run.rank import resolve_param_dtype
     from run.run import Run
     from run.watchdog import Watchdog
 
@@ -392,7 +393,8 @@ def saved_tensors(folder: pathlib.Path, step: int) -> dict[str, Tensor]:
     """Every tensor of a run's checkpoint, read by DCP alone."""
     path = folder / "checkpoints" / f"step-{step:08d}"
     tensors = {}
-    for name, item in FileSystemReader(path).read_metadata().state_dict_metadata.items():
+    stored: dict[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
+    for name, item in stored.items():
         tensors[name] = torch.empty(item.size, dtype=item.properties.dtype)
     with warnings.catch_warnings():  # a single process is intended
         warnings.simplefilter("ignore")
@@ -420,7 +422,8 @@ def saved_by_two(tmp_path_factory) -> tuple[pathlib.Path, dict[str, str]]:
 
 def seal(folder: pathlib.Path) -> None:
     """A manifest that says what is there, as an attacker would write it."""
-    from checkpoint.manifest import hash_files, render_manifest
+    from checkpoint.manifest import entry_of, render_manifest
 
-    names = sorted(p.name for p in folder.iterdir() if p.name != "manifest.json")
-    (folder / "manifest.json").write_bytes(render_manifest(hash_files(folder, names)))
+    paths = [path for path in folder.iterdir() if path.name != "manifest.json"]
+    entries = {path.name: entry_of(path.read_bytes()) for path in paths}
+    (folder / "manifest.json").write_bytes(render_manifest(entries))

@@ -112,7 +112,7 @@ def test_bytes_of_targets_are_those_of_the_text(tmp_path, name, masked):
             "document_mask": masked,
         },
     )
-    prepare(cfg)
+    prepare(cfg.data, cfg.model.vocab_size)
     (stream,) = open_dataset(cfg).validation
     tokenizer = evaluate.Tokenizer(tmp_path / "p")
     ids = torch.from_numpy(stream.read(0, stream.length))

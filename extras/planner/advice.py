@@ -40,7 +40,7 @@ def alternatives(cfg: config.Config, ranks: int, gpus_per_node: int) -> dict[str
     """The values of each option that need less memory than its value now, the least memory last."""
     p = cfg.parallel
     dp_size = math.prod(config.mesh_shape(cfg, ranks)[:2])
-    sequences = config.micro_batch_size(cfg, dp_size)
+    sequences = config.micro_batch_size(cfg.train, dp_size)
     return {
         "train.micro_batch_size": [sequences >> n for n in range(1, sequences.bit_length())],
         "parallel.gather_once": after((True, False), p.gather_once),

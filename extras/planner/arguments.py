@@ -1,4 +1,4 @@
-"""The arguments of --dry-run, which config.py adds to the command line. Needs no torch."""
+"""The arguments of --dry-run, which config/command_line.py adds to the command line. Needs no torch."""
 
 import argparse
 from collections.abc import Sequence

@@ -32,7 +32,9 @@ from system.processes import DOES_NOT_FIT, FINISHED, print_error, print_line
 def main(argv: list[str]) -> int:
     """The exit code of a dry run."""
     args, cfg = config.from_command_line(argv, __doc__ or "")
-    cfg = formats.complete(args, cfg)
+    cfg = formats.complete(cfg, is_plan=True)
+    # what follows from the format, for the variants that advice.py loads
+    args.overrides.append(f"--data.document_mask={config.toml(cfg.data.document_mask)}")
     return FINISHED if dry_run(cfg, args) else DOES_NOT_FIT
 
 
@@ -159,7 +161,7 @@ def samples_per_epoch(cfg: config.Config) -> float | None:
     this configuration's."""
     if cfg.data.tokenizer and not os.path.exists(cfg.data.tokenizer):
         return None
-    if not is_prepared(cfg):
+    if not is_prepared(cfg.data, cfg.model.vocab_size):
         return None
     try:
         dataset = open_dataset(cfg, train=False)

@@ -139,9 +139,9 @@ def batches(
     dp_replicate, dp_shard, _, _ = shape
     dp_size = dp_replicate * dp_shard
     return {
-        "micro_batch_size": config.micro_batch_size(cfg, dp_size),
-        "accumulation_steps": config.accumulation_steps(cfg, dp_size),
-        "tokens_per_step": config.tokens_per_step(cfg),
+        "micro_batch_size": config.micro_batch_size(cfg.train, dp_size),
+        "accumulation_steps": config.accumulation_steps(cfg.train, dp_size),
+        "tokens_per_step": config.tokens_per_step(cfg.train),
         "steps_per_epoch": epoch / cfg.train.global_batch_size if epoch else None,
     }
 
@@ -158,7 +158,7 @@ def flops(model: Llama, cfg: config.Config, ranks: int, step: Step) -> dict[str,
 
 def tokens_per_rank(cfg: config.Config, ranks: int) -> float:
     """Tokens per step and rank."""
-    return config.tokens_per_step(cfg) / ranks
+    return config.tokens_per_step(cfg.train) / ranks
 
 
 def traffic(step: Step, cluster: Cluster) -> dict[str, Any]:

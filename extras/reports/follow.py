@@ -103,7 +103,7 @@ def print_next(run: Followed) -> None:
     """What the user of a run that has finished may want next."""
     if read_status(run.folder).get("state") == "finished":
         page = run.folder / "report.html"
-        cfg = config.load(str(run.folder / "config.toml"))
+        cfg = config.load_resolved(str(run.folder / "config.toml"))
         print_line(report.what_next(cfg, page if page.exists() else None))
 
 
