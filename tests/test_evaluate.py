@@ -128,8 +128,10 @@ def test_bytes_of_targets_are_those_of_the_text(tmp_path, name, masked):
                 targets[begin - 1] = config.IGNORE
     lengths = lengths_of_tokenizer(tmp_path / "p", cfg.model.vocab_size)
     size = bytes_of_targets(lengths, ids[None, :-1], targets[None]).item()
-    # a masked token may be a part of a character, which decodes to three bytes
-    tolerance = 2 * len(texts) if name == "tokenizer.json" and masked else 0
+    # a token that is left out may be a part of a character, which decodes to three bytes
+    tolerance = 0
+    if name == "tokenizer.json":
+        tolerance = 2 * len(texts) if masked else 2
     assert size == pytest.approx(expected, abs=tolerance)
 
 
