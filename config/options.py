@@ -303,6 +303,11 @@ class Train(Section):
         1.0, "clip the gradient norm to this", aka="clip_grad grad_clip gradient_clip_val"
     )
     skip_nonfinite: NonNegativeInt = option(0, "steps in a row with NaN or inf to skip; 0: none")
+    skip_spikes: PositiveFloat | None = option(
+        None,
+        "skip a step this many standard deviations above the last 128; absent: none",
+        aka="sigma_factor",
+    )
 
     def rules(self, cfg: "Config") -> Rules:
         if self.micro_batch_size and self.global_batch_size % self.micro_batch_size:

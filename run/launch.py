@@ -42,6 +42,7 @@ from data.folder import is_prepared
 from data.preparer import Preparer, trains_meanwhile
 from run.command import CONFIG, LAUNCH, Ranks, requeue, resume_newest
 from run.folder import ENDING_SECONDS, FolderClaim, lock, read_status
+from run.follower import followed
 from run.watchdog import BEFORE, END, Report, read_reports
 from system.machine import visible_gpus
 from system.processes import die_with_parent, print_error, print_line
@@ -73,14 +74,11 @@ def launch(argv: list[str]) -> int:
         lambda: check_prepared(cfg.data, cfg.model.vocab_size, ranks.job, argv),
     )
     preparer.begin(cfg)
-    code = attempts.train()
-    preparer.close()
+    with followed(cfg, argv):
+        code = attempts.train()
+        preparer.close()
     if code == STOPPED and ranks.job and attempts.end:
         requeue(ranks.job, attempts.end)
-    if code == FINISHED and config.has_extra("reports"):
-        from extras.reports.report import report_end
-
-        report_end(cfg)
     return code
 
 
