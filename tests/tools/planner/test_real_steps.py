@@ -14,11 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 import config
 from data.loader import inputs_and_targets
+from model.build import meta_model
 from model.llama import Llama
 from optim import build_optimizer, clip_gradients
 from parallel.context import shard_sequences
 from parallel.fsdp import set_communication, unshard_first_units
+from parallel.materialize import materialize
 from parallel.mesh import World
+from parallel.parallelize import parallelize
 from tests.conftest import build, lacks, make_config, mesh_for, token_ids
 from tests.distributed import run_on_ranks
 from tests.parallel.test_activation_checkpoint import block_config, kept_by_mode
@@ -161,10 +164,12 @@ def most_alive(world: World, cfg: config.Config) -> int:
     """The most bytes of tensors that live at once in a step."""
     world = mesh_for(cfg, world)
     resize = torch.UntypedStorage.resize_
+    model = meta_model(cfg.model)
+    parallelize(model, cfg, world)
     with Live() as live:
         resized = lambda storage, size: live.note(storage, size) or resize(storage, size)  # noqa: E731
         with mock.patch.object(torch.UntypedStorage, "resize_", resized):
-            model = build(cfg, world)
+            materialize(model, cfg.run.seed, world.device)
             optimizer = build_optimizer(model, cfg.optim)
             peaks = []
             for _ in range(5):
