@@ -188,7 +188,10 @@ def print_stream(tokenizer, ids: list[int], steps: Iterator[int]) -> None:
 
 def main(argv: list[str]) -> int:
     args = parse_arguments(argv)
-    folder = catalog.find(args.checkpoint)
+    return catalog.read_newest(args.checkpoint, lambda folder: sample(folder, args))
+
+
+def sample(folder: pathlib.Path, args: argparse.Namespace) -> int:
     cfg = catalog.read_config(folder, args.base)
     context = cfg.train.seq_len
     tokenizer = load_tokenizer(folder)

@@ -278,7 +278,7 @@ class Recorder:
         digest = sum(rank["digest"] for rank in ranks[:: world.cp * world.tp])
 
         slowest = {name: max(rank[name] for rank in ranks) for name in figures}
-        rate = config.tokens_per_step(self.cfg) / world.size / slowest["step_seconds"]
+        rate = config.tokens_per_step(self.cfg.train) / world.size / slowest["step_seconds"]
         peak = peak_flops(world.device)
         row = {
             "kind": "train",
@@ -355,10 +355,10 @@ class Recorder:
             origin = "from fresh weights"
         if epochs is not None:
             origin = f"{shown_epochs(epochs)} in {self.cfg.train.steps:,} steps; {origin}"
-        micro_batches = config.accumulation_steps(self.cfg, world.dp_size)
-        sequences = config.micro_batch_size(self.cfg, world.dp_size)
+        micro_batches = config.accumulation_steps(self.cfg.train, world.dp_size)
+        sequences = config.micro_batch_size(self.cfg.train, world.dp_size)
         log.info(
-            f"{config.tokens_per_step(self.cfg):,} tokens per step = {micro_batches} micro-batches x "
+            f"{config.tokens_per_step(self.cfg.train):,} tokens per step = {micro_batches} micro-batches x "
             f"{world.dp_size} data ranks x {sequences} sequences of {self.cfg.train.seq_len}; {origin}"
         )
         steps = self.cfg.train.steps

@@ -68,11 +68,11 @@ def train(cfg: Config, world: World, run: Run) -> None:
         progress = checkpointer.restore(model, optimizer, pretrained.base() if pretrained else None)
     units = verify(model, optimizer, cfg.parallel, world)
 
-    run.begin(checkpointer)  # takes the run's folder: from here on, things are written
+    warnings = run.begin(checkpointer)  # takes the run's folder: from here on, things are written
     recorder = Recorder(cfg, world, run.folder, start, model, run.seconds)
-    recorder.log_start(model, unit_table(units), dataset, checkpointer.warnings)
+    recorder.log_start(model, unit_table(units), dataset, warnings)
     guard = FiniteGuard(optimizer, device, cfg.train.skip_nonfinite, progress)
-    loader = Loader(cfg, dataset, world, start + 1)
+    loader = Loader(dataset, world, start + 1)
     # the launch before may have been stopped after this step's save, before its evaluation
     evaluate_if_due(start, model, cfg, world, dataset, run, recorder)
 
@@ -86,7 +86,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
 
         # The host waits for the device only in steps in which a metrics row, an evaluation or a
         # checkpoint is due.
-        progress.count_step(step, config.tokens_per_step(cfg), batch.valid_tokens)
+        progress.count_step(step, config.tokens_per_step(cfg.train), batch.valid_tokens)
         recorder.log_step(step, progress.tokens, batch, sums, scalars)
         # after a signal to any rank all stop after the same step, this one or the next
         run.agree_to_continue()

@@ -32,10 +32,9 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 
 import config  # noqa: E402
 from benchmarks import count  # noqa: E402
-from checkpoint import catalog  # noqa: E402
+from checkpoint import catalog, manifest  # noqa: E402
 from checkpoint.checkpointer import Checkpointer  # noqa: E402
 from checkpoint.load import restore, tensors_of  # noqa: E402
-from checkpoint.manifest import hash_files  # noqa: E402
 from data.dataset import Dataset  # noqa: E402
 from data.mixture import Mixture  # noqa: E402
 from model.build import meta_model  # noqa: E402
@@ -85,7 +84,7 @@ class Subject:
     """The model and optimizer whose state is saved, and a copy of the state in memory."""
 
     def __init__(self, cfg: config.Config, world: World):
-        self.cfg = cfg
+        self.root = catalog.root_of(cfg)
         self.model = meta_model(cfg.model)
         parallelize(self.model, cfg, world)
         materialize(self.model, 0, world.device)
@@ -113,10 +112,16 @@ class Subject:
         checkpointer.wait()
 
     def verify(self, step: int) -> None:
-        catalog.problems_of(catalog.path_of(self.cfg, step))
+        catalog.problems_of(catalog.path_of(self.root, step))
 
     def read(self, step: int) -> None:
-        restore(catalog.path_of(self.cfg, step), self.model, self.optimizer)
+        restore(catalog.path_of(self.root, step), self.model, self.optimizer)
+
+
+def hash_file(path: pathlib.Path) -> None:
+    parts = range(0, path.stat().st_size, manifest.PART)
+    items = [(path.parent, path.name, part) for part, _ in enumerate(parts)]
+    manifest.in_threads(manifest.hash_part, items)
 
 
 def print_problem(step: int, problem: str | None) -> None:
@@ -129,7 +134,7 @@ def measure(
 ) -> tuple[dict[str, list[float]], Subject]:
     """(seconds by name, what was saved)."""
     async_save = dataclasses.replace(cfg.checkpoint, async_save=True)
-    no_data = Dataset(cfg, [], Mixture([1]), [], [])
+    no_data = Dataset(cfg.data, cfg.train, [], Mixture([1]), [], [])
     blocking = Checkpointer(cfg, world, no_data, report=print_problem)
     cfg_async = dataclasses.replace(cfg, checkpoint=async_save)
     asynchronous = Checkpointer(cfg_async, world, no_data, report=print_problem)
@@ -140,15 +145,15 @@ def measure(
     for step in range(2, 2 + 2 * repeat, 2):
         watch.time("copy in memory", subject.copy)
         watch.time("raw write", partial(subject.write, raw))
-        watch.time("hash", partial(hash_files, raw.parent, ["raw"]))
+        watch.time("hash", partial(hash_file, raw))
         raw.unlink()
         watch.time("save", partial(subject.save, blocking, step))
         watch.time("verify", partial(subject.verify, step))
         watch.time("read", partial(subject.read, step))
         watch.time("async stall", partial(subject.start_save, asynchronous, step + 1))
         watch.time("async rest", asynchronous.wait)
-        sync(catalog.root(cfg))
-    shutil.rmtree(catalog.root(cfg))
+        sync(subject.root)
+    shutil.rmtree(subject.root)
     return watch.seconds, subject
 
 

@@ -130,15 +130,16 @@ def resumed_step(cfg: config.Config, number: int) -> int | None:
 
 def newest_step(cfg: config.Config) -> int:
     """Of the newest checkpoint; 0 without any."""
-    return max(catalog.steps(cfg), default=0)
+    return max(catalog.steps(catalog.root_of(cfg)), default=0)
 
 
 def unfinished(cfg: config.Config, leftovers: set[int]) -> set[int]:
     """Steps whose checkpoints this launch is writing or removing. `leftovers` are those of the
     launch before; it loses the ones that are gone."""
-    root = catalog.root(cfg)
+    root = catalog.root_of(cfg)
     names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
-    steps = {int(name[6:-4]) for name in names if catalog.TEMPORARY.fullmatch(name)}
+    matches = filter(None, map(catalog.TEMPORARY.fullmatch, names))
+    steps = {int(match[1]) for match in matches}
     leftovers &= steps
     return steps - leftovers
 
@@ -281,8 +282,9 @@ def storm(
         else:
             moment = "elsewhere"
         events.moments[moment] += 1
-        for _, path in catalog.step_folders(catalog.root(cfg)):
-            for problem in catalog.problems_of(path):
+        root = catalog.root_of(cfg)
+        for step in catalog.steps(root):
+            for problem in catalog.problems_of(catalog.path_of(root, step)):
                 events.problems.append(f"kill {number}: {problem}")
         way = "async" if asynchronous else "sync"
         text = f"kill {number:3}  {way:5}  {moment:16}  newest is {newest}"
@@ -305,7 +307,7 @@ def recorded_tokens(cfg: config.Config) -> int:
 
 def tensors(cfg: config.Config) -> dict[str, bytes]:
     """The bytes of the last checkpoint's tensors."""
-    reader = Reader(catalog.path_of(cfg, cfg.train.steps))
+    reader = Reader(catalog.path_of(catalog.root_of(cfg), cfg.train.steps))
     state = {}
     for name, item in reader.metadata.state_dict_metadata.items():
         state[name] = torch.empty(item.size, dtype=item.properties.dtype)

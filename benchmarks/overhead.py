@@ -113,7 +113,7 @@ def measure(cfg: config.Config, world: World) -> dict[int, list[tuple[float, flo
     if the run failed, ArithmeticError if the loops did not compute the same."""
     dataset = open_dataset(cfg)
     last = cfg.train.steps
-    loader = Loader(cfg, dataset, world, 1)
+    loader = Loader(dataset, world, 1)
     bare = BareLoop(cfg, world, {step: loader.batch(step) for step in range(1, last + 1)})
     loader.close()
     run_folder = config.run_folder(cfg)
@@ -209,7 +209,7 @@ def main(argv: list[str]) -> int:
                 cfg = config.load(
                     str(TINY), [f"--run.name={name}", *common, *SIZES[name], *overrides]
                 )
-                prepare(cfg)
+                prepare(cfg.data, cfg.model.vocab_size)
                 with distributed(cfg) as world:
                     seconds = measure(cfg, world)
                 clock = {step: by_clock for step, (by_clock, _) in seconds.items()}

@@ -26,7 +26,6 @@ from torch.distributed.fsdp import FSDPModule
 import config
 from benchmarks import count
 from benchmarks.overhead import BareLoop
-from checkpoint.checkpointer import resolve_param_dtype
 from config import ConfigError
 from data.dataset import open_dataset
 from data.loader import Batch, Loader, inputs_and_targets
@@ -39,7 +38,7 @@ from parallel.fsdp import unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
-from run.rank import distributed
+from run.rank import distributed, resolve_param_dtype
 from train import training_step
 
 EXPERIMENTS = {
@@ -95,7 +94,7 @@ def build(
 
 def random_batch(cfg: config.Config, world: World, accumulation: int) -> Batch:
     """The same random micro-batch so many times, on the device."""
-    size = config.micro_batch_size(cfg, world.dp_size)
+    size = config.micro_batch_size(cfg.train, world.dp_size)
     length = cfg.train.seq_len
     generator = torch.Generator().manual_seed(world.dp_rank)
     ids = torch.randint(cfg.model.vocab_size, (size, length + 1), generator=generator)
@@ -119,11 +118,11 @@ def measure(
     """Times the steps and returns a row of figures. settings: from experiments()."""
     t = cfg.train
     model, optimizer, guard = build(cfg, world, settings)
-    accumulation = config.accumulation_steps(cfg, world.dp_size)
-    micro_batch_size = config.micro_batch_size(cfg, world.dp_size)
+    accumulation = config.accumulation_steps(cfg.train, world.dp_size)
+    micro_batch_size = config.micro_batch_size(cfg.train, world.dp_size)
     if real:
         dataset = open_dataset(cfg)
-        batches = loader = Loader(cfg, dataset, world, 1)
+        batches = loader = Loader(dataset, world, 1)
     else:
         batches = itertools.repeat(random_batch(cfg, world, accumulation))
 
@@ -141,7 +140,7 @@ def measure(
 
     tokens = t.seq_len // world.cp * micro_batch_size * accumulation  # of this rank
     timed = spread(seconds[1 + warm_up :])
-    rate = config.tokens_per_step(cfg) / world.size / timed["median"]
+    rate = config.tokens_per_step(cfg.train) / world.size / timed["median"]
     flops = flops_per_token(model, t.seq_len)
     peak = peak_flops(world.device)
     if world.device.type == "cuda":
@@ -155,7 +154,7 @@ def measure(
         "seq_len": t.seq_len,
         "micro_batch_size": micro_batch_size,
         "accumulation_steps": accumulation,
-        "tokens_per_step": config.tokens_per_step(cfg),
+        "tokens_per_step": config.tokens_per_step(cfg.train),
         "param_dtype": cfg.parallel.param_dtype,
         "recompute": cfg.parallel.recompute,
         "compile": cfg.parallel.compile,
@@ -187,7 +186,7 @@ def measure_by_size(
     intercept that of the optimizer. From these follows a step of `sequences` sequences.
     bare: times benchmarks/overhead.py's loop on the same model instead of train.py's step.
     """
-    size = config.micro_batch_size(cfg, 1)
+    size = config.micro_batch_size(cfg.train, 1)
     length = cfg.train.seq_len
     # the first 3 steps of one micro-batch, and the first of three, warm up
     micro_batches = [1] * (3 + timed) + [3] * (1 + timed)

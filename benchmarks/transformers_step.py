@@ -119,7 +119,7 @@ def measure(cfg: config.Config, world: World, steps: int) -> tuple[Pairs, Pairs]
         ids = torch.randint(
             cfg.model.vocab_size, (t.micro_batch_size, t.seq_len + 1), generator=generator
         )
-        batch = Batch([inputs_and_targets(ids)], config.tokens_per_step(cfg), 0)
+        batch = Batch([inputs_and_targets(ids)], config.tokens_per_step(cfg.train), 0)
         losses = [0.0, 0.0]
         clock_seconds = [0.0, 0.0]
         cpu_seconds = [0.0, 0.0]
@@ -192,7 +192,7 @@ def main(argv: list[str]) -> int:
         their_name = "transformers with DDP" if ranks > 1 else "transformers"
         print(
             f"{ranks} x {world.device.type} ({world.dp_replicate} replicas x {world.dp_shard} "
-            f"shards), {args.steps} steps of {config.tokens_per_step(cfg):,} tokens: "
+            f"shards), {args.steps} steps of {config.tokens_per_step(cfg.train):,} tokens: "
             f"{1000 * statistics.median(ours):.1f} ms, {their_name} "
             f"{1000 * statistics.median(theirs):.1f} ms"
         )

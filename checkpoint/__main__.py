@@ -10,7 +10,7 @@ import argparse
 import pathlib
 
 from checkpoint.catalog import checkpoints_of, problems_of
-from checkpoint.manifest import read_manifest
+from checkpoint.manifest import RemovedCheckpoint, again, read_manifest
 from config import ConfigError, run_tool
 from system.processes import print_line
 
@@ -23,21 +23,35 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "folder", type=pathlib.Path, metavar="DIR", help="a checkpoint, or a run's folder"
     )
-    checkpoints = checkpoints_of(parser.parse_args(argv).folder)
+    args = parser.parse_args(argv)
+    return again(RemovedCheckpoint, lambda: verify(args.folder))
+
+
+def verify(folder: pathlib.Path) -> int:
+    """Prints what is wrong with each checkpoint, and returns the exit code. Raises
+    RemovedCheckpoint if a run that trains meanwhile has removed them all."""
+    good = 0
     bad = 0
-    for path in checkpoints:
+    for path in checkpoints_of(folder):
+        sizes: list[int] = []
         try:
             problems = problems_of(path)
+            if not problems:
+                sizes = [entry["size"] for entry in read_manifest(path).values()]
+        except RemovedCheckpoint as error:
+            print_line(str(error))
+            continue
         except ConfigError as error:  # unreadable here, but not necessarily corrupt
-            problems = error.problems
+            problems = [*error.problems]
         if problems:
-            bad += 1
             print_line("\n  ".join([f"{path}: BAD", *problems]))
+            bad += 1
         else:
-            files = read_manifest(path)
-            size = sum(entry["size"] for entry in files.values())
-            print_line(f"{path}: good, {len(files)} files, {size:,} bytes")
-    print_line(f"{len(checkpoints) - bad} good, {bad} bad")
+            print_line(f"{path}: good, {len(sizes)} files, {sum(sizes):,} bytes")
+            good += 1
+    if not good + bad:
+        raise RemovedCheckpoint(f"{folder}: its checkpoints are removed while they are read")
+    print_line(f"{good} good, {bad} bad")
     return 1 if bad else 0
 
 

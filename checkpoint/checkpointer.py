@@ -1,10 +1,11 @@
 """A run's view of checkpoints: choosing where to resume or what to evaluate, restoring, saving when
 due, reporting."""
 
+import itertools
 import pathlib
 from collections.abc import Callable
 from concurrent import futures
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,12 @@ from torch.distributed.tensor import DTensor
 import config
 from checkpoint import catalog, compare
 from checkpoint.load import restore, tensors_of
+from checkpoint.manifest import RemovedCheckpoint, again
 from checkpoint.save import SaveFailed, Saver
 from config import ConfigError
 from data.dataset import Dataset
 from optim import Progress
-from parallel.mesh import World, has_native_bfloat16
+from parallel.mesh import World
 from parallel.ranks import all_gather_objects, check_same_on_all_ranks, on_each_rank, on_rank_zero
 
 
@@ -33,39 +35,23 @@ class Checkpointer:
         evaluating: bool = False,
         report: Callable[[int, str | None], None] = lambda step, problem: None,
     ):
-        """Chooses the checkpoint to resume from, or to evaluate; writes nothing. report: called on
+        """Chooses the checkpoint to resume from, or to evaluate; changes nothing. report: called on
         rank 0, perhaps in another thread, after a save with its step and its problem, None if it
         succeeded. Raises ConfigError if the folder is another run's, none of its checkpoints is
         good, or ranks have different data."""
-        self.cfg, self.world, self.dataset = cfg, world, dataset
-        data, tokenizer_files = dataset.identities, dataset.tokenizer_files
-        check_same_on_all_ranks("prepared data", compare.by_source(data))
+        self.cfg = cfg
+        self.world = world
+        self.dataset = dataset
+        self.evaluating = evaluating
+        self.report = report
+        self.root = catalog.root_of(cfg)
+        check_same_on_all_ranks("prepared data", compare.by_source(dataset.identities))
         text_of_rank_zero = on_rank_zero(dataset.fingerprint)  # a node may have a copy of the data
         on_each_rank(lambda: dataset.require_same_text(text_of_rank_zero))
-        self.found, self.start, self.corrupt = compare.starting_point(
-            cfg, evaluating, self._problems_on_all_ranks, on_rank_zero
-        )
-        if evaluating:
-            on_rank_zero(lambda: compare.check_same_tokenizer(cfg, self.start, tokenizer_files))
-        else:
-            on_rank_zero(lambda: compare.check_same_data(cfg, self.start, data))
-            on_each_rank(lambda: dataset.require_same_text(compare.data_before(cfg, self.start)))
-        self.problems = [problem for problems in self.corrupt.values() for problem in problems]
-        self.warnings = [f"corrupt, set aside: {problem}" for problem in self.problems]
-        changes = compare.changes_since(cfg, self.start)
-        if changes:
-            self.warnings.append(compare.describe_changes(self.start, changes))
-        other_tokenizer = compare.other_tokenizer(cfg, self.start, tokenizer_files)
-        if other_tokenizer:  # allow_changed may allow it
-            self.warnings.append(other_tokenizer)
-        if not cfg.checkpoint:
-            self.warnings.append(
-                "no [checkpoint]: nothing will be saved; --checkpoint.save_every_steps=100 adds one"
-            )
-        self.saver = (
-            Saver(cfg, self.start, tokenizer_files) if cfg.checkpoint and not evaluating else None
-        )
-        self.report = report
+        again(RemovedCheckpoint, self._choose)
+        self.saver: Saver | None = None
+        if cfg.checkpoint and not evaluating:
+            self.saver = Saver(self.root, cfg.checkpoint, dataset.tokenizer_files)
         self.background = futures.ThreadPoolExecutor(1, "saver")
         self.pending: futures.Future | None = None  # the previous save: its problem
         # in host memory: the shards that async_save copied last
@@ -73,26 +59,51 @@ class Checkpointer:
         # the fingerprint of the adapters' frozen base; None without adapters
         self.base: str | None = None
 
-    def _problems_on_all_ranks(self, path: pathlib.Path) -> list[str]:
-        """The problems of a checkpoint. Rank 0 compares file sizes first, then each rank hashes its
-        share."""
-        rank, ranks = self.world.rank, self.world.size
-        problems = on_rank_zero(lambda: catalog.problems_without_hashing(path))
-        if problems:
-            return problems
-        ours = on_each_rank(lambda: catalog.problems_of(path, rank, ranks))
-        return [problem for problems in all_gather_objects(ours) for problem in problems]
-
-    def tidy(self) -> None:
-        """Renames checkpoints that are corrupt or later than `start`, and removes unfinished saves.
-        Rank 0 only, under the run's lock. Raises ConfigError if another run has saved here since
-        `start` was chosen."""
-        if catalog.steps(self.cfg) != self.found:
-            raise ConfigError(
-                f"{catalog.root(self.cfg)}: another run has worked here meanwhile; start again"
+    def _choose(self) -> None:
+        """Raises ConfigError, and RemovedCheckpoint if a run that trains has just removed it."""
+        self.saved, self.start, self.corrupt = compare.starting_point(
+            self.cfg, self.evaluating, self._problems_on_all_ranks, on_rank_zero
+        )
+        self.folder = catalog.path_of(self.root, self.start)  # there is none of a new run
+        settings = self.cfg.checkpoint
+        data = self.dataset
+        if self.evaluating:
+            files = data.tokenizer_files
+            on_rank_zero(lambda: compare.check_same_tokenizer(self.folder, settings, files))
+        else:
+            before = on_rank_zero(
+                lambda: compare.check_same_data(self.folder, settings, data.identities)
             )
-        catalog.set_aside(self.cfg, self.start, self.corrupt)
-        catalog.remove_unfinished(self.cfg)
+            on_each_rank(lambda: data.require_same_text(before))
+
+    def _problems_on_all_ranks(self, path: pathlib.Path) -> list[str]:
+        """The problems of a checkpoint, of which each rank hashes its share."""
+        ours = on_each_rank(lambda: catalog.problems_of(path, self.world.rank, self.world.size))
+        by_rank = itertools.chain.from_iterable(all_gather_objects(ours))
+        return list(dict.fromkeys(by_rank))
+
+    @property
+    def problems(self) -> list[str]:
+        """Of the checkpoints that are newer than the chosen one, and corrupt."""
+        return list(itertools.chain.from_iterable(self.corrupt.values()))
+
+    def tidy(self) -> list[str]:
+        """Renames checkpoints that are corrupt or later than `start`, and removes unfinished saves.
+        Returns warnings. Rank 0 only, under the run's lock. Raises ConfigError if another run has
+        saved here since `start` was chosen."""
+        if catalog.steps(self.root) != self.saved:
+            raise ConfigError(f"{self.root}: another run has worked here meanwhile; start again")
+        warnings = [f"corrupt, set aside: {problem}" for problem in self.problems]
+        # what allow_changed may allow
+        warnings += compare.changes_since(self.cfg, self.folder)
+        warnings += compare.other_tokenizer(self.folder, self.dataset.tokenizer_files)
+        catalog.set_aside(self.root, self.start, self.corrupt)
+        warnings += catalog.remove_unfinished(self.root)
+        if not self.cfg.checkpoint:
+            warnings.append(
+                "no [checkpoint]: nothing will be saved; --checkpoint.save_every_steps=100 adds one"
+            )
+        return warnings
 
     def restore(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, base: str | None = None
@@ -101,28 +112,33 @@ class Checkpointer:
         base: the fingerprint of the frozen weights that adapters are trained on. Raises ConfigError
         if it is not that of the checkpoint's adapters."""
         self.base = base
-        if self.start not in self.found:
+        if self.start not in self.saved:
             return Progress()
-        folder = catalog.path_of(self.cfg, self.start)
-        on_rank_zero(lambda: compare.check_base(folder, self.cfg.model.init_from, self.base))
-        restore(folder, model, optimizer)
-        saved = on_rank_zero(lambda: catalog.read_state(folder))
+        try:
+            return self._read(model, optimizer)
+        except RemovedCheckpoint:
+            if not self.evaluating:
+                raise
+        self._choose()  # the run that is evaluated trains, and has a newer one now
+        return self._read(model, optimizer)
+
+    def _read(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Progress:
+        on_rank_zero(lambda: compare.check_base(self.folder, self.cfg.model.init_from, self.base))
+        restore(self.folder, model, optimizer)
+        saved = on_rank_zero(lambda: catalog.read_state(self.folder))
         try:
             counts = {field.name: saved[field.name] for field in fields(Progress)}
         except KeyError as missing:
             raise ConfigError(
-                f"{folder}: another version saved it: its state has no {missing}"
+                f"{self.folder}: another version saved it: its state has no {missing}"
             ) from None
         return Progress(**counts)
 
     def is_due(self, step: int, stopping: bool) -> bool:
-        if not (self.saver and self.cfg.checkpoint):
+        if not self.saver:
             return False
-        return (
-            stopping
-            or step == self.cfg.train.steps
-            or config.is_due(step, self.cfg.checkpoint.save_every_steps)
-        )
+        is_last = stopping or step == self.cfg.train.steps
+        return is_last or config.is_due(step, self.saver.settings.save_every_steps)
 
     def save(
         self,
@@ -137,15 +153,15 @@ class Checkpointer:
         of a launch, and FloatingPointError if weights are not finite.
 
         stopping: whether the run stops after this step. before_publishing: called on rank 0 before
-        the checkpoint is published; an OSError of it fails the save."""
-        saver, settings = self.saver, self.cfg.checkpoint
-        assert saver and settings, "save() is for steps in which is_due()"
+        the checkpoint is published; an OSError of it is a warning."""
+        saver = self.saver
+        assert saver, "save() is for steps in which is_due()"
         # the previous save may still be purging, which may read a lot of data
         saver.stopping = stopping
         if self.pending:
             self.pending.result()
         tensors = tensors_of(model, optimizer)
-        if settings.async_save:
+        if saver.settings.async_save:
             tensors = staged(tensors, self.buffers, self.world.device)
         step = progress.step
         content = {
@@ -173,7 +189,7 @@ class Checkpointer:
 
         self.pending = self.background.submit(work, saver)
         is_last = stopping or step == self.cfg.train.steps
-        if is_last or not settings.async_save:
+        if is_last or not saver.settings.async_save:
             problem = self.pending.result()
             if problem and is_last:
                 raise SaveFailed(f"the last checkpoint was not saved: {problem}")
@@ -188,19 +204,6 @@ class Checkpointer:
         """Waits until a pending save has succeeded or failed."""
         if self.pending:
             futures.wait([self.pending])
-
-
-def resolve_param_dtype(cfg: config.Config, world: World) -> config.Config:
-    """The configuration with param_dtype = "auto" resolved: to what the run's checkpoint was
-    trained with, or without one to bfloat16 if every rank's device supports it natively, since
-    emulated bfloat16 is slower than float32."""
-    if cfg.parallel.param_dtype != "auto":
-        return cfg
-    dtype = on_rank_zero(lambda: catalog.saved_param_dtype(cfg))
-    if dtype is None:
-        is_native = all(all_gather_objects(has_native_bfloat16(world.device)))
-        dtype = "bfloat16" if is_native else "float32"
-    return replace(cfg, parallel=replace(cfg.parallel, param_dtype=dtype))
 
 
 def staged(

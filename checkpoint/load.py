@@ -7,7 +7,7 @@ file of this folder.
 """
 
 import fnmatch
-import math
+import io
 import os
 import pathlib
 import pickle
@@ -18,20 +18,24 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, metadata
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    Metadata,
-    TensorStorageMetadata,
-)
 
 from checkpoint.catalog import NO_OPTIMIZER
-from checkpoint.manifest import CorruptCheckpoint, open_file, read_manifest
+from checkpoint.manifest import (
+    METADATA,
+    CorruptCheckpoint,
+    open_file,
+    patient,
+    read_file,
+    read_manifest,
+)
 from config import ConfigError
 from model.llama import after_weight_update, named_parameters
 from parallel.ranks import on_each_rank
 
+SHOWN = 8  # problems of a checkpoint with other tensors
+MEMORY_FORMAT = metadata._MEM_FORMAT_ENCODING
 DCP = "torch.distributed.checkpoint"
 # The types that .metadata consists of, besides dtypes.
 ALLOWED = {
@@ -54,7 +58,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            return _memory_format
+            return memory_format
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) not in ALLOWED and not is_dtype:
             raise CorruptCheckpoint(
@@ -63,12 +67,12 @@ class MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _memory_format(kind: Any, name: str) -> _MEM_FORMAT_ENCODING:
+def memory_format(kind: Any, name: str) -> metadata._MEM_FORMAT_ENCODING:
     """Stands in for getattr(_MEM_FORMAT_ENCODING, name), as Python 3.11.0 to 3.11.3 pickle a member
     of an enum."""
-    if kind is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+    if kind is not MEMORY_FORMAT or name not in MEMORY_FORMAT.__members__:
         raise CorruptCheckpoint("refusing to unpickle builtins.getattr: no part of a checkpoint")
-    return _MEM_FORMAT_ENCODING[name]
+    return MEMORY_FORMAT[name]
 
 
 class ConfinedFiles(FileSystem):
@@ -90,11 +94,21 @@ class Reader(FileSystemReader):
     def __init__(self, folder: pathlib.Path):
         super().__init__(folder)
         self.fs = ConfinedFiles(folder)
-        path = folder / ".metadata"
+        path = folder / METADATA
         try:
-            with open_file(folder, path.name) as file:
-                self.metadata = MetadataUnpickler(file).load()
-            _check_metadata(self.metadata, path, read_manifest(folder))
+            content = io.BytesIO(read_file(folder, METADATA))
+            self.metadata = MetadataUnpickler(content).load()
+            verified = read_manifest(folder)
+            for info in self.metadata.storage_data.values():
+                if info.relative_path not in verified:
+                    raise CorruptCheckpoint(
+                        f"{path}: {info.relative_path!r} is not in the manifest"
+                    )
+            for name, item in self.metadata.state_dict_metadata.items():
+                if not isinstance(item, metadata.TensorStorageMetadata):
+                    raise CorruptCheckpoint(
+                        f"{path}: {name} is not a tensor: reading it would run its pickle"
+                    )
         except ConfigError:
             raise
         except Exception as error:  # a malformed pickle, or a wrong type in it, can raise anything
@@ -102,44 +116,8 @@ class Reader(FileSystemReader):
                 f"{path}: expected DCP's metadata: {type(error).__name__}: {error}"
             ) from None
 
-    def read_metadata(self, *arguments: Any, **keywords: Any) -> Metadata:
+    def read_metadata(self, *arguments: Any, **keywords: Any) -> metadata.Metadata:
         return self.metadata
-
-
-def _check_metadata(metadata: Metadata, path: pathlib.Path, files: dict[str, dict]) -> None:
-    """Raises CorruptCheckpoint unless every entry is a tensor, its chunks cover it, and each chunk
-    lies inside a file that the manifest lists."""
-    assert isinstance(metadata, Metadata)
-    for index, info in metadata.storage_data.items():
-        size = files.get(info.relative_path, {"size": 0})["size"]
-        end = info.offset + info.length
-        if not (info.offset >= 0 and info.length > 0 and end <= size):
-            raise CorruptCheckpoint(
-                f"{path}: {index.fqn} is said to lie at bytes {info.offset} to {end} of "
-                f"{info.relative_path!r}, which has {size} in the manifest"
-            )
-        if info.transform_descriptors:
-            raise CorruptCheckpoint(f"{path}: {index.fqn} is stored transformed")
-    for name, item in metadata.state_dict_metadata.items():
-        if not isinstance(item, TensorStorageMetadata):
-            raise CorruptCheckpoint(
-                f"{path}: {name} is not a tensor: reading it would run its pickle"
-            )
-        if not is_covered(item):
-            raise CorruptCheckpoint(
-                f"{path}: the chunks of {name} do not make up its shape {tuple(item.size)}"
-            )
-
-
-def is_covered(item: TensorStorageMetadata) -> bool:
-    """Whether the chunks of a tensor lie inside it and have as many elements as it has."""
-    elements = 0
-    for chunk in item.chunks:
-        for start, length, size in zip(chunk.offsets, chunk.sizes, item.size):
-            if start < 0 or length < 0 or start + length > size:
-                return False
-        elements += math.prod(chunk.sizes)
-    return elements == math.prod(item.size)
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
@@ -175,50 +153,36 @@ def check_tensors(
     folder = reader.path
     wanted = tensors_of(model, optimizer)
     stored = reader.metadata.state_dict_metadata
-    if optimizer is not None:
-        if stored and all(name.startswith("model.") for name in stored):
-            raise ConfigError(f"{folder}: {NO_OPTIMIZER}")
-        theirs = state_kinds({name: item.properties.dtype for name, item in stored.items()})
-        ours = state_kinds({name: tensor.dtype for name, tensor in wanted.items()})
-        if theirs != ours:
-            raise ConfigError(
-                f"{folder}: holds {', '.join(theirs)} of another optimizer, this run's has "
-                f"{', '.join(ours) or 'no state'}"
-            )
-    problems = [f"{folder}: has no {name}" for name in wanted.keys() - stored.keys()]
-    problems += [
-        f"{folder}: has {name}, which this model does not"
-        for name in stored.keys() - wanted.keys()
-        if optimizer is not None or name.startswith("model.")
-    ]
-    for name in wanted.keys() & stored.keys():
-        tensor, item = wanted[name], stored[name]
-        if (tensor.shape, tensor.dtype) != (item.size, item.properties.dtype):
+    has_weights_alone = all(name.startswith("model.") for name in stored)
+    if stored and has_weights_alone and optimizer is not None:
+        raise ConfigError(f"{folder}: {NO_OPTIMIZER}")
+    problems = []
+    for name, tensor in wanted.items():
+        item = stored.get(name)
+        if item is None:
+            problems.append(f"{folder}: has no {name}")
+        elif (tensor.shape, tensor.dtype) != (item.size, item.properties.dtype):
             problems.append(
                 f"{folder}: {name} is {item.properties.dtype} {[*item.size]}, this model's is "
                 f"{tensor.dtype} {[*tensor.shape]}"
             )
+    for name in stored.keys() - wanted.keys():
+        if optimizer is not None or name.startswith("model."):
+            problems.append(f"{folder}: has {name}, which this model does not")
     if problems:
-        raise ConfigError(*sorted(problems))
+        raise ConfigError(*problems[:SHOWN])
     return wanted
 
 
-def state_kinds(dtypes: dict[str, torch.dtype]) -> list[str]:
-    """The kinds of optimizer state among tensors of these names, such as "exp_avg
-    (torch.float32)"."""
-    kinds = set()
-    for name, dtype in dtypes.items():
-        if name.startswith("optim."):
-            kinds.add(f"{name.rpartition('.')[2]} ({dtype})")
-    return sorted(kinds)
-
-
+@patient
 def read_tensors(reader: Reader, tensors: dict[str, Tensor]) -> None:
     """Loads into these tensors in place; without a process group, on this process alone."""
     try:
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     except dcp.CheckpointException as error:  # a BaseException
-        raise ConfigError(f"{reader.path}: cannot be read: {first_cause(error)}") from None
+        cause, _ = error.failures[min(error.failures)]
+        kind = type(cause) if isinstance(cause, ConfigError) else ConfigError
+        raise kind(f"{reader.path}: cannot be read: {first_cause(error)}") from None
 
 
 def first_cause(error: dcp.CheckpointException) -> str:

@@ -1,84 +1,128 @@
-"""The manifest of a checkpoint: size and SHA-256 of every file; and safe opening of untrusted
-files.
+"""The manifest of a checkpoint: size and SHA-256 of every file, by parts of 64 MiB; and reading its
+files, which may be untrusted, or on a disk that fails for a moment.
 
 torch.distributed.checkpoint has no checksums: of 40 bit flips in its files, 38 load silently as
 wrong numbers.
 """
 
 import contextlib
-import errno
+import functools
 import hashlib
 import json
 import os
 import pathlib
 import stat
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO
+from typing import IO, Any
 
 from config import ConfigError
+from system.files import TRANSIENT_ERRORS
 from system.machine import usable_cores
+from system.processes import print_error
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-MANIFEST_LIMIT = 256 * 2**20  # bytes; a manifest of a million parts takes a third of it
-STATE_LIMIT = 2**20  # bytes
-# bytes per SHA-256: parts of one file are hashed in parallel, on all cores and all ranks
-PART = 64 * 2**20
+METADATA = ".metadata"  # DCP's: which tensor lies where
+LIMIT = 256 * 2**20  # bytes of a file that is read at once; a million parts take a third of it
+PART = 64 * 2**20  # bytes per SHA-256: all cores and ranks verify parts of one file in parallel
 CHUNK = 2**20  # bytes per read
-# Errors of opening a file that prove the checkpoint corrupt.
-DAMAGE = (
-    errno.ENOENT,
-    errno.ELOOP,
-    errno.ENXIO,
-    errno.EISDIR,
-    errno.ENOTDIR,
-    errno.ENAMETOOLONG,
-    errno.EIO,
-)
-
-
-def _open_without_following(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each further try
 
 
 class CorruptCheckpoint(ConfigError):
     """A checkpoint differs from what was written; names file, expected, found."""
 
 
+class UnreadableCheckpoint(ConfigError):
+    """A disk or a network fails, which may pass, and says nothing about the checkpoint."""
+
+
+class RemovedCheckpoint(ConfigError):
+    """A checkpoint was removed while it was read."""
+
+
+def again(error: type[ConfigError], work: Callable, *arguments: Any) -> Any:
+    """The result of work(*arguments), which is called again, seconds apart, if it raises this
+    error."""
+    for seconds in WAITS:
+        try:
+            return work(*arguments)
+        except error as problem:
+            print_error(f"{problem}; trying again in {seconds:.0f} s")
+            time.sleep(seconds)
+    return work(*arguments)
+
+
+def patient(read: Callable) -> Callable:
+    """Decorates a function that reads: it is called again while the disk fails."""
+    return functools.wraps(read)(functools.partial(again, UnreadableCheckpoint, read))
+
+
+def unreadable(path: pathlib.Path, error: OSError, problem: str = "cannot be read") -> ConfigError:
+    """What to raise for an error that is no proof of corruption. Only one that may pass is worth
+    another try; of the others, another user may have the right to read."""
+    kind = UnreadableCheckpoint if error.errno in TRANSIENT_ERRORS else ConfigError
+    return kind(f"{path}: {problem}: {error.strerror}")
+
+
 @contextlib.contextmanager
 def open_file(folder: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
-    """Opens a regular file of this folder for reading. Raises CorruptCheckpoint for anything else:
-    paths cannot leave the folder, links are not followed, and pipes do not block."""
+    """Opens a regular file of this folder for reading: its name cannot lead out of it, and no pipe
+    blocks. Raises CorruptCheckpoint for anything else, RemovedCheckpoint if the folder is gone, and
+    what unreadable() says."""
+    path = folder / name
     if "/" in name or "\0" in name:
         raise CorruptCheckpoint(f"{folder}: {name!r} is no name of a file in it")
-    path = folder / name
     try:
-        with open(path, "rb", opener=_open_without_following) as file:
+        with open(path, "rb", opener=open_without_blocking) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise CorruptCheckpoint(f"{path}: expected a regular file")
             yield file
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        if not os.path.lexists(folder):
+            raise removed(folder) from None
+        if not folder.exists():
+            raise dangling(folder) from None
+        raise CorruptCheckpoint(f"{path}: expected a regular file: {error.strerror}") from None
     except OSError as error:
-        if error.errno in DAMAGE:
-            raise CorruptCheckpoint(f"{path}: expected a regular file: {error.strerror}") from None
-        # not proof of corruption (another user, or a retry, may read it): nothing is set aside
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        raise unreadable(path, error) from None
 
 
+def removed(folder: pathlib.Path) -> RemovedCheckpoint:
+    return RemovedCheckpoint(
+        f"{folder}: was removed while it was read, as a run does where checkpoint.keep_last is lower"
+    )
+
+
+def dangling(link: pathlib.Path) -> ConfigError:
+    return ConfigError(
+        f"{link}: is a link to {os.readlink(link)}, which is not there; mount it, or remove the link"
+    )
+
+
+def open_without_blocking(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+@patient
 def size_of(folder: pathlib.Path, name: str) -> int:
     with open_file(folder, name) as file:
-        return os.fstat(file.fileno()).st_size
+        return file.seek(0, os.SEEK_END)
 
 
-def read_small(folder: pathlib.Path, name: str, limit: int) -> bytes:
-    """The content of a file of at most `limit` bytes. Raises CorruptCheckpoint."""
+@patient
+def read_file(folder: pathlib.Path, name: str) -> bytes:
+    """The content of a file that holds no tensors. Raises CorruptCheckpoint."""
     with open_file(folder, name) as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise CorruptCheckpoint(f"{folder / name}: expected at most {limit} bytes")
+        content = file.read(LIMIT + 1)
+    if len(content) > LIMIT:
+        raise CorruptCheckpoint(f"{folder / name}: expected at most {LIMIT} bytes")
     return content
 
 
+@patient
 def hash_part(folder: pathlib.Path, name: str, part: int) -> str:
     """SHA-256 of the part-th 64 MiB of a file, in hexadecimal."""
     digest = hashlib.sha256()
@@ -95,20 +139,44 @@ def in_threads(work: Callable, items: list[tuple]) -> list:
         return list(pool.map(lambda item: work(*item), items))
 
 
-def hash_files(folder: pathlib.Path, names: list[str]) -> dict[str, dict]:
-    """The manifest entries of these files: {name: {"size": bytes, "sha256": [one per 64 MiB]}}."""
-    entries = {name: {"size": size_of(folder, name), "sha256": []} for name in names}
-    parts = []
-    for name in names:
-        parts += [(folder, name, part) for part in range(part_count(entries[name]["size"]))]
-    for (_, name, _), digest in zip(parts, in_threads(hash_part, parts)):
-        entries[name]["sha256"].append(digest)
-    return entries
+class HashedFile:
+    """A new file, hashed while it is written from its beginning to its end."""
+
+    def __init__(self, path: pathlib.Path):
+        self.file = path.open("wb")
+        self.size = 0
+        self.digests: list[str] = []  # of complete parts
+        self.digest = hashlib.sha256()  # of the part that is being written
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        written = 0
+        while written < len(view):
+            # hashed while it is in the core's cache
+            length = min(CHUNK, PART - self.size % PART)
+            piece = view[written : written + length]
+            self.file.write(piece)
+            self.digest.update(piece)
+            written += len(piece)
+            self.size += len(piece)
+            if self.size % PART == 0:
+                self.digests.append(self.digest.hexdigest())
+                self.digest = hashlib.sha256()
+        return written
+
+    def flush(self) -> None:
+        self.file.flush()
+
+    def entry(self) -> dict[str, Any]:
+        """The manifest's entry of what was written: {"size": bytes, "sha256": [one per part]}."""
+        rest = [self.digest.hexdigest()] if self.size % PART else []
+        return {"size": self.size, "sha256": self.digests + rest}
 
 
-def part_count(size: int) -> int:
-    """How many parts a file of this many bytes has: one SHA-256 each."""
-    return -(-size // PART)  # rounded up, also for absurdly large integers
+def entry_of(content: bytes) -> dict[str, Any]:
+    """The manifest's entry of a file with this content."""
+    parts = [content[begin : begin + PART] for begin in range(0, len(content), PART)]
+    return {"size": len(content), "sha256": [hashlib.sha256(part).hexdigest() for part in parts]}
 
 
 def render_manifest(files: dict[str, dict]) -> bytes:
@@ -119,21 +187,22 @@ def render_manifest(files: dict[str, dict]) -> bytes:
     return f'{{"files": {body},\n"sha256": "{digest}"}}\n'.encode()
 
 
-def is_entry(entry: dict) -> bool:
-    """Whether an entry of a manifest has a hash for each part of its file."""
-    return type(entry["size"]) is int and len(entry["sha256"]) == part_count(entry["size"])
-
-
 def read_manifest(folder: pathlib.Path) -> dict[str, dict]:
     """The entries by file name. Raises CorruptCheckpoint if the manifest is missing, truncated or
     changed."""
-    text = read_small(folder, MANIFEST, MANIFEST_LIMIT)
+    text = read_file(folder, MANIFEST)
     # of a wrong form, reading it may raise any of these
     with contextlib.suppress(TypeError, KeyError, AttributeError, ValueError, RecursionError):
         files = json.loads(text)["files"]
-        is_complete = {STATE, ".metadata"} <= files.keys()
+        is_complete = {STATE, METADATA} <= files.keys()
         if text == render_manifest(files) and is_complete and all(map(is_entry, files.values())):
             return files
     raise CorruptCheckpoint(
         f"{folder / MANIFEST}: is not as it was written: its own hash or form is wrong"
     )
+
+
+def is_entry(entry: dict) -> bool:
+    """Whether an entry of a manifest has a hash for each part of its file."""
+    parts = -(-entry["size"] // PART)  # rounded up, also for absurdly large integers
+    return type(entry["size"]) is int and len(entry["sha256"]) == parts

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import itertools
 import math
 import os
 import re
@@ -15,26 +16,29 @@ from typing import Any, NoReturn
 
 from config.option import ConfigError, Option, Schema
 from config.options import SCHEMA, Config
-from config.read import describe, load, suggestion
+from config.read import describe, load, load_resolved, suggestion
 from config.show import toml
 from system.processes import INPUT_IS_WRONG, print_error, print_line
 
 HELP_COLUMN = 32  # where the meanings of options begin
 
 
-def argument_parser() -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}; --help shows what there is")
+
+
+def argument_parser() -> Parser:
     """Of a command line that begins with a CONFIG. A tool adds its flags; parse_arguments() takes
     the options."""
-    parser = argparse.ArgumentParser(prog="run_train.sh", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="run_train.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG")
     return parser
 
 
-def parse_arguments(
-    argv: list[str], parser: argparse.ArgumentParser | None = None
-) -> argparse.Namespace:
+def parse_arguments(argv: list[str], parser: Parser | None = None) -> argparse.Namespace:
     """Parses the command line of train.py, or by its parser that of a tool that takes a CONFIG.
-    Exits with 2 if it is invalid."""
+    Raises ConfigError."""
     if parser is None:
         parser = argument_parser()
         parser.add_argument("--eval-only", action="store_true")
@@ -49,9 +53,10 @@ def parse_arguments(
 
 
 def from_command_line(
-    argv: list[str], usage: str, parser: argparse.ArgumentParser | None = None
+    argv: list[str], usage: str, parser: Parser | None = None, resolved: bool = False
 ) -> tuple[argparse.Namespace, Config]:
-    """A program's arguments and configuration. parser: of a tool, see parse_arguments().
+    """A program's arguments and configuration. parser: of a tool, see parse_arguments(). resolved:
+    the file is one that load_resolved() reads.
 
     Prints every problem and exits with 2 if the command line or the configuration is invalid. Exits
     with 0 after --help.
@@ -61,7 +66,7 @@ def from_command_line(
             print_help(argv, usage)
             sys.exit()
         args = parse_arguments(argv, parser)
-        return args, load(args.config, args.overrides)
+        return args, load_resolved(args.config) if resolved else load(args.config, args.overrides)
     except ConfigError as error:
         print_error(str(error))
         sys.exit(INPUT_IS_WRONG)
@@ -92,12 +97,11 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
 def print_help(argv: list[str], usage: str) -> None:
     """--help: the usage and all options; --help optim, or --help lr: a section, or an option. Raises
     ConfigError if there is none of that name."""
-    after = [word for number, word in enumerate(argv) if argv[number - 1] in ("--help", "-h")]
-    subject = after[0] if after and argv[0] != after[0] else None
-    if subject is None or subject.startswith("-") or subject.endswith(".toml"):
+    following = dict(itertools.pairwise(argv))
+    subject = following.get("--help") or following.get("-h") or "--"
+    if subject.startswith("-") or subject.endswith(".toml"):
         print_line(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n")
-        print_line(help_text())
-        return
+        subject = None
     print_line(help_text(subject))
 
 
@@ -105,9 +109,9 @@ def help_text(subject: str | None = None, schema: Schema = SCHEMA) -> str:
     """Every option with its default, type and meaning; of a subject those of a section, or the
     options of that name, whole or without their section. Raises ConfigError if there are none."""
     lines = []
-    for table, (_, is_optional, _) in schema.tables.items():
+    for table, (_, is_optional, _, all_options) in schema.tables.items():
         options = {}
-        for key, option in schema.section(table).items():
+        for key, option in all_options.items():
             if subject in (None, table, key, f"{table}.{key}"):
                 options[key] = option
         if table and (options or subject in (None, table)):
@@ -119,24 +123,20 @@ def help_text(subject: str | None = None, schema: Schema = SCHEMA) -> str:
                 lines += ["", f"[[{table}.{key}]]   (one table each)"]
                 lines.append(help_text(schema=Schema(inner)))
     if not lines:
-        near = suggestion(subject or "", schema)
-        raise ConfigError(f"--help {subject}: no such section or option{near}")
+        raise ConfigError(f"--help {subject}: no such section or option{suggestion(str(subject))}")
     return "\n".join(lines).strip("\n")
 
 
 def _help_lines(key: str, option: Option) -> list[str]:
     """An option as TOML, with its meaning as a comment that is wrapped at words."""
-    shown = {MISSING: "required", None: "absent"}
-    default = option.default
-    assignment = f"  {key} = {shown[default] if default in shown else toml(default)}"
+    default = {MISSING: "required", None: "absent"}.get(option.default) or toml(option.default)
+    assignment = f"  {key} = {default}"
     indent = f"{HELP_COLUMN * ' '}# "
     comments = textwrap.wrap(
         f"{describe(option.kind)}: {option.help}",
         min(100, shutil.get_terminal_size((100, 24)).columns),
         initial_indent=indent,
         subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
     )
     if len(assignment) < HELP_COLUMN:
         comments[0] = assignment.ljust(HELP_COLUMN) + comments[0].lstrip()

@@ -1,6 +1,6 @@
 """Every option: a section is a dataclass, each option one of its fields, declared by option() with
 default, meaning, range, what others call it and what a resume may do with it. A section's rules
-stand behind its options:
+follow its options:
 
     def rules(self, cfg: Config) -> Rules:
         if self.n_heads % self.n_kv_heads:
@@ -39,6 +39,7 @@ RowFormat = Literal["text", "messages", "alpaca", "prompt_completion", "tokens"]
 Rules = Iterator[tuple[str, str]]
 
 # Types of options, with the range of their values.
+Dtype = Literal["float32", "bfloat16"]
 PositiveInt = Annotated[int, Range(lambda v: v > 0, "must be greater than 0")]
 NonNegativeInt = Annotated[int, Range(lambda v: v >= 0, "must be at least 0")]
 PositiveFloat = Annotated[float, Range(lambda v: v > 0, "must be greater than 0")]
@@ -81,9 +82,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Run(Section):
-    name: RunName | None = option(
-        None, "folder in output_dir; absent: the configuration file's stem"
-    )
+    name: RunName | None = option(None, "folder in output_dir; absent: the file's stem")
     output_dir: Path = option("outputs", "folder that holds all runs", aka="dump_folder")
     seed: NonNegativeInt = option(0, "seed of initial weights and data order", resume="run")
     device: Literal["auto", "cuda", "cpu"] = option(
@@ -94,7 +93,7 @@ class Run(Section):
         1800.0, "timeout of set-up, the first step, and a save", aka="init_timeout_seconds"
     )
     step_timeout_seconds: Seconds = option(
-        600.0, "of a step, or a batch of an evaluation", aka="train_timeout_seconds"
+        600.0, "timeout of a step, or a batch of evaluation", aka="train_timeout_seconds"
     )
 
 
@@ -104,12 +103,8 @@ class RopeScaling(Section):
     reference code."""
 
     factor: AtLeastOne = option(MISSING, "new context length / original context length")
-    low_freq_factor: PositiveFloat = option(
-        1.0, "frequencies of longer waves than original / this are divided"
-    )
-    high_freq_factor: PositiveFloat = option(
-        4.0, "frequencies of shorter waves than original / this are kept"
-    )
+    low_freq_factor: PositiveFloat = option(1.0, "waves longer than original / this are divided")
+    high_freq_factor: PositiveFloat = option(4.0, "waves shorter than original / this are kept")
     original_max_position_embeddings: PositiveInt = option(8192, "context length before scaling")
 
     def rules(self, cfg: "Config") -> Rules:
@@ -120,28 +115,18 @@ class RopeScaling(Section):
 
 @dataclass(frozen=True)
 class Model(Section):
-    dim: PositiveInt = option(
-        MISSING, "width of the residual stream", resume="shape", aka="hidden_size n_embd"
-    )
+    dim: PositiveInt = option(MISSING, "residual width", resume="shape", aka="hidden_size n_embd")
     n_layers: PositiveInt = option(MISSING, "transformer blocks", resume="shape", aka="n_layer")
-    n_heads: PositiveInt = option(
-        MISSING, "query heads", resume="shape", aka="num_attention_heads n_head"
-    )
+    n_heads: PositiveInt = option(MISSING, "query heads", resume="shape", aka="n_head")
     n_kv_heads: PositiveInt = option(MISSING, "key/value heads (GQA)", resume="shape")
-    ffn_dim: PositiveInt = option(
-        MISSING, "hidden width of the feed-forward", resume="shape", aka="intermediate_size"
-    )
+    ffn_dim: PositiveInt = option(MISSING, "hidden width", resume="shape", aka="intermediate_size")
     vocab_size: PositiveInt = option(MISSING, "rows of the embedding", resume="shape")
-    head_dim: PositiveInt | None = option(
-        None, "width of a head; absent: dim / n_heads", resume="shape"
-    )
+    head_dim: PositiveInt | None = option(None, "absent: dim / n_heads", resume="shape")
     norm_eps: Epsilon = option(1e-5, "epsilon of RMSNorm", aka="rms_norm_eps")
     rope_theta: PositiveFloat = option(500000.0, "base of RoPE's frequencies")
     rope_scaling: RopeScaling | None = section("output", default=None)
     tie_embeddings: bool = option(False, "share embedding and head", resume="shape")
-    qk_norm: bool = option(
-        False, "RMSNorm of each query's and key's head, as Qwen3", resume="shape"
-    )
+    qk_norm: bool = option(False, "RMSNorm of each query and key head", resume="shape")
     init_from: Path | None = option(
         None,
         "Hugging Face folder or id of weights and sizes",
@@ -149,9 +134,7 @@ class Model(Section):
         extra="huggingface",
         aka="base_model initial_load_path initial_load_in_hf model_name model_name_or_path pretrained",
     )
-    freeze: tuple[str, ...] = option(
-        (), "patterns of parameter names to freeze, such as 'embedding*'", resume="state"
-    )
+    freeze: tuple[str, ...] = option((), "parameters, such as 'embedding*'", resume="state")
 
     @property
     def width_per_head(self) -> int:
@@ -189,9 +172,7 @@ class Data(Section):
     subset: str | None = option(None, "configuration of a Hugging Face dataset")
     split: str = option("train", "split of a Hugging Face dataset")
     text_field: str = option("text", "column with the text")
-    path: Path | None = option(
-        None, "folder of token files; absent: prepared/{source}-{hash}", resume="free"
-    )
+    path: Path | None = option(None, "folder of token files; absent: in prepared/", resume="free")
     tokenizer: Path | None = option(
         None, "file, folder or id; absent: init_from's, else one is trained", aka="hf_assets_path"
     )
@@ -211,15 +192,11 @@ class Data(Section):
     messages_field: str | None = option(
         None, "column with messages; absent: messages, else conversations", extra="chat"
     )
-    chat_template: Path | None = option(
-        None, "Jinja file for conversations; absent: the tokenizer's", extra="chat", aka="template"
-    )
+    chat_template: Path | None = option(None, "Jinja file; absent: the tokenizer's", extra="chat")
     order: Literal["global", "growing"] = option(
         "global", "growing: train while the text is being prepared", resume="run"
     )
-    validation: Path | None = option(
-        None, "validation text: files, or a split; absent: held out", aka="val_file"
-    )
+    validation: Path | None = option(None, "files, or a split; absent: held out", aka="val_file")
     sources: tuple[Source, ...] = option((), "a mixture, weighted", aka="datasets")
 
     @property
@@ -228,25 +205,28 @@ class Data(Section):
         return self.format or ("messages" if self.messages_field else "text")
 
     @property
+    def formats(self) -> set[RowFormat | None]:
+        """The formats of all sources. None: no option says it."""
+        common = self.format or ("messages" if self.messages_field else None)
+        return {source.format or common for source in self.sources or (self,)}
+
+    @property
     def has_conversations(self) -> bool:
         """Whether rows are conversations: those of all sources are, or of none."""
-        formats = {self.row_format, *(source.format for source in self.sources)}
-        return bool(formats - {None, "text", "tokens"})
+        return not self.formats <= {None, "text", "tokens"}
 
     def rules(self, cfg: "Config") -> Rules:
         if self.sources:
             yield from self._mixture_rules()
         if self.has_conversations:
             yield from self._conversation_rules()
-        formats = {source.format or self.row_format for source in self.sources}
-        formats = formats or {self.row_format}
-        if "tokens" in formats:
-            yield from self._token_rules(cfg.model, formats)
-        elif self.token_dtype:
-            yield "token_dtype format", 'is an option of format = "tokens"'
-        elif self.eos_id is not None:
-            yield "eos_id format", 'is an option of format = "tokens"'
-        if self.messages_field and "messages" not in formats:
+        if "tokens" in self.formats:
+            yield from self._token_rules(cfg.model)
+        else:
+            for key in ("token_dtype", "eos_id"):
+                if getattr(self, key) is not None:
+                    yield f"{key} format", 'is an option of format = "tokens"'
+        if self.messages_field and "messages" not in self.formats:
             yield "messages_field format", 'is a column of format = "messages"'
         if self.text_field != Data.text_field and self.has_conversations:
             yield "text_field format", "is a column of texts, and the rows are conversations"
@@ -254,10 +234,10 @@ class Data(Section):
             problem = 'renders conversations, and the rows are texts: data.format = "text"'
             yield "chat_template format", problem
 
-    def _token_rules(self, model: Model, formats: set[RowFormat]) -> Rules:
+    def _token_rules(self, model: Model) -> Rules:
         if self.eos_id is not None and self.eos_id >= model.vocab_size:
             yield "eos_id model.vocab_size", f"must be below vocab_size = {model.vocab_size}"
-        if "text" in formats and not self.tokenizer:
+        if {None, "text"} & self.formats and not self.tokenizer:
             problem = "is needed to mix texts with token files: that of the token files"
             yield "tokenizer sources", problem
 
@@ -282,15 +262,10 @@ class Data(Section):
         name = "format" if self.format or not self.messages_field else "messages_field"
         if self.sources:
             name = "sources"
-            # of a source that no option says it of, the format is found from its first row
-            common = self.format or ("messages" if self.messages_field else None)
-            formats = [source.format or common for source in self.sources]
-            if {"text", "tokens"} & {*formats}:
-                stated = ", ".join(word for word in formats if word)
-                yield (
-                    name,
-                    f"mixes text and conversations (format = {stated}): train on one of them",
-                )
+            if {"text", "tokens"} & self.formats:
+                stated = ", ".join(sorted(filter(None, self.formats)))
+                problem = f"mixes text and conversations (format = {stated}): train on one of them"
+                yield name, problem
         if not has_extra("chat"):
             yield f"{name} format", lack_of("chat")
         if not self.tokenizer:
@@ -319,7 +294,7 @@ class Train(Section):
         8,
         "sequences per step",
         resume="run",
-        aka="train.batch_size train_batch_size grad_accum_steps gradient_accumulation_steps",
+        aka="train_batch_size grad_accum_steps gradient_accumulation_steps",
     )
     micro_batch_size: PositiveInt | None = option(
         None, "sequences per pass; absent: no accumulation", resume="free", aka="local_batch_size"
@@ -327,23 +302,23 @@ class Train(Section):
     max_grad_norm: PositiveFloat | Literal["off"] = option(
         1.0, "clip the gradient norm to this", aka="clip_grad grad_clip gradient_clip_val"
     )
-    skip_nonfinite: NonNegativeInt = option(
-        0, "consecutive steps with non-finite gradients to skip; 0: none"
-    )
+    skip_nonfinite: NonNegativeInt = option(0, "steps in a row with NaN or inf to skip; 0: none")
 
     def rules(self, cfg: "Config") -> Rules:
         if self.micro_batch_size and self.global_batch_size % self.micro_batch_size:
             problem = f"must divide global_batch_size = {self.global_batch_size}"
             yield "micro_batch_size global_batch_size", problem
-        cp, tp = cfg.parallel.cp, cfg.parallel.tp
-        if cp > 1 and self.seq_len % (2 * cp):
-            problem = f"must be a multiple of 2 x parallel.cp = {2 * cp}: each rank has two chunks"
+        p = cfg.parallel
+        if p.cp > 1 and self.seq_len % (2 * p.cp):
+            problem = (
+                f"must be a multiple of 2 x parallel.cp = {2 * p.cp}: each rank has two chunks"
+            )
             yield "seq_len parallel.cp", problem
-        if self.seq_len % (cp * tp):
-            problem = f"must be a multiple of parallel.cp x parallel.tp = {cp * tp}"
+        if self.seq_len % (p.cp * p.tp):
+            problem = f"must be a multiple of parallel.cp x parallel.tp = {p.cp * p.tp}"
             yield "seq_len parallel.cp parallel.tp", problem
-        if cfg.parallel.float8 != "none" and self.seq_len % (16 * cp):
-            problem = f"must be a multiple of 16 x parallel.cp = {16 * cp} with float8's kernels"
+        if p.float8 != "none" and self.seq_len % (16 * p.cp):
+            problem = f"must be a multiple of 16 x parallel.cp = {16 * p.cp} with float8's kernels"
             yield "seq_len parallel.cp parallel.float8", problem
 
 
@@ -357,12 +332,8 @@ class Optim(Section):
         aka="optimizer optim.type",
     )
     lr: PositiveFloat = option(3e-4, "peak learning rate", aka="learning_rate")
-    muon_lr: PositiveFloat | None = option(
-        None, "of Muon's matrices; absent: lr, since updates are as large"
-    )
-    betas: Betas = option(
-        (0.9, 0.95), "beta1 and beta2 of AdamW", aka="beta1 beta2 adam_beta1 adam_beta2"
-    )
+    muon_lr: PositiveFloat | None = option(None, "of Muon's matrices; absent: lr")
+    betas: Betas = option((0.9, 0.95), "of AdamW", aka="beta1 beta2 adam_beta1 adam_beta2")
     eps: Epsilon = option(1e-8, "epsilon of AdamW", aka="adam_epsilon")
     weight_decay: NonNegativeFloat = option(0.1, "on every parameter with two or more dimensions")
     warmup_steps: NonNegativeInt = option(0, "steps of linear warm-up")
@@ -376,7 +347,7 @@ class Optim(Section):
         aka="lr_decay_iters lr_decay_steps total_steps",
     )
     min_lr_ratio: Fraction = option(0.1, "final learning rate / lr", aka="min_lr min_lr_factor")
-    state_dtype: Literal["float32", "bfloat16"] = option(
+    state_dtype: Dtype = option(
         "float32", "dtype of moments and momentum", resume="state", extra="optimizers"
     )
 
@@ -394,9 +365,7 @@ class Optim(Section):
             start = f"with warmup_steps = {self.warmup_steps}"
             yield f"decay_steps {reads}", f"{start} must fit into the schedule's length, {end}"
         if self.name == "muon" and (cfg.parallel.cpu_offload or cfg.lora):
-            problem = (
-                "is incompatible with cpu_offload (the host would orthogonalize) and with [lora]"
-            )
+            problem = "is incompatible with cpu_offload (the host would orthogonalize) and [lora]"
             yield "name parallel.cpu_offload lora.rank", problem
         if self.muon_lr and self.name != "muon":
             yield "muon_lr name", 'requires name = "muon"'
@@ -429,12 +398,10 @@ class Parallel(Section):
         resume="recipe",
         aka="bf16 dtype fp16 mixed_precision mixed_precision_param",
     )
-    reduce_dtype: Literal["float32", "bfloat16"] = option(
-        "float32", "dtype of gradient reduction", resume="recipe", aka="mixed_precision_reduce"
+    reduce_dtype: Dtype = option(
+        "float32", "of gradient reduction", resume="recipe", aka="mixed_precision_reduce"
     )
-    output_dtype: Literal["float32", "bfloat16"] | None = option(
-        None, "between units; absent: param_dtype", resume="recipe"
-    )
+    output_dtype: Dtype | None = option(None, "between units; absent: param_dtype", resume="recipe")
     keep_fp32: tuple[str, ...] = option(
         (), "patterns of units to compute in float32, such as 'blocks.[01]'", resume="recipe"
     )
@@ -444,19 +411,15 @@ class Parallel(Section):
     cpu_offload: bool = option(
         False, "parameters, gradients and optimizer state in host memory", aka="offload_params"
     )
-    sync_every_micro_batch: bool = option(
-        True, "reduce gradients each time; false: once a step", aka="sync_each_batch"
-    )
-    gather_once: bool = option(
-        False, "all-gather each unit once a step, and keep it until its last backward"
-    )
+    sync_every_micro_batch: bool = option(True, "reduce gradients each time; false: once a step")
+    gather_once: bool = option(False, "all-gather each unit once a step, not once a micro-batch")
     recompute: PositiveInt | Literal["none", "elementwise", "selective", "full"] = option(
         "none",
         "what backward computes again; n: all of every n-th block",
         aka="activation_checkpoint.mode activation_checkpointing gradient_checkpointing",
     )
     compile: bool = option(
-        False, "torch.compile blocks, loss and bfloat16 update", aka="compile.enable torch_compile"
+        False, "torch.compile blocks, loss, bfloat16 update", aka="compile.enable"
     )
     float8: Literal["none", "tensorwise", "rowwise"] = option(
         "none",
@@ -495,11 +458,9 @@ class Parallel(Section):
             problem = f"every n-th of {cfg.model.n_layers} blocks: n must not exceed them"
             yield "recompute model.n_layers", problem
         if self.tp > 1 and self.compile and self.recompute not in ("none", *SELECTIVE):
-            yield (
-                "recompute tp compile",
-                f"must be one of none, {', '.join(SELECTIVE)} with tp = {self.tp} and compile: "
-                "torch 2.13 fails on the others",
-            )
+            choices = ", ".join(["none", *SELECTIVE])
+            problem = f"must be one of {choices} with tp and compile: torch 2.13 fails on others"
+            yield "recompute tp compile", problem
         if self.float8 != "none":
             yield from self._float8_rules(cfg)
 
@@ -509,18 +470,15 @@ class Parallel(Section):
             yield "float8 tp", f"requires tp = 1, not {self.tp}: {problem}"
         float32_blocks = []
         for pattern in self.keep_fp32:
-            matching_units = fnmatch.filter(unit_names(cfg.model), pattern)
-            float32_blocks += [name for name in matching_units if name.startswith("blocks.")]
+            units = fnmatch.filter(unit_names(cfg.model), pattern)
+            float32_blocks += [name for name in units if name.startswith("blocks.")]
         if float32_blocks:
             blocks = ", ".join(float32_blocks[:3])
             problem = f"is incompatible with {blocks} in keep_fp32: its matmuls would be in 8 bits"
             yield "float8 keep_fp32 model.n_layers", problem
         if self.float8 == "tensorwise" and self.cpu_offload:
-            yield (
-                "float8 cpu_offload",
-                "is incompatible with cpu_offload: a shard copied to the GPU loses its scale; "
-                '"rowwise" needs none',
-            )
+            problem = "is incompatible with cpu_offload: a copied shard loses its scale"
+            yield "float8 cpu_offload", f'{problem}; "rowwise" needs none'
         if cfg.lora:
             problem = "is incompatible with [lora], whose base may be in 4 bits (lora.base_dtype)"
             yield "float8 lora.rank", problem
@@ -529,9 +487,7 @@ class Parallel(Section):
 @dataclass(frozen=True)
 class Lora(Section):
     rank: PositiveInt = option(16, "rank of the adapters", resume="shape", aka="lora_r r")
-    alpha: PositiveFloat | None = option(
-        None, "adapters are scaled by alpha / rank; absent: 2 x rank"
-    )
+    alpha: PositiveFloat | None = option(None, "adapters scale by alpha / rank; absent: 2 x rank")
     # load() replaces "all-linear" by the names
     targets: Projections | Literal["all-linear"] = option(
         PROJECTIONS, "projections that get an adapter", resume="shape"
@@ -583,24 +539,24 @@ class Checkpoint(Section):
         aka="always_save_checkpoint checkpoint.enable checkpoint.interval save_interval save_steps",
     )
     keep_last: PositiveInt | None = option(
-        None, "newest checkpoints to keep; absent: all", aka="keep_latest_k save_total_limit"
+        None, "absent: all", aka="keep_latest_k save_total_limit"
     )
-    keep_every_steps: PositiveInt | None = option(
-        None, "steps between milestones, which keep_last does not remove"
-    )
-    async_save: bool = option(
-        False, "write in the background, from a copy in host memory", aka="async_mode"
-    )
+    keep_every_steps: PositiveInt | None = option(None, "steps between milestones, kept for ever")
+    async_save: bool = option(False, "write in the background", aka="async_mode")
     resume: Literal["auto", "never"] | PositiveInt = option(
         "auto", "auto: from the newest; N: from step N", aka="load_step resume_from_checkpoint"
     )
-    allow_changed: tuple[str, ...] = option(
-        (), "options that may differ from the checkpoint's, as 'train.seq_len'"
-    )
+    allow_changed: tuple[str, ...] = option((), "options that may differ, as 'train.seq_len'")
 
     def rules(self, cfg: "Config") -> Rules:
         if not {*self.allow_changed} <= SCHEMA.options.keys():
             yield "allow_changed", "names no option; write section.key"
+        if self.keep_every_steps and not self.keep_last:
+            yield "keep_every_steps keep_last", "requires keep_last: without it all are kept"
+        every = self.save_every_steps
+        if self.keep_every_steps and (not every or self.keep_every_steps % every):
+            names = "keep_every_steps save_every_steps"
+            yield names, f"must be a multiple of save_every_steps, {every or 'which is absent'}"
 
 
 @dataclass(frozen=True)
@@ -608,17 +564,17 @@ class Eval(Section):
     every_steps: PositiveInt | None = option(
         None,
         "absent: only at the last step",
-        aka="eval_interval eval_steps validation.enable validation.freq",
+        aka="eval_steps eval_interval validation.enable validation.freq",
     )
     batches: PositiveInt | None = option(
-        None, "global batches; absent: all", aka="eval_batches eval_iters validation.steps"
+        None, "global batches; absent: all", aka="validation.steps"
     )
 
 
 @dataclass(frozen=True)
 class Log(Section):
     every_steps: PositiveInt = option(
-        10, "steps between training rows", aka="log_freq log_interval logging_steps"
+        10, "steps between training rows", aka="log_freq log_interval"
     )
     tensorboard: bool = option(True, "also write tensorboard/")
     tracker: Literal["wandb", "trackio"] | None = option(

@@ -9,7 +9,7 @@ Text in, by `python -m data.prepare`, which the launcher starts and which may go
     tokenizer        documents -> token ids; tokenizer_json, tokenizer_training
     folder, begin    the folder of a source: its name and its record, manifest.json; its beginning
     writer           appends token ids, and records how far they are synced
-    prepare          all of these together; cores counts
+    prepare          all of these together
     preparer         its process, for the launcher
 
 Batches out, in train.py:

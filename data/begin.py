@@ -23,7 +23,7 @@ from data.folder import (
     identity,
     manifest_of,
     prepared_folders,
-    sources_of,
+    separated,
     write_manifest,
 )
 from data.row_format import row_format
@@ -35,18 +35,18 @@ from system import files, processes
 POLL_SECONDS = 0.5  # between looks at what another process begins
 
 
-def begin_all(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
+def begin_all(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, config.Data]]:
     """Begins the folder of each source, or checks the one that exists. Returns prepared_folders().
-    Raises ConfigError and OSError."""
-    path = common_tokenizer(cfg)
+    vocab_size: of the model. Raises ConfigError and OSError."""
+    path = common_tokenizer(data, vocab_size)
     if path:
-        make_once(path, path, functools.partial(_train_common_tokenizer, cfg, path))
-    sources = prepared_folders(cfg)
-    for folder, source_cfg in sources:
-        make_once(folder, folder / MANIFEST, functools.partial(_begin, folder, source_cfg))
+        make_once(path, path, functools.partial(_train_tokenizer, path, data, vocab_size))
+    sources = prepared_folders(data, vocab_size)
+    for folder, source in sources:
+        make_once(folder, folder / MANIFEST, functools.partial(_begin, folder, source, vocab_size))
         manifest = manifest_of(folder)
-        check_identity(folder, manifest, source_cfg)
-        check_files(folder, manifest, source_cfg.data)
+        check_identity(folder, manifest, identity(source, vocab_size))
+        check_files(folder, manifest, source)
     return sources
 
 
@@ -82,26 +82,25 @@ def take_lock(path: pathlib.Path) -> filelock.BaseFileLock | None:
     return lock
 
 
-def _train_common_tokenizer(cfg: config.Config, path: pathlib.Path) -> None:
-    weights = [source.weight for source in cfg.data.sources]
-    files.write_atomic(path, train_on_sources(sources_of(cfg, None), weights))
+def _train_tokenizer(path: pathlib.Path, data: config.Data, vocab_size: int) -> None:
+    weights = [source.weight for source in data.sources]
+    files.write_atomic(path, train_on_sources(separated(data), weights, vocab_size))
 
 
-def _begin(folder: pathlib.Path, cfg: config.Config) -> None:
+def _begin(folder: pathlib.Path, data: config.Data, vocab_size: int) -> None:
     """Makes a folder next to it, then renames: the folder exists with its record, or not at all.
     Raises ConfigError and OSError."""
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder}: exists but holds no prepared data; move it away")
-    d = cfg.data
-    source_files, revision = list_files(d)
-    validation_files = _validation_files(d, revision)
-    tokenizer, vocab_size = _tokenizer_of(cfg)
+    source_files, revision = list_files(data)
+    validation_files = _validation_files(data, revision)
+    tokenizer, entries = _tokenizer_of(data, vocab_size)
     manifest = {
-        "identity": identity(cfg),
+        "identity": identity(data, vocab_size),
         "revision": revision,
         "tokenizer": tokenizer_hash(tokenizer),
-        "vocab_size": vocab_size,
-        "dtype": row_format(d).dtype(vocab_size),
+        "vocab_size": entries,
+        "dtype": row_format(data).dtype(entries),
         "complete": False,
         "tokens": {"train": 0, "heldout": 0},
         "documents": {"train": 0, "heldout": 0},
@@ -117,52 +116,52 @@ def _begin(folder: pathlib.Path, cfg: config.Config) -> None:
         shutil.rmtree(killed, ignore_errors=True)
     temporary = folder.with_name(f".{folder.name}.{processes.process_name()}.tmp")
     temporary.mkdir()
-    for name, content in (tokenizer | row_format(d).files()).items():
+    for name, content in (tokenizer | row_format(data).files()).items():
         files.write_atomic(temporary / name, content)
     write_manifest(temporary, manifest)
     files.publish(temporary, folder)
 
 
-def _tokenizer_of(cfg: config.Config) -> tuple[dict[str, bytes], int]:
-    """(the content of the files of a source's tokenizer by name, its vocabulary's size). Raises
-    ConfigError."""
-    name = cfg.data.tokenizer
+def _tokenizer_of(data: config.Data, vocab_size: int) -> tuple[dict[str, bytes], int]:
+    """(the content of the files of a source's tokenizer by name, how many entries it has).
+    vocab_size: of the model. Raises ConfigError."""
+    name = data.tokenizer
     if not name:
-        return {"tokenizer.model": train_on_sources([cfg])}, cfg.model.vocab_size
+        return {"tokenizer.model": train_on_sources([data], [1.0], vocab_size)}, vocab_size
     tokenizer = Tokenizer(name)
     if not tokenizer.eos:
         processes.print_error(
             f"{name}: has no EOS token that is known, so nothing separates documents"
         )
-    if tokenizer.vocab_size > cfg.model.vocab_size:
+    if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
-            f"[model] vocab_size = {cfg.model.vocab_size}: smaller than the tokenizer {name}, of "
+            f"[model] vocab_size = {vocab_size}: smaller than the tokenizer {name}, of "
             f"{tokenizer.vocab_size} entries"
         )
     return tokenizer.files, tokenizer.vocab_size
 
 
-def validation_source(d: config.Data) -> config.Data | None:
+def validation_source(data: config.Data) -> config.Data | None:
     """The options of the source that data.validation names: files or, of a dataset, a split. None
     without that option. Raises ConfigError."""
-    if not d.validation:
+    if not data.validation:
         return None
-    d_validation = replace(d, validation=None, max_tokens=None)
-    if local_paths(d.validation, None) is not None:
-        return replace(d_validation, source=d.validation)
-    return replace(d_validation, split=d.validation)
+    validation = replace(data, validation=None, max_tokens=None)
+    if local_paths(data.validation, None) is not None:
+        return replace(validation, source=data.validation)
+    return replace(validation, split=data.validation)
 
 
-def _validation_files(d: config.Data, revision: str | None) -> list[SourceFile]:
+def _validation_files(data: config.Data, revision: str | None) -> list[SourceFile]:
     """Those of data.validation. Raises ConfigError."""
-    validation = validation_source(d)
+    validation = validation_source(data)
     if validation is None:
         return []
-    paths = local_paths(d.source, d.split)
-    is_split = validation.split == d.validation
-    if is_split and paths and paths == local_paths(d.source, validation.split):
+    paths = local_paths(data.source, data.split)
+    is_split = validation.split == data.validation
+    if is_split and paths and paths == local_paths(data.source, validation.split):
         raise ConfigError(
-            f"[data] validation = {d.validation}: no such file, folder or pattern, and {d.source} "
+            f"[data] validation = {data.validation}: no such file, folder or pattern, and {data.source} "
             "has no such split"
         )
     return list_files(validation, revision)[0]
@@ -171,20 +170,20 @@ def _validation_files(d: config.Data, revision: str | None) -> list[SourceFile]:
 # A source's files, before and now
 
 
-def check_files(folder: pathlib.Path, manifest: dict, d: config.Data) -> None:
+def check_files(folder: pathlib.Path, manifest: dict, data: config.Data) -> None:
     """Raises ConfigError if a local source's files that were read have other sizes now, or files
     were added. They may be gone; what was not read yet may differ, and the file that reading
     stopped in is compared by whoever resumes (data/prepare.py)."""
     read = manifest["files"][: manifest["position"][0]]
-    _compare(folder, d, manifest["files"], read)
-    validation = validation_source(d)
+    _compare(folder, data, manifest["files"], read)
+    validation = validation_source(data)
     if validation and manifest["validation"]:
         _compare(folder, validation, manifest["validation_files"], manifest["validation_files"])
 
 
-def _compare(folder: pathlib.Path, d: config.Data, recorded: list, read: list) -> None:
+def _compare(folder: pathlib.Path, data: config.Data, recorded: list, read: list) -> None:
     """recorded, read: lists of SourceFile, or of lists of its fields."""
-    paths = local_paths(d.source, d.split)
+    paths = local_paths(data.source, data.split)
     if not paths:  # a dataset's commit does not change; or they are gone
         return
     now = {path: file_now(SourceFile(path)) for path in paths}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import config
 from config import ConfigError
 from data import hub
-from data.folder import check_identity, manifest_of, source_folders, source_names
+from data.folder import check_identity, identity, manifest_of, source_folders
 from data.mixture import Mixture
 from data.order import SamplePosition, SourceOrder, Windows, border_of, growing_borders
 from data.row_format import row_format
@@ -25,23 +25,25 @@ from data.tokens import Span, TextStream
 class Source:
     """One source, as far as its text can be read."""
 
-    def __init__(self, cfg: config.Config, number: int):
-        """cfg: of this source alone. number: of the source in the mixture."""
-        self.cfg = cfg
+    def __init__(self, data: config.Data, number: int, seq_len: int, seed: int):
+        """data: of this source alone. number: of the source in the mixture."""
+        self.data = data
         self.number = number
+        self.seq_len = seq_len
+        self.seed = seed
         self.identity: dict = {}  # what tells it from another before any of it is read
         # of the validation text and of each segment that was read, also by an earlier launch
         self.hashes: list[str | None] = []
         self.stream: TextStream | None = None  # None: no segment can be read yet
         self.validation: TextStream | None = None  # None: not decided yet
-        self.order = SourceOrder(cfg.run.seed, number, Windows(cfg.train.seq_len), [], False)
+        self.order = SourceOrder(seed, number, Windows(seq_len), [], False)
 
     def set_stream(self, stream: TextStream, tokens: int, is_complete: bool) -> None:
         """Makes the first tokens of a stream those that can be read."""
         self.stream = stream
-        borders = growing_borders(tokens) if self.cfg.data.order == "growing" else [tokens]
-        windows = Windows(self.cfg.train.seq_len, stream.validation)
-        self.order = SourceOrder(self.cfg.run.seed, self.number, windows, borders, is_complete)
+        borders = growing_borders(tokens) if self.data.order == "growing" else [tokens]
+        windows = Windows(self.seq_len, stream.validation)
+        self.order = SourceOrder(self.seed, self.number, windows, borders, is_complete)
 
     def has_text(self, index: int, evaluates: bool) -> bool:
         """Whether the sample `index` can be read; evaluates: and the validation text."""
@@ -54,46 +56,54 @@ class Source:
             if one and other and one != other:
                 text = f"segment {number - 1}" if number else "the validation text"
                 raise ConfigError(
-                    f"{self.cfg.data.source}: {text} is not the one that the run has read before, "
+                    f"{self.data.source}: {text} is not the one that the run has read before, "
                     "or that rank 0 reads; restore the source and prepare it anew, or choose "
                     "another run.name"
                 )
         self.hashes = max(self.hashes, hashes, key=len)
 
-    def require_size(self, mixture: Mixture) -> None:
+    def require_size(self, mixture: Mixture, batch_size: int) -> None:
         """Raises ConfigError if all text is there, and too little for the source's share of a
-        batch."""
-        train = self.cfg.train
+        batch. batch_size: samples."""
         samples = self.order.epoch_length
-        share = mixture.weights[self.number] / mixture.period * train.global_batch_size
+        share = mixture.weights[self.number] / mixture.period * batch_size
         if samples is not None and samples < share:
             raise ConfigError(
-                f"[data] source = {self.cfg.data.source}: has {samples} samples of train.seq_len = "
-                f"{train.seq_len}, but one batch of train.global_batch_size = "
-                f"{train.global_batch_size} takes {share:.3g} of them"
+                f"[data] source = {self.data.source}: has {samples} samples of train.seq_len = "
+                f"{self.seq_len}, but one batch of train.global_batch_size = {batch_size} takes "
+                f"{share:.3g} of them"
             )
 
 
 class TokenFileSource(Source):
     """One source of token files that another program wrote."""
 
-    def __init__(self, cfg: config.Config, number: int):
+    def __init__(self, data: config.Data, number: int, vocab_size: int, seq_len: int, seed: int):
         """Raises ConfigError."""
-        super().__init__(cfg, number)
-        self.identity, stream, self.validation = open_token_files(cfg)
+        super().__init__(data, number, seq_len, seed)
+        self.identity, stream, self.validation = open_token_files(data, vocab_size)
         self.set_stream(stream, stream.length, is_complete=True)
 
 
 class PreparedSource(Source):
     """One source in a folder that data.prepare writes, or has written."""
 
-    def __init__(self, folder: pathlib.Path, cfg: config.Config, number: int):
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        data: config.Data,
+        number: int,
+        vocab_size: int,
+        seq_len: int,
+        seed: int,
+    ):
         """Raises ConfigError and OSError."""
-        super().__init__(cfg, number)
+        super().__init__(data, number, seq_len, seed)
         self.folder = folder
+        self.vocab_size = vocab_size
         self.manifest = manifest_of(folder)
-        check_identity(folder, self.manifest, cfg)
-        if cfg.data.order == "global" and not self.manifest["complete"]:
+        check_identity(folder, self.manifest, identity(data, vocab_size))
+        if data.order == "global" and not self.manifest["complete"]:
             raise ConfigError(
                 f"{folder}: is not complete; `python -m data.prepare CONFIG` prepares the rest"
             )
@@ -137,7 +147,9 @@ class PreparedSource(Source):
             self.set_stream(stream, tokens, manifest["complete"])
 
     def _open_split(self, split: str, manifest: dict) -> TextStream:
-        return row_format(self.cfg.data).open(self.folder, manifest, split, self.cfg)
+        return row_format(self.data).open(
+            self.folder, manifest, split, self.vocab_size, self.seq_len, self.seed
+        )
 
 
 def hashes_of(manifest: dict) -> list[str | None]:
@@ -150,10 +162,11 @@ def hashes_of(manifest: dict) -> list[str | None]:
 class Dataset:
     """The opened data of a run. Each list is by source; without a mixture there is one."""
 
-    cfg: config.Config
+    data: config.Data
+    train: config.Train
     sources: list[Source]
     mixture: Mixture
-    names: list[str]  # of a mixture's sources; else empty
+    names: list[str]  # of a mixture's sources; of their folders if two sources have one name
     tokenizer_files: list[pathlib.Path]  # none: token files without data.tokenizer
 
     def position(self, number: int) -> SamplePosition:
@@ -166,8 +179,8 @@ class Dataset:
         position = self.position(number)
         stream = self.sources[position.source].stream
         assert stream  # covers() is true
-        start = position.window * self.cfg.train.seq_len
-        return Span(stream, start, start + self.cfg.train.seq_len + 1)
+        start = position.window * self.train.seq_len
+        return Span(stream, start, start + self.train.seq_len + 1)
 
     def covers(self, step: int) -> bool:
         """Whether a step's batch can be read, on all ranks. Raises ConfigError if the text ended,
@@ -177,14 +190,14 @@ class Dataset:
     def missing(self, step: int, evaluates: bool = False) -> PreparedSource | None:
         """The source whose text a step waits for, as of now. evaluates: it also waits for the
         validation text. Raises as covers()."""
-        samples = step * self.cfg.train.global_batch_size
+        samples = step * self.train.global_batch_size
         for source in self.sources:
             last = self.mixture.count(source.number, samples) - 1  # within the source; -1: none
             if source.has_text(last, evaluates):
                 continue
             assert isinstance(source, PreparedSource)  # token files are complete
             source.refresh()
-            source.require_size(self.mixture)
+            source.require_size(self.mixture, self.train.global_batch_size)
             if not source.has_text(last, evaluates):
                 return source
         return None
@@ -192,12 +205,12 @@ class Dataset:
     def notes(self) -> list[str]:
         """Lines for a launch's log."""
         streams = [source.stream for source in self.sources if source.stream]
-        return row_format(self.cfg.data).notes(streams)
+        return row_format(self.data).notes(streams)
 
     def epochs(self, step: int) -> float | dict[str, float | None] | None:
         """How often the text has been read after a step; of a mixture, by source. None where it is
         not known yet how much text there is."""
-        periods = step * self.cfg.train.global_batch_size / self.mixture.period
+        periods = step * self.train.global_batch_size / self.mixture.period
         epochs = []
         for source, weight in zip(self.sources, self.mixture.weights):
             samples = source.order.epoch_length
@@ -212,7 +225,7 @@ class Dataset:
         for source in self.sources:
             if source.validation is None:
                 raise ConfigError(
-                    f"{source.cfg.data.source}: its validation text is not prepared yet; `python -m "
+                    f"{source.data.source}: its validation text is not prepared yet; `python -m "
                     "data.prepare CONFIG` prepares it"
                 )
             streams.append(source.validation)
@@ -238,22 +251,29 @@ class Dataset:
 def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
     """Raises ConfigError if the data is not prepared, was prepared for another configuration, or is
     known to be too small for one batch. train=False: to evaluate."""
-    mixture = Mixture([source.weight for source in cfg.data.sources] or [1.0])
+    data = cfg.data
+    vocab_size = cfg.model.vocab_size
+    mixture = Mixture([source.weight for source in data.sources] or [1.0])
+    folders = source_folders(data, vocab_size)
     sources: list[Source] = []
     tokenizer_paths = []
-    for number, (folder, source_cfg) in enumerate(source_folders(cfg)):
-        if source_cfg.data.format == "tokens":
-            source = TokenFileSource(source_cfg, number)
+    for number, (folder, options) in enumerate(folders):
+        reading = (number, vocab_size, cfg.train.seq_len, cfg.run.seed)
+        if options.format == "tokens":
+            source = TokenFileSource(options, *reading)
         else:
-            source = PreparedSource(folder, source_cfg, number)
+            source = PreparedSource(folder, options, *reading)
             paths = [*folder.glob("tokenizer*"), *folder.glob("chat_template.jinja")]
             tokenizer_paths = sorted(paths)
         if train:
-            source.require_size(mixture)
+            source.require_size(mixture, cfg.train.global_batch_size)
         sources.append(source)
-    if cfg.data.tokenizer and not tokenizer_paths:
-        tokenizer_paths = paths_of_tokenizer(cfg.data.tokenizer)
-    return Dataset(cfg, sources, mixture, source_names(cfg), tokenizer_paths)
+    if data.tokenizer and not tokenizer_paths:
+        tokenizer_paths = paths_of_tokenizer(data.tokenizer)
+    names = [str(entry.source) for entry in data.sources]
+    if len(set(names)) < len(names):
+        names = [folder.name for folder, _ in folders]
+    return Dataset(data, cfg.train, sources, mixture, names, tokenizer_paths)
 
 
 def paths_of_tokenizer(name: str) -> list[pathlib.Path]:

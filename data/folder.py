@@ -41,98 +41,99 @@ SOURCE_OPTIONS = ("subset", "split", "text_field", "max_tokens", "validation", "
 # Names
 
 
-def source_folders(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
-    """The folder of each source, and the configuration of this source alone, which the folder is
-    prepared for; that of token files is never made. Raises ConfigError if a mixture's tokenizer has
-    not been trained yet."""
-    root = pathlib.Path(cfg.data.path or "prepared")
-    if not cfg.data.sources:
-        return [(root if cfg.data.path else root / folder_name(cfg), cfg)]
-    trained = common_tokenizer(cfg)
+def source_folders(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, config.Data]]:
+    """The folder of each source, and the options of this source alone, for which the folder is
+    prepared; that of token files is never made. vocab_size: of the model. Raises ConfigError if a
+    mixture's tokenizer has not been trained yet."""
+    if data.path and not data.sources:
+        return [(pathlib.Path(data.path), data)]
+    trained = common_tokenizer(data, vocab_size)
     if trained and not trained.exists():
         raise ConfigError(f"{trained}: no prepared data; `python -m data.prepare CONFIG` makes it")
-    tokenizer = str(trained) if trained else cfg.data.tokenizer
-    return [(root / folder_name(each), each) for each in sources_of(cfg, tokenizer)]
+    root = pathlib.Path(data.path or "prepared")
+    sources = sources_of(data, vocab_size)
+    return [(root / folder_name(source, vocab_size), source) for source in sources]
 
 
-def prepared_folders(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
+def prepared_folders(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, config.Data]]:
     """source_folders() of the sources that are prepared: all but token files."""
-    return [each for each in source_folders(cfg) if each[1].data.format != "tokens"]
+    sources = source_folders(data, vocab_size)
+    return [(folder, source) for folder, source in sources if source.format != "tokens"]
 
 
-def folder_name(cfg: config.Config) -> str:
+def folder_name(data: config.Data, vocab_size: int) -> str:
     """{source}-{hash}, of one source. Raises ConfigError."""
-    name = re.sub("[^A-Za-z0-9._-]+", "-", cfg.data.source).strip("-.")
-    return f"{name[-100:]}-{short_hash(identity(cfg))}"
+    name = re.sub("[^A-Za-z0-9._-]+", "-", data.source).strip("-.")
+    return f"{name[-100:]}-{short_hash(identity(data, vocab_size))}"
 
 
-def sources_of(cfg: config.Config, tokenizer: str | None) -> list[config.Config]:
-    """The configuration of each source of a mixture alone, with this tokenizer."""
-    source_cfgs = []
-    for source in cfg.data.sources:
-        options: dict[str, Any] = {"sources": (), "path": None, "tokenizer": tokenizer}
-        for name in SOURCE_OPTIONS:
-            options[name] = getattr(source, name) or getattr(cfg.data, name)
-        data = replace(cfg.data, source=source.source, **options)
-        source_cfgs.append(replace(cfg, data=data))
-    return source_cfgs
+def sources_of(data: config.Data, vocab_size: int) -> list[config.Data]:
+    """The options of each source alone. Those of a mixture share a tokenizer."""
+    trained = common_tokenizer(data, vocab_size)
+    sources = separated(data)
+    if trained:
+        sources = [replace(source, tokenizer=config.Path(str(trained))) for source in sources]
+    return sources
 
 
-def common_tokenizer(cfg: config.Config) -> pathlib.Path | None:
-    """The file of the tokenizer that is trained on all sources of a mixture. None where it names
-    one, or has token files alone."""
-    source_cfgs = sources_of(cfg, None)
-    if cfg.data.tokenizer or all(each.data.format == "tokens" for each in source_cfgs):
+def separated(data: config.Data) -> list[config.Data]:
+    """The options of each source alone, as they are given: without the tokenizer that is trained
+    for a mixture."""
+    if not data.sources:
+        return [data]
+    sources = []
+    for entry in data.sources:
+        options = {name: getattr(entry, name) or getattr(data, name) for name in SOURCE_OPTIONS}
+        sources.append(replace(data, source=entry.source, sources=(), path=None, **options))
+    return sources
+
+
+def common_tokenizer(data: config.Data, vocab_size: int) -> pathlib.Path | None:
+    """The file of the tokenizer that is trained on all sources of a mixture. None without a
+    mixture, and for one that names a tokenizer or has token files alone."""
+    sources = separated(data)
+    is_trained = any(source.format != "tokens" for source in sources) and not data.tokenizer
+    if not (data.sources and is_trained):
         return None
-    identities = [identity(source_cfg) for source_cfg in source_cfgs]
-    weights = [source.weight for source in cfg.data.sources]
+    identities = [identity(source, vocab_size) for source in sources]
+    weights = [source.weight for source in data.sources]
     name = f"tokenizer-{short_hash([identities, weights])}.model"
-    return pathlib.Path(cfg.data.path or "prepared") / name
+    return pathlib.Path(data.path or "prepared") / name
 
 
 def short_hash(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def source_names(cfg: config.Config) -> list[str]:
-    """The names of a mixture's sources; of their folders if two sources have the same name."""
-    names = [str(source.source) for source in cfg.data.sources]
-    if len(set(names)) < len(names):
-        return [folder.name for folder, _ in source_folders(cfg)]
-    return names
-
-
 # Identity
 
 
-def identity(cfg: config.Config) -> dict[str, Any]:
+def identity(data: config.Data, vocab_size: int) -> dict[str, Any]:
     """The options that determine a source's prepared files. Raises ConfigError if the tokenizer
     cannot be read."""
-    d = cfg.data
     entries: dict[str, Any] = {
-        "source": d.source,
-        "subset": d.subset,
-        "split": d.split,
-        "text_field": d.text_field,
+        "source": data.source,
+        "subset": data.subset,
+        "split": data.split,
+        "text_field": data.text_field,
         "tokenizer": "trained here",
-        "vocab_size": cfg.model.vocab_size,
-        "max_tokens": d.max_tokens,
-        "validation": d.validation,
+        "vocab_size": vocab_size,
+        "max_tokens": data.max_tokens,
+        "validation": data.validation,
         "format": FORMAT,
     }
-    if d.tokenizer:
-        entries["tokenizer"] = tokenizer_hash(tokenizer_files(d.tokenizer))
+    if data.tokenizer:
+        entries["tokenizer"] = tokenizer_hash(tokenizer_files(data.tokenizer))
         entries["vocab_size"] = None  # the tokenizer's; the model may have more rows
-    entries |= row_format(d).identity()
-    if d.source == STDLIB:
+    entries |= row_format(data).identity()
+    if data.source == STDLIB:
         entries["python"] = platform.python_version()
     return entries
 
 
-def check_identity(folder: pathlib.Path, manifest: dict, cfg: config.Config) -> None:
+def check_identity(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) -> None:
     """Raises ConfigError naming every option in which a prepared folder differs from its source's
-    configuration."""
-    now = identity(cfg)
+    configuration. now: identity() of that."""
     before = manifest["identity"]
     if manifest["tokenizer"] == now["tokenizer"]:
         # it was trained for this folder, and now it is named: the files are the same
@@ -194,10 +195,10 @@ def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
     files.write_atomic(folder / MANIFEST, content, temporary)
 
 
-def is_prepared(cfg: config.Config) -> bool:
+def is_prepared(data: config.Data, vocab_size: int) -> bool:
     """Whether all text of all sources is recorded. Raises ConfigError and OSError."""
-    trained = common_tokenizer(cfg)
+    trained = common_tokenizer(data, vocab_size)
     if trained and not trained.exists():
         return False
-    manifests = [read_manifest(folder) or {} for folder, _ in prepared_folders(cfg)]
-    return all(manifest.get("complete") for manifest in manifests)
+    folders = [folder for folder, _ in prepared_folders(data, vocab_size)]
+    return all((read_manifest(folder) or {}).get("complete") for folder in folders)

@@ -4,10 +4,8 @@ Whatever prepares or opens data calls complete() first. What it finds becomes an
 other, so that a run's config.toml says it.
 """
 
-import argparse
 import contextlib
 import pathlib
-from dataclasses import replace
 from typing import Any
 
 import config
@@ -17,57 +15,60 @@ from data.source import Source, list_files, local_paths
 from system.processes import print_error
 
 
-def complete(args: argparse.Namespace, cfg: config.Config, is_plan: bool = False) -> config.Config:
-    """The configuration with the formats that no option says. is_plan: see format_of(). Raises
-    ConfigError if a first row has the columns of no format, or of several, and OSError."""
-    d = cfg.data
-    if d.format or d.messages_field:
+def complete(cfg: config.Config, is_plan: bool = False) -> config.Config:
+    """The configuration with the formats that no option says. is_plan: for a plan, which does not
+    need rows. Raises ConfigError if a first row has the columns of no format, or of several, and
+    OSError."""
+    data = cfg.data
+    if data.format or data.messages_field:
         return cfg
-    root = pathlib.Path(d.path or "prepared")
-    tokenizer = d.tokenizer or str(folders.common_tokenizer(cfg))
-    source_cfgs = folders.sources_of(cfg, tokenizer) or [cfg]
-    formats = [each.data.format or format_of(each, root, is_plan) for each in source_cfgs]
-    if set(formats) == {"text"} and not d.chat_template:  # which is refused with text
+    root = pathlib.Path(data.path or "prepared")
+    vocab_size = cfg.model.vocab_size
+    formats = []
+    for source in folders.sources_of(data, vocab_size):
+        formats.append(source.format or format_of(source, vocab_size, root, is_plan))
+    if set(formats) == {"text"} and not data.chat_template:  # which is refused with text
         return cfg
-    options = [f"--data.format={formats[0]}"]
-    if d.sources:
-        sources = [replace(source, format=name) for source, name in zip(d.sources, formats)]
-        options = [f"--data.sources={config.toml(sources)}"]
-    args.overrides += options
-    return config.load(args.config, args.overrides)
+    tables = config.to_dict(cfg)
+    for entry, name in zip(tables["data"].get("sources") or [tables["data"]], formats):
+        entry["format"] = name
+    if not data.document_mask:
+        del tables["data"]["document_mask"]  # conversations imply it
+    return config.from_dict(tables, "by the first row")
 
 
-def format_of(cfg: config.Config, root: pathlib.Path, is_plan: bool) -> RowFormat:
-    """The format of a source's rows, by its first one. root: of the prepared folders. is_plan: for
-    a plan, which does not need rows. Raises ConfigError and OSError."""
-    d = cfg.data
-    if d.text_field != config.Data.text_field:
+def format_of(
+    data: config.Data, vocab_size: int, root: pathlib.Path, is_plan: bool = False
+) -> RowFormat:
+    """The format of a source's rows, by its first one. root: of the prepared folders. is_plan: as
+    of complete(). Raises ConfigError and OSError."""
+    if data.text_field != config.Data.text_field:
         return "text"
-    if not local_paths(d.source, d.split):
-        name = recorded_format(cfg, root)
+    if not local_paths(data.source, data.split):
+        name = recorded_format(data, vocab_size, root)
         if name or is_plan:
             return name or "text"
-    files, _ = list_files(d)
-    _, row = next(Source(d, files).rows(), ("", {d.text_field: ""}))
+    files, _ = list_files(data)
+    _, row = next(Source(data, files).rows(), ("", {data.text_field: ""}))
     formats = formats_with(row)
-    if isinstance(row.get(d.text_field), str):
+    if isinstance(row.get(data.text_field), str):
         formats.insert(0, "text")
     elif len(formats) != 1:
         raise ConfigError(
-            f"[data] source = {d.source}: the columns of its first row, {', '.join(row)}, are those "
+            f"[data] source = {data.source}: the columns of its first row, {', '.join(row)}, are those "
             f"of {'several formats' if formats else 'no data.format'}; name what to train on: "
             f"{' or '.join(options_for(row, formats)) or 'none of them holds text or messages'}"
         )
     if formats != ["text"]:
-        print_error(f'{d.source}: data.format = "{formats[0]}", by its columns {", ".join(row)}')
+        print_error(f'{data.source}: data.format = "{formats[0]}", by its columns {", ".join(row)}')
     return formats[0]
 
 
-def recorded_format(cfg: config.Config, root: pathlib.Path) -> RowFormat | None:
+def recorded_format(data: config.Data, vocab_size: int, root: pathlib.Path) -> RowFormat | None:
     """The format in which a source was prepared whose rows are on a hub, or gone."""
     with contextlib.suppress(ConfigError):  # a tokenizer that is still to be trained, perhaps
-        options = folders.identity(cfg).items()
-        name = folders.folder_name(cfg)
+        options = folders.identity(data, vocab_size).items()
+        name = folders.folder_name(data, vocab_size)
         others = root.glob(f"{name.rpartition('-')[0]}-*")
         for folder in (root, root / name, *others):  # as texts first
             manifest = folders.read_manifest(folder)

@@ -44,9 +44,8 @@ class Loader:
     prepared: ask missing(step) before each next(). The ranks agree on it (run/stop.py).
     """
 
-    def __init__(self, cfg: config.Config, dataset: Dataset, world: Any, first_step: int):
+    def __init__(self, dataset: Dataset, world: Any, first_step: int):
         """world: a parallel.mesh.World."""
-        self.cfg = cfg
         self.dataset = dataset
         self.world = world
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "loader")
@@ -58,19 +57,18 @@ class Loader:
         self._read_ahead()
         return self.pending.popleft().result()
 
-    def missing(self, step: int) -> PreparedSource | None:
-        """The source whose text a step waits for, the next one or the one after it; where an
-        evaluation comes before it, also the validation text. Past the last step: what the last one
-        waits for. Raises ConfigError and OSError."""
+    def missing(self, step: int, evaluates: bool = False) -> PreparedSource | None:
+        """The source whose text a step waits for, the next one or the one after it. Past the last
+        step: what the last one waits for. evaluates: it also waits for the validation text, for an
+        evaluation before it. Raises ConfigError and OSError."""
         self._read_ahead()
-        evaluates = config.evaluation_is_due(self.cfg, step - 1)
-        return self.dataset.missing(min(step, self.cfg.train.steps), evaluates)
+        return self.dataset.missing(min(step, self.dataset.train.steps), evaluates)
 
     def _read_ahead(self) -> None:
         """Has the thread read the next steps' batches, as far as their text is prepared."""
         while (
             len(self.pending) < READ_AHEAD
-            and self.next_to_read <= self.cfg.train.steps
+            and self.next_to_read <= self.dataset.train.steps
             and self.dataset.covers(self.next_to_read)
         ):
             self.pending.append(self.thread.submit(self.batch, self.next_to_read))
@@ -78,16 +76,13 @@ class Loader:
 
     def batch(self, step: int) -> Batch:
         """Reads a step's batch. Raises ConfigError."""
+        train = self.dataset.train
+        has_mask = self.dataset.data.document_mask
         digest = 0
         micro_batches = []
-        for numbers in rank_samples(
-            step,
-            self.cfg.train.global_batch_size,
-            config.micro_batch_size(self.cfg, self.world.dp_size),
-            self.world.dp_rank,
-            self.world.dp_size,
-        ):
-            rows, documents = read([self.dataset.span(number) for number in numbers], self.cfg)
+        for numbers in samples_of(step, train, self.world):
+            spans = [self.dataset.span(number) for number in numbers]
+            rows, documents = read(spans, train.seq_len, has_mask)
             digest += sum(map(sample_digest, numbers, rows))
             micro_batches.append(rank_tensors(rows, documents, self.world))
         return Batch(
@@ -103,9 +98,9 @@ class Loader:
         Each rank counts those of the full step: which samples the other ranks read follows from
         their numbers, and this costs less than a collective.
         """
-        valid = config.tokens_per_step(self.cfg)
-        if self.cfg.data.document_mask:
-            batch_size = self.cfg.train.global_batch_size
+        batch_size = self.dataset.train.global_batch_size
+        valid = config.tokens_per_step(self.dataset.train)
+        if self.dataset.data.document_mask:
             for number in range((step - 1) * batch_size, step * batch_size):
                 stream, start, stop = self.dataset.span(number)
                 valid -= stream.targets_without_loss(start, stop)
@@ -115,14 +110,22 @@ class Loader:
         self.thread.shutdown(cancel_futures=True)
 
 
-def read(spans: Sequence[Span], cfg: config.Config) -> tuple[Tensor, Tensor | None]:
+def samples_of(step: int, train: config.Train, world: Any) -> list[range]:
+    """The sample numbers of each micro-batch of a data rank in a step (from 1)."""
+    micro_batch_size = config.micro_batch_size(train, world.dp_size)
+    return rank_samples(
+        step, train.global_batch_size, micro_batch_size, world.dp_rank, world.dp_size
+    )
+
+
+def read(spans: Sequence[Span], seq_len: int, document_mask: bool) -> tuple[Tensor, Tensor | None]:
     """(ids (B, T+1), document numbers (B, T+1) if there is a mask) of a micro-batch's samples.
 
     A token without a loss is its complement -1 - id. A span shorter than T+1 is padded with -1; one
     without a target isn't read. Raises ConfigError.
     """
-    rows = torch.full((len(spans), cfg.train.seq_len + 1), -1)
-    documents = torch.zeros_like(rows) if cfg.data.document_mask else None
+    rows = torch.full((len(spans), seq_len + 1), -1)
+    documents = torch.zeros_like(rows) if document_mask else None
     for row, (stream, start, stop) in enumerate(spans):
         if stop - start < 2:  # no input with a target
             continue
@@ -183,34 +186,35 @@ def sample_digest(number: int, ids: Tensor) -> int:
 
 
 def validation_batches(
-    stream: TextStream, cfg: config.Config, world: Any
+    stream: TextStream,
+    train: config.Train,
+    evaluation: config.Eval | None,
+    document_mask: bool,
+    world: Any,
 ) -> Iterator[tuple[Tensor, ...]]:
     """A data rank's micro-batches of a validation stream, each target once over all data ranks.
 
     The last batch is padded with IGNORE, so that every rank runs the same number of forward passes.
     """
-    seq_len = cfg.train.seq_len
-    batch_size = cfg.train.global_batch_size
-    micro_batch_size = config.micro_batch_size(cfg, world.dp_size)
-    targets = validation_tokens(stream, cfg) - 1
-    steps = math.ceil(targets / config.tokens_per_step(cfg))
+    targets = validation_tokens(stream, train, evaluation) - 1
+    steps = math.ceil(targets / config.tokens_per_step(train))
     for step in range(1, steps + 1):
-        for numbers in rank_samples(
-            step, batch_size, micro_batch_size, world.dp_rank, world.dp_size
-        ):
+        for numbers in samples_of(step, train, world):
             spans = []
             for number in numbers:
-                start = number * seq_len
-                stop = min(start + seq_len + 1, stream.length)
+                start = number * train.seq_len
+                stop = min(start + train.seq_len + 1, stream.length)
                 spans.append(Span(stream, start, stop))
-            rows, documents = read(spans, cfg)
+            rows, documents = read(spans, train.seq_len, document_mask)
             yield rank_tensors(rows, documents, world)
 
 
-def validation_tokens(stream: TextStream, cfg: config.Config) -> int:
+def validation_tokens(
+    stream: TextStream, train: config.Train, evaluation: config.Eval | None
+) -> int:
     """How many tokens of a validation stream, from its first one, are read. All but the first are
     targets."""
-    if cfg.eval and cfg.eval.batches:
-        tokens = cfg.eval.batches * config.tokens_per_step(cfg) + 1
+    if evaluation and evaluation.batches:
+        tokens = evaluation.batches * config.tokens_per_step(train) + 1
         return min(tokens, stream.length)
     return stream.length

@@ -58,28 +58,28 @@ class Batch:
 
 
 def prepare(
-    cfg: config.Config, workers: int | None = None, has_bar: bool = False
+    data: config.Data, vocab_size: int, workers: int | None = None, has_bar: bool = False
 ) -> list[pathlib.Path]:
     """Begins missing folders of token files, checks existing ones, and completes them. Returns
-    them, by source. workers: threads that tokenize. has_bar: shows bars of progress, else lines.
-    Raises ConfigError and OSError."""
+    them, by source. vocab_size: of the model. workers: threads that tokenize. has_bar: shows bars
+    of progress, else lines. Raises ConfigError and OSError."""
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # threads of ours take one core each
-    sources = begin_all(cfg)
+    sources = begin_all(data, vocab_size)
     while True:
         incomplete = [each for each in sources if not manifest_of(each[0])["complete"]]
         if not incomplete:
             return [folder for folder, _ in sources]
         with contextlib.ExitStack() as stack:
             preparations = []
-            for folder, source_cfg in incomplete:
+            for folder, source in incomplete:
                 lock = take_lock(folder)
                 if lock:
                     stack.callback(lock.release)
-                    preparation = Preparation(folder, source_cfg, has_bar)
+                    preparation = Preparation(folder, source, has_bar)
                     stack.callback(preparation.close)
                     preparations.append(preparation)
             if preparations:
-                pool = start_pool(cfg, workers or worker_count())
+                pool = start_pool(data, workers or worker_count())
                 stack.callback(pool.shutdown, cancel_futures=True)
                 prepare_together(preparations, pool)
             else:
@@ -106,9 +106,9 @@ def worker_count(ranks: int = 0) -> int:
     return min(MOST_WORKERS, max(1, usable_cores() - ranks))
 
 
-def start_pool(cfg: config.Config, workers: int) -> Executor:
+def start_pool(data: config.Data, workers: int) -> Executor:
     """Threads; for conversations, which Python renders, processes."""
-    if not row_format(cfg.data).is_whole:
+    if not row_format(data).is_whole:
         return ThreadPoolExecutor(workers)
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(),))
@@ -160,21 +160,21 @@ class Preparation:
     """A folder whose text this process prepares: batches() are tokenized, and then given to write()
     in their order."""
 
-    def __init__(self, folder: pathlib.Path, cfg: config.Config, has_bar: bool):
+    def __init__(self, folder: pathlib.Path, data: config.Data, has_bar: bool):
         """Raises ConfigError and OSError."""
         self.folder = folder
-        self.d = cfg.data
-        self.limit = self.d.max_tokens or float("inf")  # train tokens
-        self.writer = TokenWriter(folder, whole_documents=row_format(self.d).is_whole)
+        self.data = data
+        self.limit = self.data.max_tokens or float("inf")  # train tokens
+        self.writer = TokenWriter(folder, whole_documents=row_format(self.data).is_whole)
         self.manifest = self.writer.manifest
-        self.encode = row_format(self.d).encoder(folder)
-        self.validation = validation_source(self.d)
+        self.encode = row_format(self.data).encoder(folder)
+        self.validation = validation_source(self.data)
         self.files = [SourceFile(*entry) for entry in self.manifest["files"]]
         self._note_changes()
         self.next_record = 0.0  # by time.monotonic()
         self.next_line = time.monotonic() + LOG_SECONDS
         self.bar = tqdm(
-            desc=self.d.source[-24:],
+            desc=self.data.source[-24:],
             initial=self.manifest["tokens"]["train"],
             unit=" tokens",
             unit_scale=True,
@@ -200,7 +200,7 @@ class Preparation:
     def batches(self) -> Iterator[Batch]:
         """What is left to tokenize: first the text of a validation source. Each source ends with a
         batch without documents."""
-        source = Source(self.d, self.files, Position(*self.manifest["position"]))
+        source = Source(self.data, self.files, Position(*self.manifest["position"]))
         if self.validation and not self.manifest["validation"]:
             yield from self._batches(Source(self.validation, self.manifest["validation_files"]))
         yield from self._batches(source)
@@ -274,18 +274,18 @@ class Preparation:
     def _end_validation(self) -> None:
         if self.manifest["tokens"]["heldout"] < 2:  # an input and its target
             raise ConfigError(
-                f"[data] validation = {self.d.validation}: holds nothing to evaluate on"
+                f"[data] validation = {self.data.validation}: holds nothing to evaluate on"
             )
         self.writer.decide_validation()
         self.writer.record()
 
     def _complete(self) -> None:
         if not any(self.manifest["documents"].values()):
-            raise ConfigError(f"[data] source = {self.d.source}: holds no text")
+            raise ConfigError(f"[data] source = {self.data.source}: holds no text")
         file, row = self.manifest["position"]
         if row:  # data.max_tokens was reached in this file
             self.manifest["position"] = Position(file + 1)
-        check_files(self.folder, self.manifest, self.d)
+        check_files(self.folder, self.manifest, self.data)
         self.writer.complete()
         tokens = self.manifest["tokens"]
         with tqdm.external_write_mode():
@@ -302,7 +302,7 @@ class Preparation:
         self.bar.update(tokens - self.bar.n)
         if self.bar.disable and time.monotonic() > self.next_line:
             self.next_line = time.monotonic() + LOG_SECONDS
-            print_error(f"{self.d.source}: {tokens:,} tokens prepared, {share:.0%}")
+            print_error(f"{self.data.source}: {tokens:,} tokens prepared, {share:.0%}")
 
     def keep(self) -> None:
         """Records what came before a wrong row, if there is text to train on."""
@@ -319,17 +319,18 @@ def main(argv: list[str]) -> int:
     train on this machine meanwhile."""
     words = [word for word in argv if not word.startswith("--beside=")]
     ranks = [int(word.partition("=")[2]) for word in argv if word.startswith("--beside=")]
-    args, cfg = config.from_command_line(words, __doc__, config.argument_parser())
+    _, cfg = config.from_command_line(words, __doc__, config.argument_parser())
     if ranks:
         die_with_parent()
         os.nice(19)
         with contextlib.suppress(OSError):  # Linux's priority of a session next to others
             pathlib.Path("/proc/self/autogroup").write_text("19")
     try:
-        cfg = formats.complete(args, cfg)
+        cfg = formats.complete(cfg)
         if not ranks:
-            check_complete(cfg)
-        prepare(cfg, worker_count(*ranks), has_bar=not any(ranks))
+            check_complete(cfg.data, cfg.model.vocab_size)
+        workers = worker_count(*ranks)
+        prepare(cfg.data, cfg.model.vocab_size, workers, has_bar=not any(ranks))
     except ConfigError as error:
         print_error(str(error))
         return 2
@@ -344,9 +345,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def check_complete(cfg: config.Config) -> None:
+def check_complete(data: config.Data, vocab_size: int) -> None:
     """Compares what is prepared already with its hashes. Raises ConfigError and OSError."""
-    for folder, _ in begin_all(cfg):
+    for folder, _ in begin_all(data, vocab_size):
         if manifest_of(folder)["complete"]:
             print_error(f"{folder} is prepared: comparing its hashes")
             check_hashes(folder)

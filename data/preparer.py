@@ -40,15 +40,16 @@ class Preparer:
         """Begins or checks the folders, and starts the process if they are not complete. Waits
         until all is prepared; for text that grows, the ranks wait. Raises ConfigError and
         OSError."""
-        begin_all(cfg)
-        if is_prepared(cfg):
+        text = (cfg.data, cfg.model.vocab_size)
+        begin_all(*text)
+        if is_prepared(*text):
             return
-        grows = trains_meanwhile(cfg)
+        grows = trains_meanwhile(cfg.data)
         ranks = self.ranks if grows else 0
         self.command = [*python_command(MAIN), "/dev/stdin", f"--beside={ranks}"]
         self.configuration = config.to_toml(cfg)
         self._start()
-        while not (grows or is_prepared(cfg)):
+        while not (grows or is_prepared(*text)):
             if self.has_failed():
                 raise ConfigError("the text cannot be prepared: see above")
             if self.exit_code and self.pause >= LONGEST_PAUSE:  # the sixth time
@@ -90,6 +91,6 @@ class Preparer:
             self.child.wait()
 
 
-def trains_meanwhile(cfg: config.Config) -> bool:
+def trains_meanwhile(data: config.Data) -> bool:
     """Whether ranks train on text while the rest is prepared."""
-    return cfg.data.order == "growing" and not row_format(cfg.data).is_whole
+    return data.order == "growing" and not row_format(data).is_whole

@@ -1,6 +1,6 @@
 """What a row of a source is: a text or, behind data.format, a conversation. Asked here alone.
 
-Whoever reads, tokenizes, stores, opens or prints rows asks row_format(d) for what depends on it.
+Whoever reads, tokenizes, stores, opens or prints rows asks row_format(data) for what depends on it.
 """
 
 import array
@@ -24,13 +24,13 @@ HELD_OUT = 25  # one of so many documents, of those before the first border
 Encoded = list[tuple[bool, bytes]]
 
 
-def row_format(d: config.Data) -> "Texts":
+def row_format(data: config.Data) -> "Texts":
     """The format of the rows of one source."""
-    if d.has_conversations:
+    if data.has_conversations:
         from extras.chat.rows import Conversations
 
-        return Conversations(d)
-    return Texts(d)
+        return Conversations(data)
+    return Texts(data)
 
 
 class Texts:
@@ -39,17 +39,17 @@ class Texts:
     is_whole = False  # whether a document is held out whole or not at all, and windows are planned
     # over all documents, so that all are prepared before the first step
 
-    def __init__(self, d: config.Data):
-        self.d = d
+    def __init__(self, data: config.Data):
+        self.data = data
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Those of a parquet or Arrow file that are read."""
-        return (self.d.text_field,)
+        return (self.data.text_field,)
 
     def document(self, where: str, row: dict) -> str:
         """A row's document; empty: it is left out. Raises ConfigError if the row is wrong."""
-        field = self.d.text_field
+        field = self.data.text_field
         if field not in row:
             raise ConfigError(f"has no field {field!r} (data.text_field), but {', '.join(row)}")
         text = row[field]
@@ -78,12 +78,19 @@ class Texts:
         return {}
 
     def open(
-        self, folder: pathlib.Path, manifest: dict, split: str, cfg: config.Config
+        self,
+        folder: pathlib.Path,
+        manifest: dict,
+        split: str,
+        vocab_size: int,
+        seq_len: int,
+        seed: int,
     ) -> "TextStream":
-        """The stream "train" or "validation" of a folder. Raises ConfigError."""
+        """The stream "train" or "validation" of a folder. vocab_size: of the model. seq_len, seed:
+        of windows that are planned. Raises ConfigError."""
         from data.tokens import stream_of
 
-        return stream_of(folder, manifest, split, cfg.model.vocab_size)
+        return stream_of(folder, manifest, split, vocab_size)
 
     def notes(self, streams: "Sequence[TextStream]") -> list[str]:
         """Lines for a launch's log. streams: the training streams."""

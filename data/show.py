@@ -44,7 +44,7 @@ def samples(cfg: config.Config, step: int) -> Iterator[str]:
 def heading(dataset: Dataset, step: int, number: int, span: Span) -> str:
     """Names a sample: where the order took it from."""
     position = dataset.position(number)
-    sources = dataset.cfg.data.sources
+    sources = dataset.data.sources
     of_source = f" of {sources[position.source].source}" if sources else ""
     last = span.stop - 1  # a target only
     return (
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     parser = config.argument_parser()
     parser.add_argument("--step", type=int, default=1)
     args, cfg = config.from_command_line(argv, __doc__, parser)
-    cfg = formats.complete(args, cfg)
+    cfg = formats.complete(cfg)
     if args.step < 1:
         raise ConfigError(f"--step {args.step}: steps count from 1")
     if isinstance(sys.stdout, io.TextIOWrapper):  # None: closed

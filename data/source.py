@@ -55,12 +55,14 @@ class Position(NamedTuple):
 class Source:
     """The documents of a source, from a position on. After each, `position` is its own."""
 
-    def __init__(self, d: config.Data, files: list[SourceFile], position: Position | None = None):
-        self.d = d
+    def __init__(
+        self, data: config.Data, files: list[SourceFile], position: Position | None = None
+    ):
+        self.data = data
         self.files = files
         self.position = position or Position()
         self.open_file: IO[bytes] | None = None  # the one that is read
-        self.format = row_format(d)
+        self.format = row_format(data)
 
     def __iter__(self) -> Iterator[str]:
         """Yields the documents that aren't empty. Raises ConfigError, which names file and row, and
@@ -84,7 +86,7 @@ class Source:
                 with open_file(path) as self.open_file:
                     for row_number, row in read_rows(self.open_file, path, columns, skip):
                         if is_plain_text(path):
-                            row = {self.d.text_field: row}
+                            row = {self.data.text_field: row}
                         if not isinstance(row, dict):
                             kind = type(row).__name__
                             raise ConfigError(f"row {row_number}: is no object, but of type {kind}")
@@ -136,16 +138,18 @@ def first_line(error: Exception) -> str:
 # Which files
 
 
-def list_files(d: config.Data, revision: str | None = None) -> tuple[list[SourceFile], str | None]:
+def list_files(
+    data: config.Data, revision: str | None = None
+) -> tuple[list[SourceFile], str | None]:
     """(the files of a source in reading order, the commit of a Hugging Face dataset).
 
     The order is that of a hash of their names within the source, so that a corpus of many files is
     mixed as it is read. revision: None for the newest commit. Raises ConfigError, and OSError if a
     retry may help.
     """
-    paths = local_paths(d.source, d.split)
+    paths = local_paths(data.source, data.split)
     if paths is None:
-        return hub_files(d, revision)
+        return hub_files(data, revision)
     for path in paths:
         if not is_readable(path):
             raise ConfigError(
@@ -154,7 +158,7 @@ def list_files(d: config.Data, revision: str | None = None) -> tuple[list[Source
             )
     if not paths:
         raise ConfigError(
-            f"[data] source = {d.source}: no such file (or folder, or pattern) of "
+            f"[data] source = {data.source}: no such file (or folder, or pattern) of "
             f"{', '.join(READERS)}"
         )
     files = []
@@ -244,9 +248,9 @@ def stdlib_files() -> list[str]:
     ]
 
 
-def hub_files(d: config.Data, revision: str | None) -> tuple[list[SourceFile], str]:
+def hub_files(data: config.Data, revision: str | None) -> tuple[list[SourceFile], str]:
     """list_files() of a Hugging Face dataset: as `datasets` resolves subset and split."""
-    match = DATASET_ID.fullmatch(d.source)
+    match = DATASET_ID.fullmatch(data.source)
     assert match
     repo = match["repo"]
     try:
@@ -254,22 +258,22 @@ def hub_files(d: config.Data, revision: str | None) -> tuple[list[SourceFile], s
 
         revision = revision or match["revision"]
         info = huggingface_hub.HfApi().dataset_info(repo, revision=revision, timeout=HUB_SECONDS)
-        splits = dataset_splits(repo, d.subset, info.sha, is_converted=revision == CONVERTED)
+        splits = dataset_splits(repo, data.subset, info.sha, is_converted=revision == CONVERTED)
     except Exception as error:
         raise ConfigError(
-            f"[data] source = {d.source}: is neither {STDLIB} nor a local file, and as a Hugging "
+            f"[data] source = {data.source}: is neither {STDLIB} nor a local file, and as a Hugging "
             f"Face dataset cannot be read: {type(error).__name__}: {first_line(error)}; check the "
             "name, log in with `hf auth login` or, if there is no network here, run `hf download "
             f"--repo-type dataset {repo} --local-dir FOLDER` where there is one, and name the "
             "files in it: --data.source='FOLDER/...'"
         ) from None
-    if d.split not in splits:
-        raise ConfigError(f"[data] split = {d.split}: {d.source} has {', '.join(splits)}")
-    paths = splits[d.split]
+    if data.split not in splits:
+        raise ConfigError(f"[data] split = {data.split}: {data.source} has {', '.join(splits)}")
+    paths = splits[data.split]
     for path in paths:
         if not (path.startswith(HUB) and is_readable(path)):
             raise ConfigError(
-                f"[data] source = {d.source}: has {path}; of a dataset, {', '.join(READERS)} are "
+                f"[data] source = {data.source}: has {path}; of a dataset, {', '.join(READERS)} are "
                 f"read: try --data.source={repo}@{CONVERTED}"
             )
     paths.sort(key=lambda path: name_hash(path.partition(f"{info.sha}/")[2]))

@@ -33,17 +33,15 @@ LLMC_DTYPES = {20240520: "uint16", 20240801: "uint32"}
 LLMC_HEADER_BYTES = 1024
 
 
-def open_token_files(cfg: config.Config) -> tuple[dict, TokenStream, TokenStream]:
-    """(what identifies the files, the training stream, the validation stream) of one source. Raises
-    ConfigError."""
-    d = cfg.data
-    vocab_size = cfg.model.vocab_size
-    files = list_files("source", d.source, d)
+def open_token_files(data: config.Data, vocab_size: int) -> tuple[dict, TokenStream, TokenStream]:
+    """(what identifies the files, the training stream, the validation stream) of one source.
+    vocab_size: of the model. Raises ConfigError."""
+    files = list_files("source", data.source, data)
     identity: dict = {"files": sizes_of(files)}
     tokens = sum(file.length for file in files)
-    end = min(tokens, d.max_tokens or tokens)
-    if d.validation:
-        validation_files = list_files("validation", d.validation, d)
+    end = min(tokens, data.max_tokens or tokens)
+    if data.validation:
+        validation_files = list_files("validation", data.validation, data)
         identity["validation_files"] = sizes_of(validation_files)
         training = TokenStream(files, vocab_size, end=end)
         return identity, training, TokenStream(validation_files, vocab_size)
@@ -57,7 +55,7 @@ def sizes_of(files: list[TokenFile]) -> dict[str, int]:
     return {str(file.path): file.length for file in files}
 
 
-def list_files(option: str, pattern: str, d: config.Data) -> list[TokenFile]:
+def list_files(option: str, pattern: str, data: config.Data) -> list[TokenFile]:
     """The files that an option of [data] names, in the order in which they are read. Raises
     ConfigError."""
     names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
@@ -69,18 +67,18 @@ def list_files(option: str, pattern: str, d: config.Data) -> list[TokenFile]:
         )
     root = os.path.commonpath([os.path.dirname(name) for name in names])
     names.sort(key=lambda name: name_hash(os.path.relpath(name, root)))
-    files = [open_file(pathlib.Path(name), d) for name in names]
+    files = [open_file(pathlib.Path(name), data) for name in names]
     if sum(file.length for file in files) < 2:  # an input and its target
         raise ConfigError(f"[data] {option} = {pattern}: holds no tokens")
     unknown = [file.path for file in files if file.ends is None and file.eos_id is None]
-    if d.document_mask and unknown:
+    if data.document_mask and unknown:
         raise ConfigError(
             f"[data] document_mask: needs data.eos_id, with which documents end in {unknown[0]}"
         )
     return files
 
 
-def open_file(path: pathlib.Path, d: config.Data) -> TokenFile:
+def open_file(path: pathlib.Path, data: config.Data) -> TokenFile:
     """Raises ConfigError."""
     refuse_pointer(path)
     index = path.with_suffix(".idx")
@@ -88,20 +86,20 @@ def open_file(path: pathlib.Path, d: config.Data) -> TokenFile:
         with path.open("rb") as file:
             head = file.read(LLMC_HEADER_BYTES)
         if head.startswith(NPY_MAGIC):
-            return open_numpy(path, d)
+            return open_numpy(path, data)
         if path.suffix == ".bin" and index.exists():
             return open_megatron(path, index)
-        return open_plain(path, head, d)
+        return open_plain(path, head, data)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
 
 
-def open_numpy(path: pathlib.Path, d: config.Data) -> TokenFile:
+def open_numpy(path: pathlib.Path, data: config.Data) -> TokenFile:
     """A file that numpy.save() wrote. Raises ConfigError and ValueError."""
     array = np.load(path, mmap_mode="r")
     if array.dtype.kind not in "iu" or not array.flags.c_contiguous:
         raise ConfigError(f"{path}: holds {array.dtype}, not token ids, or not in their order")
-    return TokenFile(path, array.dtype, array.size, array.offset, eos_id=d.eos_id)
+    return TokenFile(path, array.dtype, array.size, array.offset, eos_id=data.eos_id)
 
 
 def open_megatron(path: pathlib.Path, index: pathlib.Path) -> TokenFile:
@@ -122,11 +120,11 @@ def open_megatron(path: pathlib.Path, index: pathlib.Path) -> TokenFile:
     return TokenFile(path, dtype, size // dtype.itemsize, ends=begins[1:], end_scale=dtype.itemsize)
 
 
-def open_plain(path: pathlib.Path, head: bytes, d: config.Data) -> TokenFile:
+def open_plain(path: pathlib.Path, head: bytes, data: config.Data) -> TokenFile:
     """Ids alone, or behind llm.c's header. Raises ConfigError."""
     magic = int.from_bytes(head[:4], "little")
     is_llmc = magic in LLMC_DTYPES and len(head) == LLMC_HEADER_BYTES
-    name = LLMC_DTYPES[magic] if is_llmc else d.token_dtype
+    name = LLMC_DTYPES[magic] if is_llmc else data.token_dtype
     if name is None:
         raise ConfigError(f"[data] token_dtype: is needed to read {path}, which does not say it")
     dtype = np.dtype(name)
@@ -134,4 +132,4 @@ def open_plain(path: pathlib.Path, head: bytes, d: config.Data) -> TokenFile:
     length, rest = divmod(path.stat().st_size - offset, dtype.itemsize)
     if rest:
         raise ConfigError(f"{path}: its size is no multiple of that of {name} ids")
-    return TokenFile(path, dtype, length, offset, eos_id=d.eos_id)
+    return TokenFile(path, dtype, length, offset, eos_id=data.eos_id)

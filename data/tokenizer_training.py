@@ -15,32 +15,31 @@ LONGEST_LINE = 1 << 14  # characters; a longer line is split for training
 
 
 def train_on_sources(
-    source_cfgs: Sequence[config.Config], weights: Sequence[float] = (1.0,)
+    sources: Sequence[config.Data], weights: Sequence[float], vocab_size: int
 ) -> bytes:
     """Trains on the start of each source, in proportion to its weight.
 
     On 800 characters per vocabulary entry, at least 4 million: training waits for it. Returns the
     model file's content. Raises ConfigError.
     """
-    vocab_size = source_cfgs[0].model.vocab_size
     characters = max(4_000_000, vocab_size * 800)
-    names = ", ".join(source_cfg.data.source for source_cfg in source_cfgs)
+    names = ", ".join(source.source for source in sources)
     print_error(
         f"training a tokenizer of {vocab_size:,} vocabulary entries on up to "
         f"{characters / 1e6:,.0f} MB of {names}"
     )
-    return train_tokenizer(first_documents(source_cfgs, weights, characters), vocab_size)
+    return train_tokenizer(first_documents(sources, weights, characters), vocab_size)
 
 
 def first_documents(
-    source_cfgs: Sequence[config.Config], weights: Sequence[float], characters: int
+    sources: Sequence[config.Data], weights: Sequence[float], characters: int
 ) -> Iterator[str]:
     """Yields documents from the start of each source, in all as many characters, or a little
     more."""
-    for source_cfg, weight in zip(source_cfgs, weights):
+    for data, weight in zip(sources, weights):
         share = characters * (weight / sum(weights))
         read = 0
-        for text in Source(source_cfg.data, list_files(source_cfg.data)[0]):
+        for text in Source(data, list_files(data)[0]):
             yield text
             read += len(text)
             if read >= share:

@@ -88,15 +88,16 @@ class Ranks:
             return [*torchrun, *ONE_NODE, TRAIN]
         return [*on_nodes(torchrun, self.nodes, self.job, launch), TRAIN]
 
-    def environment(self, cfg: config.Config) -> dict[str, str]:
-        """The ranks' environment; variables that the user has set are kept."""
+    def environment(self, run_folder: pathlib.Path, timeout: float) -> dict[str, str]:
+        """The ranks' environment; variables that the user has set are kept. timeout: seconds that
+        ranks may take to end after a stop."""
         inherited = {}
         for name, value in os.environ.items():
             if not OF_A_LAUNCHER.fullmatch(name):
                 inherited[name] = value
         # the job's cores, not the machine's; without a job those that this process may use
         cores = int(os.environ.get("SLURM_CPUS_ON_NODE") or usable_cores())
-        records = (config.run_folder(cfg) / "logs" / "nccl-rank-").absolute()
+        records = (run_folder / "logs" / "nccl-rank-").absolute()
         defaults = {
             "OMP_NUM_THREADS": str(max(1, cores // self.local)),
             # libgomp's threads spin 300,000 times (10 ms) for work by default. Where processes
@@ -104,7 +105,7 @@ class Ranks:
             "GOMP_SPINCOUNT": "1000",
             # From torch 2.12 on, torchrun kills its ranks this many seconds after a stop. They
             # finish their step and save; the watchdog ends those that hang.
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(config.longest_timeout(cfg))),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(timeout)),
             # avoids fragmentation into blocks too small for larger requests; the older name is known
             "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", EXPANDABLE),
             # NCCL's flight recorder: after a timeout each rank writes its last collectives there
@@ -202,9 +203,10 @@ def begin_rank(usage: str) -> tuple[Namespace, config.Config]:
     if PARENT in os.environ:
         die_with_parent(int(os.environ[PARENT]))
     argv = sys.argv[1:]
-    if LAUNCH in os.environ:
+    is_resolved = LAUNCH in os.environ
+    if is_resolved:
         argv = [str(pathlib.Path(os.environ[LAUNCH], CONFIG))]
-    args, cfg = config.from_command_line(argv, usage)
+    args, cfg = config.from_command_line(argv, usage, resolved=is_resolved)
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and not args.eval_only:
         cfg = resume_newest(cfg)
     return args, cfg

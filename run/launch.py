@@ -36,6 +36,7 @@ import uuid
 
 import config
 from checkpoint import compare
+from checkpoint.manifest import RemovedCheckpoint, again
 from config import Config, ConfigError, together
 from data import formats
 from data.folder import is_prepared
@@ -56,7 +57,7 @@ def launch(argv: list[str]) -> int:
     of which run_tool() makes INPUT_IS_WRONG."""
     args = config.parse_arguments(argv)
     ranks, cfg = together(Ranks.from_environment, lambda: config.load(args.config, args.overrides))
-    cfg = formats.complete(args, cfg)
+    cfg = formats.complete(cfg)
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and not args.eval_only:
         cfg = resume_newest(cfg)
     preparer = Preparer(ranks.local)
@@ -68,7 +69,10 @@ def launch(argv: list[str]) -> int:
     if start >= cfg.train.steps and read_status(folder).get("state") == "finished":
         print_line(f"{folder}: finished; train.steps = {cfg.train.steps} asks for no more")
         return FINISHED
-    together(lambda: check_folder(folder), lambda: check_prepared(cfg, ranks, argv))
+    together(
+        lambda: check_folder(folder),
+        lambda: check_prepared(cfg.data, cfg.model.vocab_size, ranks.job, argv),
+    )
     preparer.begin(cfg)
     code = attempts.train()
     preparer.close()
@@ -85,7 +89,7 @@ def check(cfg: Config, ranks: Ranks, evaluates: bool = False) -> int:
     """What one process can check before the ranks start. Returns the step that they resume after.
     Writes nothing. Raises one ConfigError with all problems."""
     (_, start, _), *_ = together(
-        lambda: compare.starting_point(cfg, evaluates),
+        lambda: again(RemovedCheckpoint, lambda: compare.starting_point(cfg, evaluates)),
         lambda: config.mesh_shape(cfg, ranks.total),
         lambda: ranks.command(""),
         lambda: check_machine(cfg, ranks, evaluates),
@@ -93,10 +97,10 @@ def check(cfg: Config, ranks: Ranks, evaluates: bool = False) -> int:
     return start
 
 
-def check_prepared(cfg: Config, ranks: Ranks, words: list[str]) -> None:
-    """Raises ConfigError if a job would have to prepare its data first: its GPUs would idle
-    meanwhile. words: the command line."""
-    if ranks.job and not trains_meanwhile(cfg) and not is_prepared(cfg):
+def check_prepared(data: config.Data, vocab_size: int, job: str, words: list[str]) -> None:
+    """Raises ConfigError if a SLURM job would have to prepare its data first: its GPUs would idle
+    meanwhile. job: its id. words: the command line."""
+    if job and not trains_meanwhile(data) and not is_prepared(data, vocab_size):
         command = shlex.join(["./run_train.sh", "-m", "data.prepare", *words])
         raise ConfigError(
             f"its data is not prepared, and none is inside a job; run {command} on the login node"
@@ -140,7 +144,7 @@ class Attempts:
         self.words = words
         self.preparer = preparer
         self.run_folder = config.run_folder(cfg)
-        self.environment = ranks.environment(cfg)
+        self.environment = ranks.environment(self.run_folder, config.longest_timeout(cfg.run))
         self.signal = 0  # the first that asked to stop
         # of the attempt:
         self.child: Any = None  # a subprocess.Popen

@@ -13,20 +13,28 @@ import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 import config
-from checkpoint.checkpointer import resolve_param_dtype
+from checkpoint import catalog
+from checkpoint.manifest import CorruptCheckpoint
 from checkpoint.save import SaveFailed
 from config import Config, ConfigError
 from data import formats
 from metrics import log
 from optim import NoTargets
-from parallel.mesh import World, build_mesh
-from parallel.ranks import check_same_on_all_ranks, printed_if_long, rank_and_size
+from parallel.mesh import World, build_mesh, has_native_bfloat16
+from parallel.ranks import (
+    all_gather_objects,
+    check_same_on_all_ranks,
+    on_rank_zero,
+    printed_if_long,
+    rank_and_size,
+)
 from parallel.torch_patches import set_default_timeout, shield_compilers
 from run import SIGNALS
 from run.command import LAUNCH, check_not_one_of_several
@@ -56,7 +64,7 @@ def main(args: Namespace, cfg: Config, train: Callable, evaluate: Callable) -> N
         if not launch and "RANK" not in os.environ:  # no launcher that has checked it, no torchrun
             check_not_one_of_several()
         if not launch:  # else the launcher did this, once for all ranks
-            cfg = formats.complete(args, cfg)
+            cfg = formats.complete(cfg)
         with distributed(cfg) as world:
             cfg = resolve_param_dtype(cfg, world)
             run = Run(cfg, world, watchdog, launch)
@@ -86,7 +94,9 @@ def distributed(cfg: Config) -> Iterator[World]:
     devices or options."""
     rank, local_rank, size = rank_and_size()
     shape = config.mesh_shape(cfg, size)
-    device = pick_device(cfg, local_rank)
+    device = pick_device(cfg.run.device, local_rank)
+    if device.type == "cuda":
+        config.check_for_gpus(cfg)
     check_interfaces()
     raise_file_limit()
     # FlexAttention is compiled on a GPU even if blocks are not
@@ -101,7 +111,7 @@ def distributed(cfg: Config) -> Iterator[World]:
     # gloo next to NCCL: flags, metadata and offloaded tensors are reduced on the host, without
     # waiting for the GPU
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = datetime.timedelta(seconds=config.longest_timeout(cfg))
+    timeout = datetime.timedelta(seconds=config.longest_timeout(cfg.run))
     set_default_timeout(timeout)
     store = None if "RANK" in os.environ else dist.HashStore()  # None: as torchrun says
     text = f"rank {rank} waits for all {size} to connect, MASTER_ADDR={os.getenv('MASTER_ADDR')}"
@@ -124,21 +134,48 @@ def shared_options(cfg: Config, device: torch.device) -> dict[str, Any]:
     return shared | {"type of device": device.type}
 
 
-def pick_device(cfg: Config, local_rank: int) -> torch.device:
-    """This rank's device, which it sets. Raises ConfigError if there is no GPU for it."""
+def resolve_param_dtype(cfg: Config, world: World) -> Config:
+    """The configuration with param_dtype = "auto" resolved: to what the run's checkpoint was
+    trained with, or without one to bfloat16 if every rank's device supports it natively, since
+    emulated bfloat16 is slower than float32."""
+    if cfg.parallel.param_dtype != "auto":
+        return cfg
+    dtype = on_rank_zero(lambda: saved_param_dtype(catalog.root_of(cfg), cfg.checkpoint))
+    if dtype is None:
+        is_native = all(all_gather_objects(has_native_bfloat16(world.device)))
+        dtype = "bfloat16" if is_native else "float32"
+    return replace(cfg, parallel=replace(cfg.parallel, param_dtype=dtype))
+
+
+def saved_param_dtype(root: pathlib.Path, settings: config.Checkpoint | None) -> str | None:
+    """That of the run's newest checkpoint whose state can be read, or of the one that `resume`
+    names; None without any. root: the folder of its checkpoints."""
+    resume = settings.resume if settings else None
+    for step in reversed(catalog.steps(root)):
+        is_import = step == 0
+        if is_import or (isinstance(resume, int) and step != resume):
+            continue
+        with contextlib.suppress(CorruptCheckpoint):
+            saved = catalog.read_state(catalog.path_of(root, step))["config"]
+            return config.values_of(saved)["parallel.param_dtype"]
+    return None
+
+
+def pick_device(option: str, local_rank: int) -> torch.device:
+    """This rank's device, which it sets. option: run.device. Raises ConfigError if there is no GPU
+    for it."""
     cpu = torch.device("cpu")
-    if cfg.run.device == "cpu" or (cfg.run.device == "auto" and not has_driver()):
+    if option == "cpu" or (option == "auto" and not has_driver()):
         return cpu
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0  # why not, torch warns of
-    if cfg.run.device == "auto" and not count and not os.path.exists(NVIDIA):
+    if option == "auto" and not count and not os.path.exists(NVIDIA):
         return cpu  # the other drivers are also of graphics units that torch never uses
     if local_rank >= count:
         raise ConfigError(
-            f'[run] device = "{cfg.run.device}": no GPU for local rank {local_rank}: torch '
+            f'[run] device = "{option}": no GPU for local rank {local_rank}: torch '
             f"{torch.__version__}, built for CUDA {torch.version.cuda}, can use {count}; NPROC sets "
             "the number of processes, --run.device=cpu trains without GPUs"
         )
-    config.check_for_gpus(cfg)
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import config
 import metrics
-from checkpoint.catalog import path_of
+from checkpoint import catalog
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.save import SaveFailed
 from config import Config, ConfigError
@@ -79,26 +79,28 @@ class Run:
         """Whether all ranks stop after this step."""
         return self.agreement.stops
 
-    def begin(self, checkpointer: Checkpointer) -> None:
+    def begin(self, checkpointer: Checkpointer) -> list[str]:
         """Takes the run's folder: the lock, the status, a log per rank. Nothing is created or
-        changed before this, so invalid input loses nothing. Collective. Raises ConfigError."""
+        changed before this, so invalid input loses nothing. Returns warnings for the log.
+        Collective. Raises ConfigError."""
         self.checkpointer = checkpointer
         self.start = self.step = checkpointer.start
         self._enter("start", self.start)
         # from now on a signal asks to stop: on all ranks, before one of them takes the folder
         listen(self.agreement.note)
         dist.barrier()
-        on_rank_zero(lambda: self._take_folder(checkpointer))
+        warnings = on_rank_zero(lambda: self._take_folder(checkpointer))
         self._enter("set-up")
         color = os.isatty(1) and not os.environ.get("NO_COLOR")  # no-color.org
         metrics.start_logging(self.folder, self.world.rank, color)
+        return warnings
 
-    def _take_folder(self, checkpointer: Checkpointer) -> None:
-        """On rank 0. Raises ConfigError if another run has it, and OSError."""
+    def _take_folder(self, checkpointer: Checkpointer) -> list[str]:
+        """On rank 0. Returns warnings. Raises ConfigError if another run has it, and OSError."""
         launch = self.launch.name.removeprefix(".launch-") if self.launch else None
         claim = FolderClaim(self.folder, launch)
         claim.take(ENDING_SECONDS)
-        checkpointer.tidy()
+        warnings = checkpointer.tidy()
         for folder in self.folder.glob(".launch-*"):
             if folder.name != f".launch-{launch}":  # its launcher was killed
                 shutil.rmtree(folder, ignore_errors=True)
@@ -107,6 +109,7 @@ class Run:
         for path in checkpointer.dataset.tokenizer_files:
             write_if_possible(self.folder / path.name, path.read_bytes())
         self.claim = claim
+        return warnings
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -167,7 +170,8 @@ class Run:
         """Starts an all-reduce, with whether what is read next is prepared."""
         self.next_step = next_step
         try:
-            self.awaited = self.loader.missing(next_step)
+            evaluates = config.evaluation_is_due(self.cfg, next_step - 1)
+            self.awaited = self.loader.missing(next_step, evaluates)
         except (ConfigError, OSError) as error:
             self._stop_by(error)
         self.agreement.begin(waits=self.awaited is not None)
@@ -216,7 +220,7 @@ class Run:
             log.error("not saved: %s", problem)
             self.claim.write_status("running", self.claim.step, not_saved=problem)
         else:
-            log.info("saved %s", path_of(self.cfg, step))
+            log.info("saved %s", catalog.path_of(catalog.root_of(self.cfg), step))
             self.claim.write_status("running", step)
 
     def end(self) -> None:

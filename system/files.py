@@ -15,17 +15,27 @@ from system.processes import print_error, warn_once
 # Errors of syncing a parent folder that we cannot have created.
 NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL)
 # Errors of a disk, a machine or a network, not of a file: a retry may help. On NFS a read fails
-# (ESTALE) where another machine has replaced the file since it was opened.
+# (ESTALE) where another machine has replaced the file since it was opened; a client of Lustre or
+# FUSE that has lost its server says that its endpoint is shut down or not connected.
 TRANSIENT_ERRORS = (
     errno.EIO,
+    getattr(errno, "EREMOTEIO", errno.EIO),  # not on macOS
     errno.ESTALE,
+    errno.EAGAIN,
+    errno.EBUSY,
     errno.EMFILE,
     errno.ENFILE,
     errno.ENOMEM,
     errno.ENOSPC,
     errno.EDQUOT,
     errno.EROFS,
+    errno.EHOSTDOWN,
     errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ECONNRESET,
+    errno.ENOTCONN,
+    errno.ESHUTDOWN,
     errno.ETIMEDOUT,
 )
 # Errors of syncing a folder on a file system that syncs files alone: CIFS, gocryptfs.

@@ -38,9 +38,9 @@ def print_line(text: str) -> None:
 
 def print_error(text: str) -> None:
     """Prints a line to stderr. It is not an error if its terminal is closed, or its reader has
-    ended."""
+    ended. It may quote a path or a word of the command line: control characters are escaped."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
     except (OSError, ValueError):
         # else Python would try to flush the line again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
+from checkpoint import catalog
 from checkpoint.load import Reader, tensors_of
 from checkpoint.save import Saver
 from config import ConfigError
@@ -116,7 +117,7 @@ def train_forked(change: str, *arguments) -> dict[str, list[dict]]:
 def run_training(cfg: config.Config, world: World) -> None:
     """One run in its folder, as train.py's main() does it."""
     import train
-    from checkpoint.checkpointer import resolve_param_dtype
+    from run.rank import resolve_param_dtype
 
     cfg = resolve_param_dtype(cfg, world)
     run = Run(cfg, world, Watchdog(world.rank, None), None)
@@ -144,7 +145,7 @@ def modes_of(sections: dict, output: str) -> set[tuple[bool, bool]]:
 def save(
     cfg: config.Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int
 ) -> None:
-    Saver(cfg, 0, []).write(
+    Saver(catalog.root_of(cfg), cfg.checkpoint, []).write(
         step, tensors_of(model, optimizer), {"step": step, "config": config.to_dict(cfg)}
     )
 
@@ -354,8 +355,8 @@ def live_peak(cases: list[dict]) -> list[int]:
             cfg = make_config(**sections)
             ours = world_for(cfg, world)
             sequences, times = (
-                config.micro_batch_size(cfg, ours.dp_size),
-                config.accumulation_steps(cfg, ours.dp_size),
+                config.micro_batch_size(cfg.train, ours.dp_size),
+                config.accumulation_steps(cfg.train, ours.dp_size),
             )
             ids = torch.randint(0, cfg.model.vocab_size, (sequences, cfg.train.seq_len + 1))
             model = meta_model(cfg.model)
@@ -453,7 +454,7 @@ def one_step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor) 
     """A step's collectives: forward and backward of every micro-batch, the gradient norm, the scales of 8 bits."""
     from optim import clip_gradients
 
-    accumulation = config.accumulation_steps(cfg, world.dp_size)
+    accumulation = config.accumulation_steps(cfg.train, world.dp_size)
     unshard_first_units(model, cfg.parallel)
     for i in range(accumulation):
         set_communication(model, cfg.parallel, world, i == accumulation - 1)
@@ -579,8 +580,8 @@ def host_reads(sections: dict, output: str) -> tuple[list[list[str]], list[str]]
 def train_with_units(steps: int, sections: dict, output: str, units: list[bool]) -> str:
     """train_to(), or with steps = 0 evaluates, where rank i's device has bfloat16 units or not; the dtype that the
     model computed in."""
-    from checkpoint.checkpointer import resolve_param_dtype
     from evaluate import evaluate_newest
+    from run.rank import resolve_param_dtype
 
     computed, forward = set(), torch.nn.functional.linear
 
@@ -597,7 +598,7 @@ def train_with_units(steps: int, sections: dict, output: str, units: list[bool])
     with (
         process_group() as world,
         mock.patch("torch.nn.functional.linear", noting),
-        mock.patch("checkpoint.checkpointer.has_native_bfloat16", lambda device: units[world.rank]),
+        mock.patch("run.rank.has_native_bfloat16", lambda device: units[world.rank]),
     ):
         if steps:
             run_training(cfg, world)

@@ -123,7 +123,8 @@ def prepared(corpus, tmp_path_factory) -> pathlib.Path:
     from data.prepare import prepare
 
     folder = tmp_path_factory.mktemp("prepared") / "words"
-    prepare(make_config(data={"source": str(corpus), "path": str(folder)}))
+    cfg = make_config(data={"source": str(corpus), "path": str(folder)})
+    prepare(cfg.data, cfg.model.vocab_size)
     return folder
 
 
@@ -297,7 +298,7 @@ def prepare_one(cfg: config.Config) -> pathlib.Path:
     """Prepares the one source of a configuration; its folder."""
     from data.prepare import prepare
 
-    return prepare(cfg)[0]
+    return prepare(cfg.data, cfg.model.vocab_size)[0]
 
 
 def config_for(source: object, tmp_path: pathlib.Path, **data: object) -> config.Config:
@@ -325,7 +326,7 @@ def loader_of(
     from data.dataset import open_dataset
     from data.loader import Loader
 
-    return Loader(cfg, open_dataset(cfg), data_rank(rank, ranks, cp), first_step)
+    return Loader(open_dataset(cfg), data_rank(rank, ranks, cp), first_step)
 
 
 @pytest.fixture
@@ -365,7 +366,7 @@ def launch(
 def train_run(cfg: config.Config, world: World) -> list[dict]:
     """One run as train.py has it, on ranks that exist; its training rows."""
     import train
-    from checkpoint.checkpointer import resolve_param_dtype
+    from run.rank import resolve_param_dtype
     from run.run import Run
     from run.watchdog import Watchdog
 
@@ -405,7 +406,8 @@ def saved_by_two(tmp_path_factory) -> tuple[pathlib.Path, dict[str, str]]:
 
 def seal(folder: pathlib.Path) -> None:
     """A manifest that says what is there, as an attacker would write it."""
-    from checkpoint.manifest import hash_files, render_manifest
+    from checkpoint.manifest import entry_of, render_manifest
 
-    names = sorted(p.name for p in folder.iterdir() if p.name != "manifest.json")
-    (folder / "manifest.json").write_bytes(render_manifest(hash_files(folder, names)))
+    paths = [path for path in folder.iterdir() if path.name != "manifest.json"]
+    entries = {path.name: entry_of(path.read_bytes()) for path in paths}
+    (folder / "manifest.json").write_bytes(render_manifest(entries))

@@ -413,7 +413,8 @@ def enter_with_a_stale_listing(output: str) -> dict:
 
         model = build(cfg, world)
         optimizer = build_optimizer(model, cfg.optim)
-        checkpointer = Checkpointer(cfg, world, Dataset(cfg, [], Mixture([1]), [], [tokenizer]))
+        dataset = Dataset(cfg.data, cfg.train, [], Mixture([1]), [], [tokenizer])
+        checkpointer = Checkpointer(cfg, world, dataset)
         on_rank_zero(checkpointer.tidy)
         found["start"], found["bad"] = checkpointer.start, checkpointer.corrupt
         restore(catalog.path_of(cfg, found["start"]), model, optimizer)

@@ -379,7 +379,7 @@ class Optimizer:
         return mean / (square.sqrt() + self.o.eps)
 
     def orthogonal(self, name: str, g: Tensor) -> Tensor:
-        momentum = self.o.muon_momentum
+        momentum = 0.95
         self.first[name] = momentum * self.first[name] + (1 - momentum) * g
         ahead = momentum * self.first[name] + (1 - momentum) * g
         u, s, vh = torch.linalg.svd(ahead, full_matrices=False)

@@ -167,7 +167,7 @@ def test_bytes_of_targets_are_those_of_the_text(tmp_path, trained, masked):
         },
         train={"seq_len": 16, "global_batch_size": 3, "micro_batch_size": 1},
     )
-    prepare(cfg)
+    prepare(cfg.data, cfg.model.vocab_size)
     (stream,) = open_dataset(cfg).validation
 
     def found(stop: int, size: int = 3) -> int:

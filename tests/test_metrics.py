@@ -130,7 +130,7 @@ def test_times_leave_out_what_is_not_training(tmp_path, monkeypatch):
         (3, 3, 1),
         (4, 3, 1),
     ]
-    rate = config.tokens_per_step(cfg) / 2 / 6
+    rate = config.tokens_per_step(cfg.train) / 2 / 6
     for row in rows(tmp_path):
         assert row["tokens_per_second_per_device"] == rate and row["mfu"] == pytest.approx(
             rate * 7 / 100

@@ -11,6 +11,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from dataclasses import MISSING
 from types import SimpleNamespace
 
 import numpy as np
@@ -126,7 +127,8 @@ def texts(corpus, tmp_path_factory) -> dict[str, dict]:
         patch.setattr("data.writer.HELD_OUT_OF", 1 << 10)
         for name, source in {"words": corpus, "few": folder / "few.jsonl"}.items():
             sections[name] = {"source": str(source), "path": str(folder / name)}
-            prepare(config.from_dict(tables(model=MODEL, data=sections[name]), "test.toml"))
+            cfg = config.from_dict(tables(model=MODEL, data=sections[name]), "test.toml")
+            prepare(cfg.data, cfg.model.vocab_size)
     return sections
 
 
@@ -137,7 +139,7 @@ def toml(folder: pathlib.Path, *changes: dict) -> pathlib.Path:
         for section, values in change.items():
             merged[section] = {**merged.get(section, {}), **values}
     path = folder / "x.toml"
-    path.write_text(config.SCHEMA.to_toml(tables(**merged)))
+    path.write_text(config.tables_to_toml(tables(**merged)))
     return path
 
 
@@ -324,7 +326,8 @@ def test_the_folder_agrees_in_every_key_of_the_identity(tmp_path, monkeypatch, c
     pathlib.Path("sentencepiece.model").write_bytes(b"\nmodel")
     path = toml(tmp_path, {"data": {"source": "texts.jsonl", **changes}})
     options = minimal.read_options(str(path))
-    theirs = identity(config.load(str(path)))
+    cfg = config.load(str(path))
+    theirs = identity(cfg.data, cfg.model.vocab_size)
     for key in {*theirs, "python", "messages_field"}:
         write_folder(f"other-{key}", theirs | {key: "other"})
     write_folder("incomplete", theirs, complete=False)
@@ -432,8 +435,8 @@ def test_shipped_configurations_that_it_reads():
 def test_defaults_are_those_of_train():
     for section, defaults in minimal.OPTIONS:
         for option, default in defaults.items():
-            _, field = config.SCHEMA.options[f"{section}.{option}"]
-            theirs = None if field.default is config.MISSING else field.default
+            theirs = config.SCHEMA.options[f"{section}.{option}"].default
+            theirs = None if theirs is MISSING else theirs
             theirs = [*theirs] if isinstance(theirs, tuple) else theirs
             assert default == theirs, option
 

@@ -227,7 +227,7 @@ def prepared_once(sections: dict, folder: pathlib.Path, made: dict[str, str]) ->
     path = made.setdefault(repr(text), str(folder / f"data-{len(made)}"))
     cfg = make_config(**{**sections, "data": {**sections["data"], "path": path}})
     with mock.patch("data.prepare.worker_count", lambda: 1):
-        prepare(cfg)
+        prepare(cfg.data, cfg.model.vocab_size)
     return path
 
 

@@ -73,8 +73,8 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
     dp_replicate, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
     shards, dp_size = dp_shard * cp, dp_replicate * dp_shard
     sequences, accumulation = (
-        config.micro_batch_size(cfg, dp_size),
-        config.accumulation_steps(cfg, dp_size),
+        config.micro_batch_size(cfg.train, dp_size),
+        config.accumulation_steps(cfg.train, dp_size),
     )
     reductions = accumulation if p.sync_every_micro_batch else 1
     scatters = accumulation if dp_replicate > 1 else reductions

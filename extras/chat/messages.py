@@ -54,25 +54,25 @@ class Conversation(NamedTuple):
     has_loss: list[bool]
 
 
-def columns_of(d: config.Data) -> tuple[str, ...]:
+def columns_of(data: config.Data) -> tuple[str, ...]:
     """The columns of a row that the format reads."""
-    if d.row_format == "alpaca":
+    if data.row_format == "alpaca":
         columns = (*INSTRUCTION, *INPUT, *OUTPUT, *HISTORY)
-    elif d.row_format == "prompt_completion":
+    elif data.row_format == "prompt_completion":
         columns = (*PROMPT, *COMPLETION)
     else:
-        columns = messages_columns(d)
+        columns = messages_columns(data)
     return (*columns, *SYSTEM, *TOOLS)
 
 
-def messages_columns(d: config.Data) -> tuple[str, ...]:
-    return (d.messages_field,) if d.messages_field else MESSAGES
+def messages_columns(data: config.Data) -> tuple[str, ...]:
+    return (data.messages_field,) if data.messages_field else MESSAGES
 
 
-def as_document(where: str, row: dict[str, Any], d: config.Data) -> str:
+def as_document(where: str, row: dict[str, Any], data: config.Data) -> str:
     """A row's conversation as a document, which from_document() reads. Raises ConfigError if it is
     none."""
-    messages, tools, has_loss = conversation_of(row, d)
+    messages, tools, has_loss = conversation_of(row, data)
     entries: list[Any] = [where, messages]
     if tools or not all(has_loss):
         entries.append({"tools": tools, "has_loss": has_loss})
@@ -92,17 +92,17 @@ def from_document(document: str) -> tuple[str, Conversation]:
     return where, Conversation(messages, more.get("tools"), has_loss)
 
 
-def conversation_of(row: dict[str, Any], d: config.Data) -> Conversation:
+def conversation_of(row: dict[str, Any], data: config.Data) -> Conversation:
     """The conversation of a row. Raises ConfigError."""
-    for name in columns_of(d):
+    for name in columns_of(data):
         if is_too_deep(row.get(name)):
             raise ConfigError(f"field {name!r} {TOO_DEEP}")
-    if d.row_format == "alpaca":
+    if data.row_format == "alpaca":
         messages = of_alpaca(row)
-    elif d.row_format == "prompt_completion":
+    elif data.row_format == "prompt_completion":
         messages = of_prompt_and_completion(row)
     else:
-        messages = of_messages(row, d)
+        messages = of_messages(row, data)
     system = first_of(row, SYSTEM)
     if system is not None:
         messages = with_system(messages, system)
@@ -158,8 +158,8 @@ def text_of(row: dict[str, Any], names: tuple[str, ...], option: str) -> str:
     return value
 
 
-def of_messages(row: dict[str, Any], d: config.Data) -> list[Any]:
-    name, messages = required(row, messages_columns(d), "data.messages_field")
+def of_messages(row: dict[str, Any], data: config.Data) -> list[Any]:
+    name, messages = required(row, messages_columns(data), "data.messages_field")
     return list_of_messages(name, messages)
 
 

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-import config
 from config import ConfigError
 from data.tokenizer import Tokenizer
 from data.tokens import TokenFile, damaged, file_of
@@ -209,12 +208,14 @@ class Packed:
         return line
 
 
-def open_packed(folder: pathlib.Path, manifest: dict, split: str, cfg: config.Config) -> Packed:
+def open_packed(
+    folder: pathlib.Path, manifest: dict, split: str, vocab_size: int, seq_len: int, seed: int
+) -> Packed:
     """Opens "train" or "validation" and plans its windows. Raises ConfigError and OSError."""
     held_out_of, first, end, _ = manifest["validation"]
     one_file = held_out_of == "train"  # of few conversations, those for validation are at its end
     name = "train" if one_file or split == "train" else "heldout"
-    file = file_of(folder, manifest, name, cfg.model.vocab_size)
+    file = file_of(folder, manifest, name, vocab_size)
     ends = np.array(file.ends)
     numbers = np.arange(len(ends))
     if one_file:
@@ -228,14 +229,13 @@ def open_packed(folder: pathlib.Path, manifest: dict, split: str, cfg: config.Co
             f"{sum(manifest['documents'].values()):,} are held out for validation; bring more, or "
             "name data.validation"
         )
-    seq_len = cfg.train.seq_len
     lengths = np.diff(ends, prepend=0)[numbers]
     cut = int((lengths > seq_len).sum())
     lengths = np.minimum(lengths, seq_len)
-    members, starts = pack(lengths, seq_len, cfg.run.seed)
+    members, starts = pack(lengths, seq_len, seed)
     return Packed(
         file,
-        cfg.model.vocab_size,
+        vocab_size,
         seq_len,
         numbers[members],
         starts,

@@ -4,7 +4,6 @@ import functools
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 
-import config
 from data.row_format import Encoded, Texts
 from data.tokenizer import Tokenizer
 from data.tokens import Span, TextStream
@@ -16,10 +15,10 @@ class Conversations(Texts):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return messages.columns_of(self.d)
+        return messages.columns_of(self.data)
 
     def document(self, where: str, row: dict) -> str:
-        return messages.as_document(where, row, self.d)
+        return messages.as_document(where, row, self.data)
 
     def encoder(self, folder: pathlib.Path) -> Callable[[list[str]], Encoded]:
         from extras.chat.conversations import encode_conversations
@@ -31,17 +30,23 @@ class Conversations(Texts):
         return "int32"
 
     def identity(self) -> dict[str, str]:
-        return template.identity_of(self.d)
+        return template.identity_of(self.data)
 
     def files(self) -> dict[str, bytes]:
-        return template.files_of(self.d)
+        return template.files_of(self.data)
 
     def open(
-        self, folder: pathlib.Path, manifest: dict, split: str, cfg: config.Config
+        self,
+        folder: pathlib.Path,
+        manifest: dict,
+        split: str,
+        vocab_size: int,
+        seq_len: int,
+        seed: int,
     ) -> TextStream:
         from extras.chat.packing import open_packed
 
-        return open_packed(folder, manifest, split, cfg)
+        return open_packed(folder, manifest, split, vocab_size, seq_len, seed)
 
     def notes(self, streams: Sequence[TextStream]) -> list[str]:
         from extras.chat.packing import Packed

@@ -45,27 +45,27 @@ class Marks(NamedTuple):
     mark: str  # stands on both sides of a number, see MarkedMessages
 
 
-def files_of(d: config.Data) -> dict[str, bytes]:
+def files_of(data: config.Data) -> dict[str, bytes]:
     """The template of a configuration's data, by the name of its file.
 
     Raises ConfigError if there is no template or it has a syntax error.
     """
-    assert d.tokenizer  # config.py requires it
-    template = find_template(d.tokenizer, d.chat_template)
+    assert data.tokenizer  # a rule of [data]
+    template = find_template(data.tokenizer, data.chat_template)
     try:
         with bounded():
             Sandbox().from_string(template)
     except ConfigError as error:
-        raise ConfigError(f"{d.chat_template or d.tokenizer}: {error}") from None
+        raise ConfigError(f"{data.chat_template or data.tokenizer}: {error}") from None
     return {TEMPLATE: template.encode()}
 
 
-def identity_of(d: config.Data) -> dict[str, str]:
+def identity_of(data: config.Data) -> dict[str, str]:
     """What conversations add to the identity of prepared data. Raises ConfigError."""
-    digest = hashlib.sha256(files_of(d)[TEMPLATE]).hexdigest()
-    entries = {"data.format": d.row_format, "chat_template": digest}
-    if d.messages_field:
-        entries["messages_field"] = d.messages_field
+    digest = hashlib.sha256(files_of(data)[TEMPLATE]).hexdigest()
+    entries = {"data.format": data.row_format, "chat_template": digest}
+    if data.messages_field:
+        entries["messages_field"] = data.messages_field
     return entries
 
 

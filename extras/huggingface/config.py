@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, NamedTuple
 
-from config import SCHEMA, ConfigError, Given, fit, toml
+from config import SCHEMA, ConfigError, Given, convert, toml
 from data import hub
 
 # our option in [model] -> key in config.json
@@ -255,7 +255,7 @@ def _fit(path: pathlib.Path, entries: dict[str, Entry]) -> tuple[dict[str, Any],
     problems = []
     for name, (key, value) in entries.items():
         try:
-            fitted[name] = fit(name, value)
+            fitted[name] = convert(name, value)
         except ValueError as error:
             if value is None:
                 problems.append(f"{path}: {key} is missing")
@@ -301,7 +301,7 @@ def _complete_model(given: Given) -> None:
                 "folder on this machine, or the id of a repository, OWNER/NAME"
             )
     except ConfigError:
-        options = SCHEMA.section("model")
+        options = SCHEMA.tables["model"].options
         required = {f"model.{key}" for key in options if options[key].default is MISSING}
         # a run's own config.toml is complete: resuming from a checkpoint needs no folder
         if required <= values.keys():
@@ -375,7 +375,7 @@ def _normalize_adapter(given: Given) -> None:
     Resuming compares these options with the checkpoint's.
     """
     values = given.values
-    options = SCHEMA.section("lora")
+    options = SCHEMA.tables["lora"].options
     rank = values.get("lora.rank", options["rank"].default)
     values.setdefault("lora.alpha", 2.0 * rank)
     if "lora.targets" in values:

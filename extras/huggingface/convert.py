@@ -29,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import config
-from checkpoint import catalog, compare, load, manifest, save
+from checkpoint import catalog, compare, load, save
 from config import ConfigError, together
 from data import hub
 from data.tokenizer import TOKENIZERS, Tokenizer
@@ -333,9 +333,8 @@ class SavedModel:
         )
 
 
-def open_saved(checkpoint_or_run: Path, base: str | None) -> SavedModel:
-    """Raises ConfigError. base: where the base of adapters lies now."""
-    path = catalog.find(checkpoint_or_run)
+def open_saved(path: Path, base: str | None) -> SavedModel:
+    """A checkpoint. Raises ConfigError. base: where the base of adapters lies now."""
     cfg = catalog.read_config(path, base)
     return SavedModel(path, cfg, meta_model(cfg.model, cfg.lora), load.Reader(path))
 
@@ -459,8 +458,8 @@ def write_checkpoint(
         first_rank = min(error.failures)
         exception, _ = error.failures[first_rank]
         raise exception from None
-    contents = save.contents_of(extra_files)
-    save.write_manifest(folder, contents, state, manifest.hash_files(folder, writer.files))
+    contents = {path.name: path.read_bytes() for path in extra_files}
+    save.write_manifest(folder, contents, state, writer.entries)
 
 
 # The command line
@@ -505,8 +504,8 @@ def check_output(out: Path, is_export: bool) -> None:
         )
 
 
-def export_command(args: argparse.Namespace, folder: Path) -> None:
-    saved = open_saved(args.source, args.base)
+def export_command(args: argparse.Namespace, checkpoint: Path, folder: Path) -> None:
+    saved = open_saved(checkpoint, args.base)
     hf_config.check_rendered(saved.cfg.model, saved.cfg.lora if args.adapter else None)
     load.check_tensors(saved.reader, saved.model, None)
     if args.adapter:
@@ -527,7 +526,7 @@ def main(argv: list[str]) -> int:
         check_output(out, is_export)
         with published(out) as folder:
             if is_export:
-                export_command(args, folder)
+                catalog.read_newest(args.source, lambda path: export_command(args, path, folder))
             else:
                 import_folder(str(args.source), folder)
     except OSError as error:

@@ -61,7 +61,7 @@ def folders(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
     """Whether a file can be written and locked where the run and its text will be: a quota may be
     used up where the disk is not."""
     roots = {}
-    if not is_prepared(cfg):
+    if not is_prepared(cfg.data, cfg.model.vocab_size):
         roots[f"[data] path = {data_root(cfg)}"] = data_root(cfg)
     if cfg.checkpoint:
         roots[f"[run] output_dir = {cfg.run.output_dir}"] = pathlib.Path(cfg.run.output_dir)
@@ -87,9 +87,10 @@ def checkpoints(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
     """Those that keep_last keeps, and one more: the oldest is removed once the newest is there."""
     if not cfg.checkpoint:
         return
-    folder = existing(config.run_folder(cfg))
+    root = catalog.root_of(cfg)  # may be a link to another disk
+    folder = existing(root)
     free = free_bytes(folder)
-    there = len(catalog.step_folders(catalog.root(cfg)))
+    there = len(catalog.steps(root))
     count = most_checkpoints(cfg)
     size = sizes(cfg, free / count).checkpoint
     missing = max(1, count - there)

@@ -151,5 +151,5 @@ def of_plan(model: str, setting: str, *overrides: str) -> float:
     return (
         (ends["forward block 2"] - ends["forward block 1"])
         / cfg.train.seq_len
-        / config.micro_batch_size(cfg, 8)
+        / config.micro_batch_size(cfg.train, 8)
     )

@@ -6,7 +6,8 @@ import pathlib
 import pytest
 
 import config
-from checkpoint import catalog
+from checkpoint import catalog, manifest
+from checkpoint.catalog import root_of
 from checkpoint.load import tensors_of
 from checkpoint.save import Saver
 from data.dataset import Dataset
@@ -16,6 +17,12 @@ from tests.conftest import build, hashes, make_config, seal, token_ids
 from tests.distributed import run_on_ranks
 
 
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch) -> None:
+    """Another try follows at once."""
+    monkeypatch.setattr(manifest, "WAITS", (0.0, 0.0, 0.0))
+
+
 def run_config(folder: pathlib.Path, **sections: dict) -> config.Config:
     """Of the run folder/r, which saves and resumes."""
     run = {"name": "r", "output_dir": str(folder), **sections.pop("run", {})}
@@ -23,12 +30,12 @@ def run_config(folder: pathlib.Path, **sections: dict) -> config.Config:
 
 
 def no_data(cfg: config.Config) -> Dataset:
-    return Dataset(cfg, [], Mixture([1]), [], [])
+    return Dataset(cfg.data, cfg.train, [], Mixture([1]), [], [])
 
 
 def make_checkpoint(cfg: config.Config, step: int, **state: object) -> pathlib.Path:
     """A folder that passes as a checkpoint, without tensors."""
-    folder = catalog.path_of(cfg, step)
+    folder = catalog.path_of(root_of(cfg), step)
     folder.mkdir(parents=True)
     (folder / ".metadata").write_bytes(b"x")
     content = {"step": step, "config": config.to_dict(cfg), **state}
@@ -52,7 +59,9 @@ def train_and_save(world, folder: pathlib.Path) -> dict[str, str]:
         optimizer.step()
         optimizer.zero_grad()
     tensors = tensors_of(model, optimizer)
-    Saver(cfg, 0, []).write(3, tensors, {"step": 3, "config": config.to_dict(cfg)})
+    assert cfg.checkpoint
+    saver = Saver(root_of(cfg), cfg.checkpoint, [])
+    saver.write(3, tensors, {"step": 3, "config": config.to_dict(cfg)})
     return hashes(tensors)
 
 

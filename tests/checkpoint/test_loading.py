@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesSto
 import generate
 from checkpoint import catalog
 from checkpoint.load import Reader, restore, tensors_of
-from checkpoint.manifest import hash_files, render_manifest
+from checkpoint.manifest import entry_of, read_manifest, render_manifest
 from model.llama import Llama, named_parameters
 from optim import build_optimizer
 from tests.checkpoint.conftest import flip_last_byte
@@ -101,24 +101,18 @@ def of_embedding(how: Callable) -> Callable:
     return lambda metadata, first: how(metadata.state_dict_metadata, "model.embedding.weight")
 
 
-def move_first_chunk(item, row: int) -> None:
-    item.chunks[0].offsets = torch.Size([row, 0])
-
-
-NOT_COVERED = "the chunks of model.embedding.weight do not make up its shape"
 WRONG = {
-    "absolute path": (of_first(relative_path="/etc/passwd"), "lie at bytes 0 to .* '/etc/passwd'"),
-    "missing file": (of_first(relative_path="__9_9.distcp"), "which has 0 in the manifest"),
-    "negative offset": (of_first(offset=-1), "lie at bytes -1"),
-    "beyond the end": (of_first(length=10**12), "lie at bytes"),
-    "no bytes": (of_first(length=0), "lie at bytes"),
-    "text for a number": (of_first(offset="0"), "TypeError"),
-    "transformed": (of_first(transform_descriptors=["zstd"]), "is stored transformed"),
+    "absolute path": (
+        of_first(relative_path="/etc/passwd"),
+        "'/etc/passwd' is not in the manifest",
+    ),
+    "missing file": (of_first(relative_path="__9_9.distcp"), "is not in the manifest"),
+    "negative offset": (of_first(offset=-1), "cannot be read"),
+    "beyond the end": (of_first(length=10**12), "cannot be read"),
+    "text for a number": (of_first(offset="0"), "cannot be read"),
+    "transformed": (of_first(transform_descriptors=["zstd"]), "cannot be read"),
     "bytes": (of_embedding(lambda d, n: d.update({n: BytesStorageMetadata()})), "BytesStorage"),
     "number": (of_embedding(lambda d, n: d.update({n: 5})), "is not a tensor"),
-    "gap": (of_embedding(lambda d, n: d[n].chunks.pop()), NOT_COVERED),
-    "chunk outside": (of_embedding(lambda d, n: move_first_chunk(d[n], 10**6)), NOT_COVERED),
-    "chunk before row 0": (of_embedding(lambda d, n: move_first_chunk(d[n], -1)), NOT_COVERED),
     "nothing": (lambda metadata, first: metadata.__dict__.clear(), "expected DCP's metadata"),
 }
 
@@ -165,9 +159,9 @@ def test_file_elsewhere_is_refused_even_if_the_manifest_lists_it(folder, tmp_pat
                 info.relative_path = "../__0_0.distcp"
 
     change(folder, move)
-    entry = hash_files(tmp_path, ["__0_0.distcp"])["__0_0.distcp"]
-    entries = hash_files(folder, [".metadata", "__1_0.distcp", "state.json"])
-    (folder / "manifest.json").write_bytes(render_manifest(entries | {"../__0_0.distcp": entry}))
+    entries = read_manifest(folder)
+    entries["../__0_0.distcp"] = entry_of((tmp_path / "__0_0.distcp").read_bytes())
+    (folder / "manifest.json").write_bytes(render_manifest(entries))
     assert "is no name of a file in it" in catalog.problems_of(folder)[0]
     with refuses("is no name of a file in it"):
         load(folder)
@@ -177,9 +171,10 @@ def test_file_elsewhere_is_refused_even_if_the_manifest_lists_it(folder, tmp_pat
 @pytest.mark.parametrize("name", [".metadata", "state.json", "__1_0.distcp"])
 def test_file_that_the_manifest_does_not_list_is_not_read(folder, name):
     load(folder)
-    listed = {path.name for path in folder.iterdir()} - {"manifest.json", name}
-    (folder / "manifest.json").write_bytes(render_manifest(hash_files(folder, sorted(listed))))
-    with refuses("which has 0 in the manifest|its own hash or form is wrong"):
+    entries = read_manifest(folder)
+    del entries[name]
+    (folder / "manifest.json").write_bytes(render_manifest(entries))
+    with refuses("is not in the manifest|its own hash or form is wrong"):
         load(folder)
 
 
@@ -209,12 +204,12 @@ def test_another_model_is_refused(folder, model, words):
         restore(folder, Llama(make_config().model).to(torch.bfloat16), None)
 
 
-def test_another_optimizer_is_refused_in_one_line(folder):
+def test_another_optimizer_is_refused(folder):
     model = Llama(make_config().model)
     other = torch.optim.SGD(model.parameters())
     for parameter in model.parameters():
         other.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
-    with refuses(r"exp_avg_sq \(torch.float32\), step .* this run's has momentum_buffer"):
+    with refuses(r"has no optim\.\S+\.momentum_buffer"):
         restore(folder, model, other)
     model.embedding.weight.requires_grad_(False)
     with refuses(r"has optim\.embedding\.weight\.exp_avg, which this model does not"):

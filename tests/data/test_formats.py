@@ -38,7 +38,7 @@ def write(path: pathlib.Path, *rows: dict[str, Any]) -> str:
 )
 def test_the_first_row_s_columns_say_the_format(row, name, tmp_path, capsys):
     cfg = make_config(data={"source": write(tmp_path / "a.jsonl", row, {"other": 1})})
-    assert formats.format_of(cfg, tmp_path, is_plan=False) == name
+    assert formats.format_of(cfg.data, 320, tmp_path) == name
     logged = f'data.format = "{name}", by its columns {", ".join(row)}'
     assert (logged in capsys.readouterr().err) == (list(row) != ["text"])
 
@@ -62,67 +62,63 @@ def test_the_first_row_s_columns_say_the_format(row, name, tmp_path, capsys):
 def test_unclear_columns_are_refused_with_options_to_paste(row, problem, tmp_path):
     cfg = make_config(data={"source": write(tmp_path / "a.jsonl", row)})
     with refuses("source = .*a.jsonl: the columns of its first row, ", ", ".join(row), problem):
-        formats.format_of(cfg, tmp_path, is_plan=False)
+        formats.format_of(cfg.data, 320, tmp_path)
 
 
 def test_a_first_row_that_is_wrong_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt"\n{"prompt": "a", "completion": "b"}\n')
     cfg = make_config(data={"source": str(tmp_path / "a.jsonl")})
     with refuses("a.jsonl: row 1: is not valid JSON"):
-        formats.format_of(cfg, tmp_path, is_plan=False)
+        formats.format_of(cfg.data, 320, tmp_path)
 
 
-def complete(
-    tmp_path: pathlib.Path, *flags: str, tokenizer: str | None = None, **data: Any
-) -> tuple[config.Config, list[str]]:
-    """What a program finds that is called with a file of these options and with flags."""
-    cfg = make_config(data={"tokenizer": tokenizer, "path": str(tmp_path / "out"), **data})
-    path = tmp_path / "run.toml"
-    path.write_text(config.to_toml(cfg).replace("document_mask = false\n", ""))
-    args, cfg = config.from_command_line([str(path), *flags], "")
-    return formats.complete(args, cfg)
+def data_config(tmp_path: pathlib.Path, **data: Any) -> config.Config:
+    """Without an option that is None."""
+    return make_config(data={"path": str(tmp_path / "out"), **data})
 
 
-def test_no_option_is_added_for_texts_or_what_an_option_says(tmp_path):
+@pytest.mark.parametrize(
+    "options", [{}, {"format": "text"}, {"text_field": "body"}, {"source": "python-stdlib"}]
+)
+def test_texts_need_no_option(options, tmp_path):
     source = write(tmp_path / "a.jsonl", {"text": "a", "body": "b", **TWO})
-    for options in ({}, {"format": "text"}, {"text_field": "body"}, {"source": "python-stdlib"}):
-        cfg, found = complete(tmp_path, **{"source": source, **options})
-        assert found == [] and cfg.data.format == options.get("format")
+    cfg = data_config(tmp_path, **{"source": source, **options})
+    assert formats.complete(cfg) == cfg
 
 
-@needs_extra("planner")
 def test_a_plan_needs_no_rows(tmp_path):
     for source in (str(tmp_path / "missing.jsonl"), "owner/name"):
-        assert complete(tmp_path, "--dry-run", source=source)[1] == []
+        cfg = data_config(tmp_path, source=source)
+        assert formats.complete(cfg, is_plan=True) == cfg
         with pytest.raises(ConfigError):
-            complete(tmp_path, source=source)
+            formats.complete(cfg)
 
 
 @needs_extra("chat")
 def test_what_is_found_becomes_an_option(tmp_path, prepared):
     """Of a mixture, of each source; and what is prepared needs no rows any more."""
-    tokenizer = str(prepared / "tokenizer.model")
     template = tmp_path / "t.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}</s>{% endfor %}")
-    options = {"tokenizer": tokenizer, "chat_template": str(template)}
+    options = {"tokenizer": str(prepared / "tokenizer.model"), "chat_template": str(template)}
     alpaca = write(tmp_path / "a.jsonl", {"instruction": "a", "output": "b"})
-    cfg, found = complete(tmp_path, source=alpaca, **options)
-    assert found == ["--data.format=alpaca"]
-    assert cfg.data.format == "alpaca" and cfg.data.document_mask
+    cfg = data_config(tmp_path, source=alpaca, **options)
+    completed = formats.complete(cfg)
+    assert completed == data_config(tmp_path, source=alpaca, format="alpaca", **options)
+    assert completed.data.document_mask
     sources = [
         {"source": alpaca, "weight": 1.0},
         {"source": write(tmp_path / "b.jsonl", {"messages": CHAT}), "weight": 2.0},
     ]
-    cfg, found = complete(tmp_path, sources=sources, **options)
-    assert [source.format for source in cfg.data.sources] == ["alpaca", "messages"]
-    assert [source.weight for source in cfg.data.sources] == [1.0, 2.0]
+    mixture = formats.complete(data_config(tmp_path, sources=sources, **options)).data.sources
+    assert [(source.format, source.weight) for source in mixture] == [
+        ("alpaca", 1.0),
+        ("messages", 2.0),
+    ]
     text = {"source": write(tmp_path / "c.jsonl", {"text": words(0, 9)}), "weight": 1.0}
     with refuses(r"mixes text and conversations \(format = alpaca, text\)"):
-        complete(tmp_path, sources=[sources[0], text], **options)
+        formats.complete(data_config(tmp_path, sources=[sources[0], text], **options))
     with refuses("chat_template", "renders conversations"):
-        complete(tmp_path, source=text["source"], **options)
-    cfg, _ = complete(tmp_path, source=alpaca, **options)
-    prepare_one(cfg)
+        formats.complete(data_config(tmp_path, source=text["source"], **options))
+    prepare_one(completed)
     (tmp_path / "a.jsonl").unlink()
-    again, found = complete(tmp_path, source=alpaca, **options)
-    assert again == cfg and found == ["--data.format=alpaca"]
+    assert formats.complete(cfg) == completed

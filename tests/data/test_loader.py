@@ -68,7 +68,7 @@ def record(cfg: config.Config, count: int, complete: bool = False, **changes: ob
     folder = pathlib.Path(cfg.data.path or "")
     tokens = (folder / "train.bin").stat().st_size // 2
     manifest = {
-        "identity": identity(cfg),
+        "identity": identity(cfg.data, cfg.model.vocab_size),
         "revision": None,
         "tokenizer": "a hash",
         "vocab_size": 320,
@@ -116,7 +116,7 @@ def test_batches_hold_the_tokens_of_the_order(configure, long_text):
     cfg = configure(train={"micro_batch_size": 4})
     record(cfg, 6, complete=True)
     dataset = open_dataset(cfg)
-    loaders = [Loader(cfg, dataset, data_rank(rank, 2), 3) for rank in range(2)]
+    loaders = [Loader(dataset, data_rank(rank, 2), 3) for rank in range(2)]
     batches = [next(loader) for loader in loaders]
     for rank, batch in enumerate(batches):
         assert batch.valid_tokens == 64 * 9999 and batch.epochs == 3 * 64 / 2000
@@ -202,6 +202,15 @@ def test_a_context_parallel_rank_gets_its_part_of_the_sequence(prepared, corpus,
 # Validation
 
 
+def evaluation(cfg: config.Config, rank: int = 0, ranks: int = 1) -> list[tuple]:
+    """The micro-batches of a data rank."""
+    (stream,) = open_dataset(cfg).validation
+    batches = validation_batches(
+        stream, cfg.train, cfg.eval, cfg.data.document_mask, data_rank(rank, ranks)
+    )
+    return [*batches]
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("batches", [None, 1, 2, 1000])
@@ -210,7 +219,7 @@ def test_an_evaluation_reads_every_target_once(prepared, corpus, ranks, batches)
     cfg = make_config(data=data, eval={"batches": batches} if batches else {})
     (stream,) = open_dataset(cfg).validation
     ids = stream.read(0, stream.length).tolist()
-    by_rank = [[*validation_batches(stream, cfg, data_rank(rank, ranks))] for rank in range(ranks)]
+    by_rank = [evaluation(cfg, rank, ranks) for rank in range(ranks)]
     inputs = []
     targets = []
     for micro_batches in zip(*by_rank, strict=True):  # as many on each rank
@@ -228,8 +237,7 @@ def test_an_evaluation_makes_no_step_without_a_target(configure, tokens, steps):
     train = {"seq_len": 32, "global_batch_size": 8, "micro_batch_size": 2}
     cfg = configure(train=train, eval={})
     record(cfg, 6, complete=True, validation=["heldout", 7, 7 + tokens, "a hash"])
-    (stream,) = open_dataset(cfg).validation
-    batches = [*validation_batches(stream, cfg, data_rank())]
+    batches = evaluation(cfg)
     assert len(batches) == 4 * steps
     assert sum(int((targets != IGNORE).sum()) for _, targets in batches) == tokens - 1
 
@@ -241,7 +249,7 @@ def test_an_evaluation_keeps_to_documents(configure):
     record(cfg, 6, complete=True)
     (stream,) = open_dataset(cfg).validation
     ids = stream.read(0, 1000)
-    targets = torch.cat([tensors[1] for tensors in validation_batches(stream, cfg, data_rank())])
+    targets = torch.cat([tensors[1] for tensors in evaluation(cfg)])
     expected = [*ids[1:300].tolist(), *ids[301:].tolist()]  # the second document begins at 300
     assert targets[targets != IGNORE].tolist() == expected
 
@@ -298,7 +306,7 @@ def test_at_every_record_of_the_writer_samples_are_those_of_the_complete_text(
             samples[len(samples)] = stream.read(start, stop).tolist()
 
     monkeypatch.setattr("data.writer.write_manifest", write_and_read)
-    prepare(cfg)
+    prepare(cfg.data, cfg.model.vocab_size)
     assert len({*records}) == 8 < len(records)
     complete = open_dataset(cfg)
     assert complete.epochs(len(samples)) == 1
@@ -350,13 +358,13 @@ def test_a_loader_reads_ahead_what_is_prepared_alone(configure):
 @pytest.mark.quick
 @pytest.mark.parametrize("first_step", [4, 5])
 def test_an_evaluation_waits_until_it_is_decided_what_is_held_out(configure, first_step):
-    """After every third step, and after the last one: also in a launch that has none to train."""
-    cfg = configure(train={"steps": 4, "global_batch_size": 4}, eval={"every_steps": 3})
+    """Also in a launch that has no step to train."""
+    cfg = configure(train={"steps": 4, "global_batch_size": 4})
     loader = loader_of(cfg, first_step=first_step)
     record(cfg, 1)
-    assert loader.dataset.covers(4) and loader.missing(first_step)
+    assert not loader.missing(first_step) and loader.missing(first_step, evaluates=True)
     record(cfg, 3)
-    assert not loader.missing(first_step)
+    assert not loader.missing(first_step, evaluates=True)
     assert [stream.length for stream in loader.dataset.validation] == [1000]
     loader.close()
 
@@ -370,8 +378,12 @@ def test_a_mixture_waits_for_the_source_that_a_step_needs(configure, tmp_path):
     record(finished, 6, complete=True)
     sources: list[Source] = []
     for number, cfg in enumerate([finished, growing]):
-        sources.append(PreparedSource(pathlib.Path(cfg.data.path or ""), cfg, number))
-    dataset = Dataset(cfg, sources, Mixture([8.0, 1.0]), ["finished", "growing"], [])
+        sources.append(
+            PreparedSource(pathlib.Path(cfg.data.path or ""), cfg.data, number, 320, 9999, 0)
+        )
+    dataset = Dataset(
+        cfg.data, cfg.train, sources, Mixture([8.0, 1.0]), ["finished", "growing"], []
+    )
     assert dataset.covers(2) and not dataset.covers(3)
     source = dataset.missing(3)
     assert source

@@ -26,21 +26,21 @@ import config
 import data.prepare
 from config import ConfigError
 from data.begin import begin_all, check_files, take_lock
+from data.dataset import open_dataset
 from data.folder import (
     MANIFEST,
     common_tokenizer,
     folder_name,
     is_prepared,
     manifest_of,
+    separated,
     source_folders,
-    source_names,
-    sources_of,
     write_manifest,
 )
 from data.prepare import encoded_in_order, main, prepare, start_pool
 from data.row_format import encode_texts
 from data.writer import TokenWriter
-from system import files, processes
+from system import processes
 from tests.conftest import make_config, needs_extra, refuses, words
 from tests.data.test_tokenizer import word_level
 
@@ -48,7 +48,8 @@ BORDERS = [0, 4096, 8192, 16384, 24576]  # tokens, as small_borders() sets them
 TOKEN_FILES = ("train.bin", "train.ends.bin", "heldout.bin", "heldout.ends.bin")
 TEXTS = [words(i, 60 + 37 * i % 50) for i in range(200)]
 WRONG = '{"text": 5}\n'
-Configure = Callable[..., config.Config]
+Text = tuple[config.Data, int]
+Configure = Callable[..., Text]
 ByHand = Callable[..., dict[str, bytes]]
 
 
@@ -78,14 +79,20 @@ def source(tmp_path) -> pathlib.Path:
     return folder
 
 
+def text_of(vocab_size: int = 320, **options: Any) -> Text:
+    """Options of [data], and a model's vocab_size."""
+    cfg = make_config(model={"vocab_size": vocab_size}, data=options)
+    return cfg.data, vocab_size
+
+
 @pytest.fixture
 def configure(source, prepared, tmp_path) -> Configure:
     """Of `source`, with the tokenizer of `prepared`, into tmp_path/out."""
 
-    def configured(**options: object) -> config.Config:
+    def configured(**options: Any) -> Text:
         tokenizer = str(prepared / "tokenizer.model")
-        given = {"source": str(source), "path": str(tmp_path / "out"), "tokenizer": tokenizer}
-        return make_config(data=given | options)
+        given: dict[str, Any] = {"source": str(source), "path": str(tmp_path / "out")}
+        return text_of(**given | {"tokenizer": tokenizer} | options)
 
     return configured
 
@@ -93,7 +100,8 @@ def configure(source, prepared, tmp_path) -> Configure:
 @pytest.fixture
 def command(configure, tmp_path) -> list[str]:
     """The arguments of `python -m data.prepare`."""
-    (tmp_path / "c.toml").write_text(config.to_toml(configure()))
+    data, _ = configure()
+    (tmp_path / "c.toml").write_text(config.to_toml(make_config(data=config.to_dict(data))))
     return [str(tmp_path / "c.toml")]
 
 
@@ -130,7 +138,7 @@ def by_hand(prepared) -> ByHand:
 
 @pytest.mark.quick
 def test_token_files_and_their_record_are_those_of_a_plain_loop(configure, by_hand):
-    (folder,) = prepare(configure())
+    (folder,) = prepare(*configure())
     expected = by_hand(TEXTS)
     assert contents(folder) == expected
     manifest = manifest_of(folder)
@@ -151,7 +159,7 @@ def test_bytes_do_not_depend_on_threads_and_batches(
     workers, characters, configure, by_hand, monkeypatch
 ):
     monkeypatch.setattr("data.prepare.BATCH_CHARACTERS", characters)
-    assert contents(*prepare(configure(), workers)) == by_hand(TEXTS)
+    assert contents(*prepare(*configure(), workers=workers)) == by_hand(TEXTS)
 
 
 def write_parquet(path: pathlib.Path) -> None:
@@ -180,7 +188,7 @@ def write_saved(path: pathlib.Path) -> None:
 )
 def test_bytes_do_not_depend_on_the_kind_of_file(name, write, configure, by_hand, tmp_path):
     write(tmp_path / name)
-    assert contents(*prepare(configure(source=str(tmp_path / name)))) == by_hand(TEXTS)
+    assert contents(*prepare(*configure(source=str(tmp_path / name)))) == by_hand(TEXTS)
 
 
 @pytest.mark.parametrize("limit", [2000, 9000])
@@ -188,16 +196,16 @@ def test_bytes_do_not_depend_on_the_kind_of_file(name, write, configure, by_hand
 def test_max_tokens_end_the_text_at_a_document(limit, characters, configure, by_hand, monkeypatch):
     """What is held out ends there, too."""
     monkeypatch.setattr("data.prepare.BATCH_CHARACTERS", characters)
-    assert contents(*prepare(configure(max_tokens=limit))) == by_hand(TEXTS, limit)
+    assert contents(*prepare(*configure(max_tokens=limit))) == by_hand(TEXTS, limit)
 
 
 def test_a_wrong_row_behind_max_tokens_is_not_asked_for(configure, source, by_hand):
     break_at(source / "b.jsonl", 60)
-    assert contents(*prepare(configure(max_tokens=2000), 4)) == by_hand(TEXTS, 2000)
+    assert contents(*prepare(*configure(max_tokens=2000), workers=4)) == by_hand(TEXTS, 2000)
 
 
 def test_a_text_that_the_tokenizer_fails_on_is_not_asked_for_behind_max_tokens(
-    configure, by_hand, monkeypatch
+    configure, by_hand, tmp_path, monkeypatch
 ):
     def fail_on_one(tokenizer: Any, dtype: str, documents: list[str]) -> Any:
         if TEXTS[120] in documents:
@@ -205,9 +213,9 @@ def test_a_text_that_the_tokenizer_fails_on_is_not_asked_for_behind_max_tokens(
         return encode_texts(tokenizer, dtype, documents)
 
     monkeypatch.setattr("data.row_format.encode_texts", fail_on_one)
-    assert contents(*prepare(configure(max_tokens=2000), 4)) == by_hand(TEXTS, 2000)
+    assert contents(*prepare(*configure(max_tokens=2000), workers=4)) == by_hand(TEXTS, 2000)
     with refuses("cannot be tokenized"):
-        prepare(configure(path=configure().data.path + "-all"), 4)
+        prepare(*configure(path=str(tmp_path / "all")), workers=4)
 
 
 # What is held out
@@ -215,7 +223,7 @@ def test_a_text_that_the_tokenizer_fails_on_is_not_asked_for_behind_max_tokens(
 
 @pytest.mark.parametrize("held_out, expected", [(1, ["train", 495, 500]), (2, ["heldout", 0, 2])])
 def test_validation_text_has_an_input_and_its_target(held_out, expected, configure):
-    ((folder, _),) = begin_all(configure())
+    ((folder, _),) = begin_all(*configure())
     writer = TokenWriter(folder)
     writer.append("heldout", bytes(2 * held_out))
     writer.append("train", bytes(2 * 500))
@@ -237,7 +245,7 @@ def test_validation_text_has_an_input_and_its_target(held_out, expected, configu
 def test_without_a_document_by_hash_the_last_of_the_first_tokens_are_held_out(
     whole_documents, sizes, first, end, configure
 ):
-    ((folder, _),) = begin_all(configure())
+    ((folder, _),) = begin_all(*configure())
     writer = TokenWriter(folder, whole_documents)
     ids = os.urandom(2 * sum(sizes))
     for border, size in zip(itertools.accumulate(sizes), sizes):
@@ -250,7 +258,7 @@ def test_without_a_document_by_hash_the_last_of_the_first_tokens_are_held_out(
 def test_with_validation_text_of_ones_own_nothing_else_is_held_out(configure, by_hand, tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text(as_rows(TEXTS[50:70]))
-    (folder,) = prepare(configure(validation=str(path)))
+    (folder,) = prepare(*configure(validation=str(path)))
     assert manifest_of(folder)["documents"] == {"train": 200, "heldout": 20}
     for name, texts in (("heldout.bin", TEXTS[50:70]), ("train.bin", TEXTS)):
         expected = by_hand(texts)
@@ -258,13 +266,13 @@ def test_with_validation_text_of_ones_own_nothing_else_is_held_out(configure, by
         assert (folder / name).stat().st_size == size
     path.write_text(as_rows(TEXTS[50:71]))
     with refuses("own.jsonl was changed"):
-        prepare(configure(validation=str(path)))
+        prepare(*configure(validation=str(path)))
     path.unlink()  # it was read
-    prepare(configure(validation=str(path)))
+    prepare(*configure(validation=str(path)))
 
 
 def test_validation_text_may_be_the_source_itself(configure, source):
-    (folder,) = prepare(configure(validation=str(source)))
+    (folder,) = prepare(*configure(validation=str(source)))
     assert manifest_of(folder)["documents"] == {"train": 200, "heldout": 200}
     assert (folder / "train.bin").read_bytes() == (folder / "heldout.bin").read_bytes()
 
@@ -282,12 +290,12 @@ def test_wrong_validation_text_is_refused(validation, expected, configure, tmp_p
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.jsonl").write_text(as_rows([""]))
     (tmp_path / "wrong.jsonl").write_text(as_rows(TEXTS[:2]) + WRONG)
-    cfg = configure(validation=validation)
+    text = configure(validation=validation)
     with refuses(*expected):
-        prepare(cfg)
+        prepare(*text)
     if validation == "wrong.jsonl":
         (tmp_path / "wrong.jsonl").write_text(as_rows(TEXTS[:3]))
-        (folder,) = prepare(cfg)
+        (folder,) = prepare(*text)
         assert manifest_of(folder)["documents"] == {"train": 200, "heldout": 3}
 
 
@@ -366,15 +374,15 @@ def test_killed_between_any_two_file_operations_it_resumes_to_equal_bytes(
     monkeypatch.setattr("system.processes.process_name", lambda: f"host-{next(processes)}")
     monkeypatch.chdir(tmp_path)
     pathlib.Path("own.jsonl").write_text(as_rows(TEXTS[:40]))
-    (straight,) = prepare(configure(validation=validation, path=str(tmp_path / "straight")))
+    (straight,) = prepare(*configure(validation=validation, path=str(tmp_path / "straight")))
     folder = tmp_path / "killed/out"
-    cfg = configure(validation=validation, path=str(folder))
+    text = configure(validation=validation, path=str(folder))
 
     def is_killed_at(operation: int) -> bool:
         operations.folder = str(folder.parent)
         operations.left = operation
         try:
-            prepare(cfg, 1)
+            prepare(*text, workers=1)
         except Killed:
             return True
         operations.folder = "none"
@@ -383,7 +391,7 @@ def test_killed_between_any_two_file_operations_it_resumes_to_equal_bytes(
     operation = 1
     while is_killed_at(operation):
         lose_unsynced(folder, contents(straight))
-        prepare(cfg, 1)
+        prepare(*text, workers=1)
         assert contents(folder) == contents(straight)
         assert (folder / MANIFEST).read_bytes() == (straight / MANIFEST).read_bytes()
         assert {path.name for path in folder.parent.iterdir()} == {"out", ".out.lock"}
@@ -413,14 +421,14 @@ def exit_code(pid: int) -> int:
 
 def test_killed_again_and_again_it_resumes_to_equal_bytes(operations, configure, by_hand):
     """The process, one or two records further each time."""
-    cfg = configure()
-    ((folder, _),) = begin_all(cfg)
+    text = configure()
+    ((folder, _),) = begin_all(*text)
 
     def killed_prepare() -> None:
         operations.folder = str(folder.parent)
         operations.left = 30
         operations.kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
-        prepare(cfg, 1)
+        prepare(*text, workers=1)
 
     records = set()
     while exit_code(fork(killed_prepare)) == -signal.SIGKILL:
@@ -448,26 +456,27 @@ def test_bytes_are_synced_before_they_are_recorded(configure, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr("data.writer.write_manifest", checked_write)
-    prepare(configure())
+    prepare(*configure())
     assert len(recorded) > 5 and recorded == sorted(recorded)
 
 
 def test_token_files_that_were_cut_are_refused(configure):
-    (folder,) = prepare(configure())
+    (folder,) = prepare(*configure())
     manifest = manifest_of(folder)
     for name in TOKEN_FILES:
         write_manifest(folder, manifest | {"complete": False})
         size = (folder / name).stat().st_size
         os.truncate(folder / name, size - 1)
         with refuses(f"{name}: has fewer than its {size} recorded bytes", "delete"):
-            prepare(configure())
+            prepare(*configure())
         os.truncate(folder / name, size)
 
 
 @needs_extra("chat")
 def test_a_killed_process_of_the_pool_ends_preparing(configure):
     """The launcher starts it again."""
-    pool = start_pool(configure(format="messages"), 1)
+    text, _ = configure(format="messages")
+    pool = start_pool(text, 1)
     preparation = SimpleNamespace(encode=signal.raise_signal)
     batch: Any = SimpleNamespace(preparation=preparation, documents=signal.SIGKILL)
     with pytest.raises(OSError, match="a process that tokenizes was killed"):
@@ -491,20 +500,20 @@ def test_a_wrong_row_is_named_and_once_it_is_mended_preparing_resumes(
 ):
     rows = break_at(source / f"{name}.jsonl", row)
     with refuses(f"{name}.jsonl", str(row), "must be text"):
-        prepare(configure(), workers)
+        prepare(*configure(), workers=workers)
     documents = sum(manifest_of(source.parent / "out")["documents"].values())
     assert documents == row - 1 + 100 * (name == "c")  # all before it is recorded
     (source / f"{name}.jsonl").write_text("".join(rows))
-    assert contents(*prepare(configure(), workers)) == by_hand(TEXTS)
+    assert contents(*prepare(*configure(), workers=workers)) == by_hand(TEXTS)
 
 
 def test_a_row_that_is_mended_without_a_change_of_size_is_read_again(configure, source, by_hand):
     same_size = json.dumps({"body": TEXTS[159]}) + "\n"
     rows = break_at(source / "c.jsonl", 60, same_size)
     with refuses("c.jsonl", "60", "no field 'text'"):
-        prepare(configure())
+        prepare(*configure())
     (source / "c.jsonl").write_text("".join(rows))
-    assert contents(*prepare(configure())) == by_hand(TEXTS)
+    assert contents(*prepare(*configure())) == by_hand(TEXTS)
 
 
 @pytest.mark.parametrize("rows_kept", [slice(40), slice(None, None, -1), slice(1, None)])
@@ -512,30 +521,30 @@ def test_a_mended_file_with_other_text_before_the_row_is_refused(rows_kept, conf
     same_size = json.dumps({"body": TEXTS[159]}) + "\n"
     rows = break_at(source / "c.jsonl", 60, same_size)
     with refuses("c.jsonl", "60"):
-        prepare(configure())
+        prepare(*configure())
     (source / "c.jsonl").write_text("".join(rows[rows_kept]))
     for _ in range(2):
         with refuses("c.jsonl: has other text", "restore it, or delete the folder"):
-            prepare(configure())
+            prepare(*configure())
 
 
 def test_what_was_not_read_yet_may_change(configure, source, by_hand):
     rows = break_at(source / "b.jsonl", 60)
     with refuses("b.jsonl", "60"):
-        prepare(configure())
+        prepare(*configure())
     (source / "b.jsonl").write_text("".join([*rows[:59], *rows[70:]]))
     (source / "c.jsonl").write_text(as_rows(TEXTS[100:133]))
     expected = by_hand([*TEXTS[:59], *TEXTS[70:133]])
-    assert contents(*prepare(configure())) == expected
+    assert contents(*prepare(*configure())) == expected
 
 
 def test_a_mended_file_is_read_again_without_those_before_it(configure, source, by_hand):
     rows = break_at(source / "c.jsonl", 60)
     with refuses("c.jsonl", "60"):
-        prepare(configure())
+        prepare(*configure())
     (source / "c.jsonl").write_text("".join(rows))
     (source / "b.jsonl").unlink()
-    assert contents(*prepare(configure())) == by_hand(TEXTS)
+    assert contents(*prepare(*configure())) == by_hand(TEXTS)
 
 
 def test_rows_of_which_the_tokenizer_makes_nothing_are_counted_once(configure, source, capsys):
@@ -544,13 +553,13 @@ def test_rows_of_which_the_tokenizer_makes_nothing_are_counted_once(configure, s
 
     split_at_spaces = pre_tokenizers.Whitespace()
     tokenizer = word_level(source.parent, {"cat": 0, "?": 1}, pre_tokenizer=split_at_spaces)
-    cfg = configure(tokenizer=str(tokenizer))
+    text = configure(tokenizer=str(tokenizer))
     (source / "b.jsonl").write_text(as_rows(["cat sat " * 250, " "] * 30))
     rows = break_at(source / "b.jsonl", 51)
     with refuses("b.jsonl", "51"):
-        prepare(cfg)
+        prepare(*text)
     (source / "b.jsonl").write_text("".join(rows))
-    (folder,) = prepare(cfg)
+    (folder,) = prepare(*text)
     assert manifest_of(folder)["left_out"] == 30
     assert "has no EOS token" in capsys.readouterr().err
 
@@ -562,23 +571,23 @@ def test_rows_of_which_the_tokenizer_makes_nothing_are_counted_once(configure, s
 def test_a_file_that_was_read_and_has_another_size_is_refused(is_complete, configure, source):
     rows = break_at(source / "c.jsonl", 60)
     with refuses("c.jsonl", "60"):
-        prepare(configure())
+        prepare(*configure())
     if is_complete:
         (source / "c.jsonl").write_text("".join(rows))
-        prepare(configure())
+        prepare(*configure())
     (source / "b.jsonl").write_text(as_rows(TEXTS[:99]))
     with refuses("b.jsonl was changed", "restore", "delete the folder", "data.path"):
-        prepare(configure())
+        prepare(*configure())
 
 
 def test_files_behind_max_tokens_may_change(configure, source):
-    (folder,) = prepare(configure(max_tokens=2000))
+    (folder,) = prepare(*configure(max_tokens=2000))
     (source / "c.jsonl").unlink()
     (source / "c.jsonl").write_text(as_rows(TEXTS[:3]))
-    assert prepare(configure(max_tokens=2000)) == [folder]
+    assert prepare(*configure(max_tokens=2000)) == [folder]
     (source / "b.jsonl").write_text(as_rows(TEXTS[:99]))
     with refuses("b.jsonl was changed"):
-        prepare(configure(max_tokens=2000))
+        prepare(*configure(max_tokens=2000))
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(configure, source, monkeypatch):
@@ -588,29 +597,29 @@ def test_a_file_that_changes_while_it_is_read_is_refused(configure, source, monk
 
     monkeypatch.setattr("data.prepare.check_files", change_and_check)
     with refuses("c.jsonl was changed"):
-        prepare(configure())
-    assert not is_prepared(configure())
+        prepare(*configure())
+    assert not is_prepared(*configure())
 
 
 def test_files_of_other_times_are_taken_for_unchanged(configure, source, capsys):
-    (folder,) = prepare(configure())
+    (folder,) = prepare(*configure())
     before = contents(folder)
     for name in ("b.jsonl", "c.jsonl"):
         os.utime(source / name, (1, 1))
-    prepare(configure())
+    prepare(*configure())
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "another time" in line]
     assert "b.jsonl (and 1 more files)" in line and contents(folder) == before
 
 
 def test_an_added_file_is_refused_and_one_that_was_read_may_be_gone(configure, source):
-    (folder,) = prepare(configure())
+    (folder,) = prepare(*configure())
     (source / "b.jsonl").unlink()
-    prepare(configure())
+    prepare(*configure())
     (source / "d.jsonl").write_text(as_rows(["more"]))
     with refuses("d.jsonl was added"):
-        prepare(configure())
+        prepare(*configure())
     shutil.rmtree(source)
-    assert prepare(configure()) == [folder]
+    assert prepare(*configure()) == [folder]
 
 
 @pytest.mark.parametrize(
@@ -632,10 +641,10 @@ def test_too_little_text_is_refused(
     if is_tokenizer_given:
         options["tokenizer"] = str(prepared)
     with refuses(*expected):
-        prepare(make_config(model={"vocab_size": vocab_size}, data=options))
+        prepare(*text_of(vocab_size, **options))
     assert (tmp_path / "out").exists() == is_tokenizer_given
     (tmp_path / "in.jsonl").write_text(as_rows(TEXTS))
-    prepare(make_config(data=options))
+    prepare(*text_of(**options))
 
 
 # Which folder
@@ -644,7 +653,7 @@ def test_too_little_text_is_refused(
 def test_each_option_that_determines_the_bytes_determines_the_folder(prepared):
     def name(option: str, value: object, rows: int = 320) -> str:
         options = {"source": "a.jsonl", option: value}
-        return folder_name(make_config(model={"vocab_size": rows}, data=options))
+        return folder_name(*text_of(rows, **options))
 
     determining = {
         "source": "b.jsonl",
@@ -669,26 +678,26 @@ def test_each_option_that_determines_the_bytes_determines_the_folder(prepared):
 
 
 def test_the_python_determines_the_folder_of_its_library(monkeypatch):
-    names = [folder_name(make_config()), folder_name(make_config(data={"source": "a.jsonl"}))]
+    names = [folder_name(*text_of()), folder_name(*text_of(source="a.jsonl"))]
     monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
-    assert folder_name(make_config()) != names[0]
-    assert folder_name(make_config(data={"source": "a.jsonl"})) == names[1]
+    assert folder_name(*text_of()) != names[0]
+    assert folder_name(*text_of(source="a.jsonl")) == names[1]
 
 
 def test_a_tokenizer_counts_by_its_content_wherever_it_lies(prepared, corpus, tmp_path):
     shutil.copy(prepared / "tokenizer.model", tmp_path / "copy.model")
     options = {"source": str(corpus), "path": str(prepared)}
-    named = make_config(data={**options, "tokenizer": str(tmp_path / "copy.model")})
-    assert prepare(named) == [prepared]  # it was trained for this folder
+    named = text_of(**options, tokenizer=str(tmp_path / "copy.model"))
+    assert prepare(*named) == [prepared]  # it was trained for this folder
     (tmp_path / "copy.model").write_bytes(b"\n another")
     with refuses("was prepared with tokenizer = 'trained here'"):
-        prepare(named)
+        prepare(*named)
 
 
 def test_a_folder_of_another_configuration_is_refused_by_each_option(configure):
-    (folder,) = prepare(configure())
+    (folder,) = prepare(*configure())
     with pytest.raises(ConfigError) as refused:
-        prepare(configure(max_tokens=7, text_field="body"))
+        prepare(*configure(max_tokens=7, text_field="body"))
     remedy = "delete the folder or name another data.path"
     assert refused.value.problems == (
         f"{folder}: was prepared with text_field = 'text', the configuration says 'body'; {remedy}",
@@ -710,7 +719,7 @@ def test_a_folder_of_something_else_is_left_alone(name, content, expected, confi
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text(content)
     with refuses(*expected):
-        prepare(configure())
+        prepare(*configure())
     assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
 
 
@@ -718,14 +727,14 @@ def test_a_folder_of_something_else_is_left_alone(name, content, expected, confi
 def test_a_folder_without_a_name_is_refused(path, configure, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with refuses("path", "is the current folder or /"):
-        prepare(configure(path=path))
+        prepare(*configure(path=path))
 
 
 def test_a_complete_folder_needs_no_lock(configure, monkeypatch):
     """As on a disk that can only be read."""
-    prepare(configure())
+    prepare(*configure())
     monkeypatch.setattr("system.files.lock", lambda path: pytest.fail("was locked"))
-    prepare(configure())
+    prepare(*configure())
 
 
 # A mixture
@@ -737,13 +746,13 @@ def mixture(tmp_path) -> Configure:
     (tmp_path / "a.jsonl").write_text(as_rows(TEXTS[:100]))
     (tmp_path / "b.jsonl").write_text(as_rows(TEXTS[100:]).replace('"text"', '"body"'))
 
-    def configured(**options: object) -> config.Config:
+    def configured(**options: Any) -> Text:
         sources = [
             {"source": str(tmp_path / "a.jsonl"), "weight": 3.0, "max_tokens": 3000},
             {"source": str(tmp_path / "b.jsonl"), "weight": 1.0, "text_field": "body"},
         ]
-        given = {"sources": sources, "path": str(tmp_path / "mixed")}
-        return make_config(data=given | options)
+        given: dict[str, Any] = {"sources": sources, "path": str(tmp_path / "mixed")}
+        return text_of(**given | options)
 
     return configured
 
@@ -768,11 +777,11 @@ def test_a_mixture_has_one_tokenizer_of_the_start_of_each_source(
     for name, field in (("a", "text"), ("b", "body")):
         rows = [json.dumps({field: text}) for text in texts[field]]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    cfg = mixture()
-    assert not is_prepared(cfg)
-    folders = [folder for folder, _ in begin_all(cfg)]
+    text = mixture()
+    assert not is_prepared(*text)
+    folders = [folder for folder, _ in begin_all(*text)]
     assert trained_on == [*texts["text"][:from_a], *texts["body"][:from_b]]
-    path = common_tokenizer(cfg)
+    path = common_tokenizer(*text)
     assert path
     for folder in folders:
         assert (folder / "tokenizer.model").read_bytes() == path.read_bytes()
@@ -788,35 +797,35 @@ def test_sources_are_prepared_side_by_side(mixture, prepared, monkeypatch):
         real_record(writer)
 
     monkeypatch.setattr(TokenWriter, "record", record)
-    prepare(mixture(tokenizer=str(prepared)), 1)
+    prepare(*mixture(tokenizer=str(prepared)), workers=1)
     assert recorded[:6] == ["a", "b"] * 3
 
 
 def test_a_wrong_row_of_one_source_keeps_what_was_read_of_the_others(mixture, prepared, tmp_path):
     rows = break_at(tmp_path / "b.jsonl", 50)
-    cfg = mixture(tokenizer=str(prepared))
+    text = mixture(tokenizer=str(prepared))
     with refuses("b.jsonl", "50"):
-        prepare(cfg)
-    for folder, _ in source_folders(cfg):
+        prepare(*text)
+    for folder, _ in source_folders(*text):
         assert sum(manifest_of(folder)["documents"].values()) > 20
     (tmp_path / "b.jsonl").write_text("".join(rows))
-    prepare(cfg)
-    assert is_prepared(cfg)
+    prepare(*text)
+    assert is_prepared(*text)
 
 
 def test_options_that_a_source_leaves_out_are_those_of_data():
     given = {"subset": "en", "split": "dev", "text_field": "body", "max_tokens": 9}
     own = {"subset": "de", "split": "test", "text_field": "text", "max_tokens": 7}
     cfg = make_config(data={**given, "sources": [{"source": "a"}, {"source": "b", **own}]})
-    first, second = (config.to_dict(each)["data"] for each in sources_of(cfg, None))
+    first, second = map(config.to_dict, separated(cfg.data))
     assert first.items() >= given.items() and second.items() >= own.items()
 
 
 def test_two_sources_of_one_name_go_by_their_folders(mixture, prepared, tmp_path):
     sources = [{"source": f"{tmp_path}/a.jsonl", "max_tokens": limit} for limit in (500, 3000)]
-    cfg = mixture(sources=sources, tokenizer=str(prepared))
-    assert source_names(cfg) == [folder.name for folder in prepare(cfg)]
-    assert source_names(mixture()) == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]
+    data, vocab_size = mixture(sources=sources, tokenizer=str(prepared))
+    names = [folder.name for folder in prepare(data, vocab_size)]
+    assert open_dataset(make_config(data=config.to_dict(data))).names == names
 
 
 # Several processes
@@ -827,50 +836,50 @@ def test_two_processes_at_once_write_what_one_does(
     has_locks, configure, by_hand, monkeypatch, capfd
 ):
     """Without locks one may fail over the other's temporary file, and is started again."""
-    cfg = configure()
+    text = configure()
     if not has_locks:
         monkeypatch.setattr("system.files.lock", lambda path: SimpleNamespace(release=lambda: None))
-        begin_all(cfg)
-    pids = [fork(lambda: prepare(cfg, 1)) for _ in range(2)]
+        begin_all(*text)
+    pids = [fork(lambda: prepare(*text, workers=1)) for _ in range(2)]
     codes = [exit_code(pid) for pid in pids]
     if has_locks:
         assert codes == [0, 0] and capfd.readouterr().err.count("tokens to train on") == 1
-    assert contents(*prepare(cfg)) == by_hand(TEXTS)
+    assert contents(*prepare(*text)) == by_hand(TEXTS)
 
 
 def test_a_folder_that_another_process_begins_meanwhile_is_used(configure, monkeypatch):
     def take_lock_late(path: pathlib.Path) -> object:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("data.begin.take_lock", take_lock)
-            begin_all(configure())
+            begin_all(*configure())
         return take_lock(path)
 
     monkeypatch.setattr("data.begin.take_lock", take_lock_late)
-    prepare(configure())
-    assert is_prepared(configure())
+    prepare(*configure())
+    assert is_prepared(*configure())
 
 
 def test_a_source_that_another_process_prepares_is_waited_for_last(mixture, prepared, capsys):
     """Two mixtures with sources in common would else wait for each other."""
-    cfg = mixture(tokenizer=str(prepared))
-    (first, _), (second, _) = begin_all(cfg)
+    text = mixture(tokenizer=str(prepared))
+    (first, _), (second, _) = begin_all(*text)
     lock = take_lock(first)
     assert lock
-    thread = threading.Thread(target=prepare, args=[cfg, 1])
+    thread = threading.Thread(target=prepare, args=[*text, 1])
     thread.start()
     while not manifest_of(second)["complete"]:
         time.sleep(0.01)
     assert not any(manifest_of(first)["documents"].values())
     lock.release()
     thread.join()
-    assert is_prepared(cfg)
+    assert is_prepared(*text)
     assert (
         f"waiting for {processes.process_name()}, which prepares {first}" in capsys.readouterr().err
     )
 
 
 def test_a_record_is_never_lowered(configure):
-    ((folder, _),) = begin_all(configure())
+    ((folder, _),) = begin_all(*configure())
     ahead = TokenWriter(folder)
     behind = TokenWriter(folder)
     for writer, documents in ((ahead, 5), (behind, 3)):
@@ -882,7 +891,7 @@ def test_a_record_is_never_lowered(configure):
 
 def test_a_document_that_goes_beyond_what_is_recorded_is_other_text(configure):
     """Also if what a killed process left there is equal."""
-    ((folder, _),) = begin_all(configure())
+    ((folder, _),) = begin_all(*configure())
     writer = TokenWriter(folder)
     writer.begin_file(0)
     writer.append("train", bytes(2 * 10))
@@ -896,11 +905,11 @@ def test_a_document_that_goes_beyond_what_is_recorded_is_other_text(configure):
 
 
 def test_a_folder_that_is_begun_anew_while_it_is_written_is_left_alone(configure):
-    ((folder, _),) = begin_all(configure())
+    ((folder, _),) = begin_all(*configure())
     writer = TokenWriter(folder)
     writer.append("train", bytes(20))
     shutil.rmtree(folder)
-    begin_all(configure())
+    begin_all(*configure())
     with refuses("was deleted or begun anew"):
         writer.record()
     assert manifest_of(folder)["tokens"]["train"] == 0
@@ -987,7 +996,7 @@ def test_the_first_batch_is_recorded_and_then_one_every_five_seconds(
     monkeypatch.setattr("data.order.BORDER_STEP", 1 << 20)
     monkeypatch.setattr(TokenWriter, "append", append)
     monkeypatch.setattr(TokenWriter, "record", record)
-    prepare(configure(), 1)
+    prepare(*configure(), workers=1)
     assert recorded == [*range(3, 600, 6), 600]
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 50 + 1 and "source: " in lines[0] and lines[0].endswith("%")
@@ -997,6 +1006,6 @@ def test_a_terminal_shows_a_bar(configure, monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stderr", terminal)
-    prepare(configure(), has_bar=True)
+    prepare(*configure(), has_bar=True)
     assert "source: " in terminal.getvalue() and " tokens/s" in terminal.getvalue()
     assert "\rprepared " in terminal.getvalue()

@@ -14,9 +14,8 @@ from collections.abc import Callable
 import pytest
 
 import config
-from data.prepare import prepare
 from data.preparer import Preparer
-from tests.conftest import REPO, loader_of, rows, words
+from tests.conftest import REPO, loader_of, prepare_one, rows, words
 
 FILES = 6
 STEPS = 200
@@ -117,7 +116,7 @@ class Launch:
     def has_samples_of_prepared_text(self, folder: pathlib.Path) -> bool:
         """Whether each step's digest is that of the same text, prepared before into a folder."""
         cfg = config.load(str(self.path), [f"--data.path={folder}"])
-        prepare(cfg)
+        prepare_one(cfg)
         loader = loader_of(cfg)
         return all(next(loader).digest == row["batch_digest"] for row in rows(self.folder))
 
@@ -148,7 +147,7 @@ def test_samples_are_those_of_text_that_was_prepared_before(path, tmp_path):
 
 def test_wrong_row_ends_the_run_after_a_save_and_once_mended_it_resumes(path, tmp_path):
     """On two ranks, then on one; the row is in the fifth file that is read."""
-    prepare(config.load(str(path), [f"--data.path={tmp_path / 'before'}"]))
+    prepare_one(config.load(str(path), [f"--data.path={tmp_path / 'before'}"]))
     files = json.loads((tmp_path / "before/manifest.json").read_text())["files"]
     number = int(pathlib.Path(files[4][0]).stem[-1])
     file = write_rows(tmp_path, number, wrong_row=51)

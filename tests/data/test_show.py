@@ -49,7 +49,8 @@ def test_a_step_that_is_not_prepared_is_refused_with_what_it_waits_for(
     tokenizer = str(prepared / "tokenizer.model")
     options = {"order": "growing", "path": str(tmp_path / "begun"), "tokenizer": tokenizer}
     path = write_config(data={"source": str(corpus), **options})
-    begin_all(make_config(data={"source": str(corpus), **options}))
+    cfg = make_config(data={"source": str(corpus), **options})
+    begin_all(cfg.data, cfg.model.vocab_size)
     assert run_tool(show.main, path, "--step", 3) == 2
     assert "--step 3: its text is not prepared yet (" in capsys.readouterr().err
     assert run_tool(show.main, path, "--step", 0) == 2

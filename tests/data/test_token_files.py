@@ -107,7 +107,7 @@ def training_stream(cfg: config.Config) -> TokenStream:
 
 
 def digests(dataset: Dataset, steps: range, rank: int = 0, ranks: int = 1) -> list[int]:
-    loader = Loader(dataset.cfg, dataset, data_rank(rank, ranks), steps.start)
+    loader = Loader(dataset, data_rank(rank, ranks), steps.start)
     batches = [loader.batch(step) for step in steps]
     loader.close()
     return [batch.digest for batch in batches]
@@ -137,13 +137,13 @@ def test_digests_and_targets_are_those_of_the_text(corpus, tmp_path, document_ma
     folder = tmp_path / "prepared"
     options = {"source": str(corpus), "path": str(folder), "validation": str(validation), **data}
     text = make_config(data=options, eval={})
-    prepare(text)
+    prepare(text.data, text.model.vocab_size)
     files = {"validation": str(folder / "heldout.bin"), **RAW, **data}
     tokens = tokens_config(folder / "train.bin", **files)
     batches = []
     for cfg in (text, tokens):
         dataset = open_dataset(cfg)
-        loader = Loader(cfg, dataset, data_rank(), 1)
+        loader = Loader(dataset, data_rank(), 1)
         batches.append([(batch.digest, batch.valid_tokens) for batch in map(loader.batch, (1, 99))])
         (stream,) = dataset.validation
         batches.append(stream.read(0, stream.length).tolist())
@@ -438,7 +438,7 @@ def test_a_mixture_of_texts_and_token_files(corpus, prepared, tmp_path):
     ]
     data = {"source": None, "sources": sources, "tokenizer": str(prepared), **RAW}
     cfg = make_config(data={**data, "path": str(tmp_path / "prepared")})
-    prepare(cfg)
+    prepare(cfg.data, cfg.model.vocab_size)
     dataset = open_dataset(cfg)
     assert [path.name for path in dataset.tokenizer_files] == ["tokenizer.model"]
     assert dataset.names == [str(corpus), str(tmp_path / "a.bin")]
@@ -457,7 +457,7 @@ def test_a_mixture_of_token_files_needs_no_tokenizer(tmp_path):
         nanogpt(tmp_path / f"{seed}.bin", documents(seed))
         sources.append({"source": str(tmp_path / f"{seed}.bin")})
     cfg = make_config(data={"source": None, "sources": sources, "format": "tokens", **RAW})
-    prepare(cfg)  # does nothing
+    prepare(cfg.data, cfg.model.vocab_size)  # does nothing
     dataset = open_dataset(cfg)
     assert dataset.tokenizer_files == []
     assert [stream.length for stream in dataset.validation] == [27, 27]

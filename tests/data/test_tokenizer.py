@@ -231,7 +231,7 @@ def test_ids_fit_in_31_bits(highest, is_refused, change):
 def test_ids_that_two_bytes_do_not_hold_take_four(highest, dtype, change, corpus, tmp_path):
     folder = change(lambda content: content["model"]["vocab"].update(t=highest))
     data = {"source": str(corpus), "path": str(tmp_path / "out"), "tokenizer": str(folder)}
-    begin_all(make_config(model={"vocab_size": 65_537}, data=data))
+    begin_all(make_config(data=data).data, 65_537)
     assert manifest_of(tmp_path / "out")["dtype"] == dtype
 
 
@@ -242,7 +242,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(rows, is_refused, corpus, 
     cfg = make_config(model={"vocab_size": rows}, data=data)
     expected = refuses("vocab_size = 319", "smaller than the tokenizer", "320 entries")
     with expected if is_refused else contextlib.nullcontext():
-        begin_all(cfg)
+        begin_all(cfg.data, cfg.model.vocab_size)
 
 
 # Which files

@@ -1,5 +1,5 @@
-"""No stream uses memory that another may still use: FSDP2's buffers in pools of their own, and in one
-pool (parallel/memory_pool.py)."""
+"""No stream uses memory that another may still use: FSDP2's buffers in pools of their own and, with
+gather_once, in one pool (parallel/memory_pool.py)."""
 
 import pathlib
 
@@ -9,7 +9,7 @@ from tests.fake_cuda import configurations
 from tests.fake_cuda.configurations import Text
 from tests.fake_cuda.races import FAULTS
 
-ONE_POOL = {"one_memory_pool": True}
+ONE_POOL = {"gather_once": True}
 # Of the steps' two micro-batches, the second adds to gradients. Activations are larger than a unit's
 # parameters, so that an all-gather takes what they leave; and larger than 1 MiB: the allocator keeps
 # smaller blocks elsewhere.
@@ -19,12 +19,10 @@ SIZES = {
 }
 CASES = {
     "pools-of-their-own": {},
-    "gathered-once": {"gather_once": True},
     "one-pool": ONE_POOL,
     "one-pool-kept": ONE_POOL | {"reshard_after_forward": False},
     "one-pool-two-ahead": ONE_POOL | {"prefetch_forward": 2, "prefetch_backward": 2},
     "one-pool-deferred": ONE_POOL | {"sync_every_micro_batch": False},
-    "one-pool-gathered-once": ONE_POOL | {"gather_once": True},
     "one-pool-recomputed": ONE_POOL | {"recompute": "full"},
     "one-pool-tp": ONE_POOL | {"tp": 2},
     "one-pool-bfloat16": ONE_POOL | {"reduce_dtype": "bfloat16"},

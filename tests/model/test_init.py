@@ -162,7 +162,7 @@ def test_a_checkpoint_s_model_has_its_buffers(world, write_config):
     cfg = config.load(str(write_config(run={"name": "r"}, checkpoint={}, train={"steps": 1})))
     with forks.with_parameters():
         train_run(cfg, world)
-        model = load_model(catalog.path_of(cfg, 1), cfg, CPU)
+        model = load_model(catalog.path_of(catalog.root_of(cfg), 1), cfg, CPU)
         again = Llama(cfg.model)
         apply_activation_checkpointing(again, "full", compiled=False)
         materialize(again, cfg.run.seed, CPU)

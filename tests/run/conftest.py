@@ -108,32 +108,27 @@ def launched() -> Iterator[Callable[..., Launch]]:
 # segments are small, and preparing waits for PAUSED after two.
 # FAULT: "kind rank step", once; FAULTED is the file that says that it has been.
 PAUSES = {
-    "system.files.py": """
-def pause(moment):
-    if os.environ.get("PAUSE") == moment:
-        pathlib.Path(os.environ["PAUSED"]).touch()
-        time.sleep(2)
-""",
     "model/llama.py": """
-from system import files
-files.pause("import")
+import faults
+faults.pause("import")
 """,
     "checkpoint/save.py": """
 class Saver(Saver):
     def write(self, *arguments):
-        files.pause("save")
+        import faults
+        faults.pause("save")
         super().write(*arguments)
 """,
     "evaluate.py": """
 def evaluate(*arguments, evaluate=evaluate):
-    from system import files
-    files.pause("evaluation")
+    import faults
+    faults.pause("evaluation")
     return evaluate(*arguments)
 """,
     "optim.py": """
 def learning_rate(o, end, step, learning_rate=learning_rate):
-    from system import files, faults
-    files.pause("first step" if step == 1 else "step" if step == 3 else "")
+    import faults
+    faults.pause("first step" if step == 1 else "step" if step == 3 else "")
     faults.begin_step(step)
     return learning_rate(o, end, step)
 """,
@@ -154,8 +149,13 @@ class Preparation(Preparation):
             time.sleep(0.05)
 """,
     "faults.py": """
-import os, pathlib, signal, threading
+import os, pathlib, signal, threading, time
 import torch
+
+def pause(moment):
+    if os.environ.get("PAUSE") == moment:
+        pathlib.Path(os.environ["PAUSED"]).touch()
+        time.sleep(2)
 
 def begin_step(step):
     kind, rank, at = os.environ.get("FAULT", "none 0 0").split()

@@ -137,19 +137,19 @@ def test_first_host_of_slurms_lists(nodes, host):
 @pytest.mark.quick
 def test_ranks_share_the_cores_and_keep_what_the_user_has_set(environment, monkeypatch):
     monkeypatch.setattr("run.command.usable_cores", lambda: 8)
-    cfg = make_config(run={"save_timeout_seconds": 5000.0})
+    folder = pathlib.Path("outputs/test")
     environment(MASTER_PORT="1", PET_MAX_RESTARTS="3", TRAINER_PARENT="1")
     monkeypatch.delenv("OMP_NUM_THREADS")
-    variables = Ranks(1, 3, 0, "").environment(cfg)
+    variables = Ranks(1, 3, 0, "").environment(folder, 5000.0)
     assert variables["OMP_NUM_THREADS"] == "2"
-    assert int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 5000  # a save may take as long
+    assert variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "5000"
     assert variables["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert not {"MASTER_PORT", "PET_MAX_RESTARTS"} & variables.keys()  # torchrun would read them
     assert variables["TRAINER_PARENT"] == str(os.getpid())
     assert variables["TORCH_FR_DUMP_TEMP_FILE"].endswith("/outputs/test/logs/nccl-rank-")
     environment(OMP_NUM_THREADS="5", PYTORCH_CUDA_ALLOC_CONF="backend:native")
     environment(SLURM_CPUS_ON_NODE="64", SLURM_CPUS_PER_TASK="64")
-    variables = Ranks(1, 3, 0, "").environment(cfg)
+    variables = Ranks(1, 3, 0, "").environment(folder, 5000.0)
     assert variables["OMP_NUM_THREADS"] == "5"
     assert variables["PYTORCH_ALLOC_CONF"] == "backend:native"
     assert variables["SRUN_CPUS_PER_TASK"] == "64"
@@ -211,14 +211,13 @@ def test_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch, make, word
 def test_job_does_not_prepare_text_for_which_its_ranks_would_wait(
     monkeypatch, order, prepared, job
 ):
-    monkeypatch.setattr(launch, "is_prepared", lambda cfg: prepared)
-    cfg = make_config(data={"order": order})
-    ranks = Ranks(1, 1, 0, job)
+    monkeypatch.setattr(launch, "is_prepared", lambda *_: prepared)
+    data = make_config(data={"order": order}).data
     if not job:
-        launch.check_prepared(cfg, ranks, ["c.toml"])
+        launch.check_prepared(data, 320, job, ["c.toml"])
         return
     with refuses("run ./run_train.sh -m data.prepare c.toml --run.seed=3 on the login node"):
-        launch.check_prepared(cfg, ranks, ["c.toml", "--run.seed=3"])
+        launch.check_prepared(data, 320, job, ["c.toml", "--run.seed=3"])
 
 
 @pytest.mark.quick
@@ -242,7 +241,7 @@ class FakeRanks:
         self.restarts = restarts
         self.attempts = iter(attempts)
 
-    def environment(self, cfg: config.Config) -> dict[str, str]:
+    def environment(self, run_folder: pathlib.Path, timeout: float) -> dict[str, str]:
         return dict(os.environ)
 
     def command(self, launch: str) -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import config
 from checkpoint.save import SaveFailed
 from config import ConfigError
 from model.build import meta_model
@@ -54,29 +55,22 @@ def test_device_is_a_gpu_of_its_own_or_none_was_meant(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
-    cfg = make_config(run={"device": device})
     if expected.startswith(("cpu", "cuda:")):
-        assert str(pick_device(cfg, 1)) == expected
+        assert str(pick_device(device, 1)) == expected
         return
     with refuses(expected):
-        pick_device(cfg, 1)
+        pick_device(device, 1)
 
 
 @pytest.mark.parametrize("sections", [{"parallel": {"cp": 2}}, {"data": {"document_mask": True}}])
 @pytest.mark.parametrize("width, supported", [(8, False), (14, False), (16, True)])
-def test_heads_too_narrow_for_flex_attention_are_refused_on_a_gpu(
-    monkeypatch, sections, width, supported
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
-    model = {"dim": 128, "head_dim": width}
-    cfg = make_config(model=model, run={"device": "cuda"}, **sections)
+def test_heads_too_narrow_for_flex_attention_are_refused_on_a_gpu(sections, width, supported):
+    cfg = make_config(model={"dim": 128, "head_dim": width}, **sections)
     if supported:
-        assert pick_device(cfg, 0).type == "cuda"
+        config.check_for_gpus(cfg)
         return
     with refuses(f"head_dim: heads are {width} wide", "16 or more"):
-        pick_device(cfg, 0)
+        config.check_for_gpus(cfg)
 
 
 # The process group

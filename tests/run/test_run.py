@@ -101,7 +101,7 @@ def test_phases_have_the_timeout_of_what_they_wait_for(world, tmp_path):
         **dict.fromkeys(("start", "first step", "first evaluation batch", "end"), slow),
         **dict.fromkeys(("step", "data"), step),
         # the one before, the save itself, and those to verify before old ones are removed
-        "save": 5 * r.save_timeout_seconds,
+        "save": 5 * slow,
     }
 
 
@@ -241,7 +241,7 @@ def test_checkpoint_after_an_evaluation_has_every_tensor(world, ranks, reshard, 
     for name, _ in Llama(cfg.model).named_parameters():
         expected.add(f"model.{name}")
         expected |= {f"optim.{name}.{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
-    saved = Reader(catalog.path_of(cfg, 2)).metadata.state_dict_metadata
+    saved = Reader(catalog.path_of(catalog.root_of(cfg), 2)).metadata.state_dict_metadata
     assert {*saved} == expected
 
 
@@ -259,7 +259,7 @@ def test_small_files_that_cannot_be_written_cost_a_line(world, write_config, mon
     monkeypatch.setattr(logging, "FileHandler", _no_log)
     cfg = load(write_config(checkpoint={"save_every_steps": 2}))
     assert len(train_run(cfg, world)) == 4
-    assert catalog.steps(cfg) == [2, 4]
+    assert catalog.steps(catalog.root_of(cfg)) == [2, 4]
     err = capfd.readouterr().err
     for name in (*small, "rank-0.log"):
         assert f"{name}: " in err and "No space left on device" in err

@@ -103,7 +103,7 @@ def samples_per_epoch(cfg: config.Config) -> float | None:
     this configuration's."""
     if cfg.data.tokenizer and not os.path.exists(cfg.data.tokenizer):
         return None
-    if not is_prepared(cfg):
+    if not is_prepared(cfg.data, cfg.model.vocab_size):
         return None
     try:
         dataset = open_dataset(cfg, train=False)
@@ -140,7 +140,7 @@ def world_sizes(text: str) -> list[int]:
 
 def main(argv: list[str]) -> int:
     args, cfg = parse(argv)
-    cfg = formats.complete(args, cfg, is_plan=True)
+    cfg = formats.complete(cfg, is_plan=True)
     return FINISHED if dry_run(cfg, args) else DOES_NOT_FIT
 
 

@@ -288,7 +288,7 @@ def run_step(
     """A step as training_step() in train.py runs it, in phases."""
     p = cfg.parallel
     counted = hooks.counted
-    micro_batches = distinct_micro_batches(config.accumulation_steps(cfg, world.dp_size))
+    micro_batches = distinct_micro_batches(config.accumulation_steps(cfg.train, world.dp_size))
     for number, times in enumerate(micro_batches, 1):
         counted.times = times
         hooks.begin("batch")
@@ -370,7 +370,7 @@ def distinct_micro_batches(accumulation: int) -> list[int]:
 
 def micro_batch_inputs(cfg: config.Config, world: World) -> tuple:
     """The arguments of the model: tokens, targets, positions and document numbers."""
-    sequences = config.micro_batch_size(cfg, world.dp_size)
+    sequences = config.micro_batch_size(cfg.train, world.dp_size)
     # (B, T): the values do not matter, so the targets are the tokens
     tokens = torch.zeros(sequences, cfg.train.seq_len // world.cp, dtype=torch.int64)
     documents = None

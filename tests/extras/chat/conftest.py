@@ -168,7 +168,7 @@ class InThisProcess(Executor):
 def prepare_here(cfg: config.Config) -> pathlib.Path:
     """prepare() in this process. Returns the first source's folder."""
     with mock.patch("data.prepare.start_pool", lambda *_: InThisProcess()):
-        return prepare(cfg)[0]
+        return prepare(cfg.data, cfg.model.vocab_size)[0]
 
 
 def sections_of(

@@ -519,9 +519,9 @@ def test_each_kind_of_file_has_the_same_conversations_and_format(name, configure
         cfg = configured(source=source, chat_template=None)
         if published.found is None:
             with refuses("the columns of its first row, .*, are those of no data.format"):
-                formats.format_of(cfg, tmp_path, is_plan=False)
+                formats.format_of(cfg.data, cfg.model.vocab_size, tmp_path)
         else:
-            assert formats.format_of(cfg, tmp_path, is_plan=False) == published.found
+            assert formats.format_of(cfg.data, cfg.model.vocab_size, tmp_path) == published.found
         cfg = configured(source=source, **(published.options or {"format": published.found}))
         by_kind.append([from_document(document)[1] for document in documents(cfg)])
     assert len(by_kind[0]) == ROWS and all(each == by_kind[0] for each in by_kind)

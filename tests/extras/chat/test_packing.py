@@ -170,7 +170,9 @@ def test_validation_reads_each_window_once_on_any_ranks(chats):
     for ranks in (1, 2):
         count = 0
         for rank in range(ranks):
-            for tensors in validation_batches(heldout, cfg, data_rank(rank, ranks)):
+            for tensors in validation_batches(
+                heldout, cfg.train, cfg.eval, True, data_rank(rank, ranks)
+            ):
                 count += int((tensors[1] >= 0).sum())
         counts.append(count)
     assert counts[0] == counts[1] > 20
@@ -189,7 +191,7 @@ def test_valid_tokens_and_digests_are_those_of_the_step_on_any_rank(chats, learn
         targets = digest = 0
         valid = set()
         for rank in range(ranks):
-            loader = Loader(cfg, open_dataset(cfg), data_rank(rank, ranks), 1)
+            loader = Loader(open_dataset(cfg), data_rank(rank, ranks), 1)
             batch = next(loader)
             loader.close()
             targets += sum(int((tensors[1] >= 0).sum()) for tensors in batch.micro_batches)
@@ -229,7 +231,7 @@ def test_each_token_s_loss_is_that_of_transformers(tokenizer, theirs, name, tmp_
             logits = model(ids[None]).logits[0, :-1]
         losses = F.cross_entropy(logits, ids[1:], reduction="none")
         expected[tuple(ids.tolist())] = losses[mask[1:]]
-    loader = Loader(cfg, open_dataset(cfg), data_rank(), 1)
+    loader = Loader(open_dataset(cfg), data_rank(), 1)
     for _ in range(packed_of(cfg).windows // cfg.train.global_batch_size):
         for inputs, targets, positions, documents in next(loader).micro_batches:
             with torch.no_grad():
@@ -317,7 +319,7 @@ def test_a_mixture_of_jsonl_and_parquet(tokenizer, tmp_path):
     assert [len(packed_of(cfg, source).members) for source in (0, 1)] == [20, 9]
     dataset = open_dataset(cfg)
     assert len(dataset.notes()) == 2
-    loader = Loader(cfg, dataset, data_rank(), 1)
+    loader = Loader(dataset, data_rank(), 1)
     assert next(loader).valid_tokens > 50
     loader.close()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._inductor import compile_fx, metrics
 from torch._inductor import config as inductor_config
 
+import config
 from config import ConfigError
 from extras.float8 import matmul as float8
 from extras.float8.all_gather import Float8AllGather, Float8Shard
@@ -22,7 +23,6 @@ from extras.float8.matmul import (
 )
 from model.build import meta_model
 from model.llama import Linear, Llama
-from run.rank import pick_device
 from tests import cases
 from tests.conftest import launch, make_config
 from tests.parallel import test_activation_checkpoint
@@ -570,15 +570,13 @@ def test_matrices_that_16_does_not_divide_are_refused():
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_float8_that_is_not_compiled_is_refused_on_a_gpu(monkeypatch, compiled):
-    for name, answer in {"is_available": True, "device_count": 8, "set_device": None}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *unused, answer=answer: answer)
-    cfg = make_config(parallel={"float8": "rowwise", "compile": compiled}, run={"device": "cuda"})
+def test_float8_that_is_not_compiled_is_refused_on_a_gpu(compiled):
+    cfg = make_config(parallel={"float8": "rowwise", "compile": compiled})
     if compiled:
-        assert pick_device(cfg, 3) == torch.device("cuda", 3)
+        config.check_for_gpus(cfg)
         return
     with pytest.raises(ConfigError, match='float8 = "rowwise": requires compile = true on a GPU'):
-        pick_device(cfg, 3)
+        config.check_for_gpus(cfg)
 
 
 def test_the_launcher_exits_with_2(write_config):

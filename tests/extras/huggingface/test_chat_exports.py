@@ -121,7 +121,8 @@ def trained(on_ranks, tmp_path_factory):
             "optim": {"lr": 2e-2, "warmup_steps": 2},
             "checkpoint": {},
         }
-        prepare(make_config(**sections))
+        cfg = make_config(**sections)
+        prepare(cfg.data, cfg.model.vocab_size)
         runs[f"{name} full"] = sections
         runs[f"{name} lora"] = {**sections, "lora": {"rank": 16, "base_dtype": "float32"}}
     found = on_ranks(1, cases.train_all, runs, str(folder))[0]

@@ -308,10 +308,11 @@ def test_an_imported_checkpoint(folders, tmp_path, capsys, name):
     with pytest.raises(ConfigError, match="without the state of an optimizer.*model.init_from"):
         restore(tmp_path / "checkpoint", model, build_optimizer(model, cfg.optim))
     run_cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={})
-    (tmp_path / "r/checkpoints").mkdir(parents=True)
-    (tmp_path / "checkpoint").rename(catalog.path_of(run_cfg, 0))
+    root = catalog.root_of(run_cfg)
+    root.mkdir(parents=True)
+    (tmp_path / "checkpoint").rename(catalog.path_of(root, 0))
     with pytest.raises(ConfigError, match="without the state of an optimizer.*model.init_from"):
-        catalog.choose(run_cfg, catalog.steps(run_cfg), catalog.problems_of)
+        catalog.choose(root, [0], run_cfg.checkpoint, catalog.problems_of)
 
 
 def plain_loop(theirs: PreTrainedModel, cfg: config.Config, steps: int) -> list[dict]:

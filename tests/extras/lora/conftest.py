@@ -94,4 +94,4 @@ def run(base, adapter, corpus, prepared, tmp_path_factory) -> tuple[config.Confi
         checkpoint={},
     )
     run_on_ranks(2, lambda world: train_run(cfg, world))
-    return cfg, catalog.path_of(cfg, 4)
+    return cfg, catalog.path_of(catalog.root_of(cfg), 4)

@@ -351,7 +351,7 @@ def test_a_quota_that_is_used_up(monkeypatch, unprepared, tmp_path):
     cure = "name another folder"
     assert texts == [f"{name}: cannot be written to: Disk quota exceeded; {cure}" for name in named]
     assert asked == [tmp_path, tmp_path / "out"]
-    monkeypatch.setattr(disks, "is_prepared", lambda cfg: True)
+    monkeypatch.setattr(disks, "is_prepared", lambda *_: True)
     (finding,) = disks.folders(unprepared, ONE)
     assert "output_dir" in finding.text
     assert not list(disks.folders(make_config(checkpoint=None), ONE))

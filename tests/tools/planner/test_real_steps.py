@@ -148,8 +148,8 @@ class Live(TorchDispatchMode):
 
 
 def step(model: Llama, optimizer: Any, cfg: config.Config, world: World) -> None:
-    sequences = config.micro_batch_size(cfg, world.dp_size)
-    last = config.accumulation_steps(cfg, world.dp_size) - 1
+    sequences = config.micro_batch_size(cfg.train, world.dp_size)
+    last = config.accumulation_steps(cfg.train, world.dp_size) - 1
     inputs = micro_batch(cfg, sequences, world)
     unshard_first_units(model, cfg.parallel)
     for number in range(last + 1):

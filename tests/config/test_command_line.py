@@ -1,0 +1,127 @@
+"""Arguments, --help, exit codes."""
+
+import errno
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import tomli
+
+import config
+from config.command_line import help_text
+from tests.conftest import REPO, launch, make_config, needs_extra, refuses
+
+TINY = str(REPO / "configs/tiny.toml")
+
+
+def shell(*words: object, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
+    )
+
+
+planner = needs_extra("planner")
+# program, its arguments, key words of what it prints
+COMMAND_LINES = [
+    ("train", [], "CONFIG"),
+    ("data.prepare", [], "CONFIG"),
+    ("train", [TINY, "--=5", "--two"], "--=5, --two: unknown"),
+    ("train", [TINY, "other.toml"], "other.toml: unknown; CONFIG comes first"),
+    ("train", [TINY, "\u2013-train.steps=3"], "train.steps=3: unknown"),
+    ("train", [TINY, "x\x1b[31mred"], r"x\\x1b\[31mred: unknown"),
+    ("train", [f"{TINY}\r"], r"tiny.toml\\r: cannot be read"),
+    ("train", [TINY, "--train.steps\r=3"], r"steps\\r = 3: unknown option; did you mean train.st"),
+    ("train", [TINY, "--train.steps=100\r"], r'steps = "100\\r": must be an integer'),
+    ("train", [TINY, "--data.source=a.txt\r"], r'source = "a.txt\\r": .*control characters'),
+    ("train", [TINY, f"--train.steps={'9' * 5000}"], "integer"),
+    ("train", [TINY, "--dry-run", "--eval-only"], "not allowed with"),
+    ("data.show", [TINY, "--eval-only"], "only ./run_train.sh CONFIG"),
+    ("train", ["--help", "optm"], "did you mean optim"),
+    pytest.param("train", [TINY, "--json"], "--dry-run", marks=planner),
+    pytest.param("data.prepare", [TINY, "--dry-run"], "only ./run_train.sh CONFIG", marks=planner),
+    pytest.param(
+        "train", [TINY, "--dry-run", "--gpu-memory-gib=inf"], "inf .*finite", marks=planner
+    ),
+    pytest.param("train", [TINY, "--dry-run", "--world-size=2,x"], "x .*integer", marks=planner),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("program", "words", "message"), COMMAND_LINES)
+def test_wrong_command_line_exits_with_2_and_imports_no_torch(program, words, message, tmp_path):
+    """And it prints no control character."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    done = shell("-m", program, *words, PYTHONPATH=f"{tmp_path}:{REPO}")
+    assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr and not re.search("[\r\x1b]", done.stderr)
+
+
+def test_launcher_refuses_before_it_makes_anything(tmp_path):
+    """The caller's folder is where paths begin, and stays as it was."""
+    (tmp_path / "mine.toml").write_text(config.to_toml(make_config()).replace("= 4\n", "= 0\n", 1))
+    done = launch("mine.toml", "--run.seed=x", "--run.speed=3", cwd=tmp_path, nproc=2)
+    assert done.returncode == 2 and "Traceback" not in done.stderr + done.stdout
+    assert done.stderr.count("\n") == 3, done.stderr  # three problems, a line each
+    (tmp_path / "mine.toml").write_text(config.to_toml(make_config()))
+    done = launch("mine.toml", "--data.source=nothing.jsonl", cwd=tmp_path)
+    assert done.returncode == 2 and "nothing.jsonl: no such file" in done.stderr, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
+
+
+@pytest.mark.quick
+def test_help_is_toml_of_every_option_within_100_columns():
+    everything = help_text()
+    assert max(map(len, everything.splitlines())) <= 100
+    for section, values in config.to_dict(config.load(TINY)).items():
+        assert help_text(section) in everything and f"[{section}]" in help_text(section)
+        assert all(f"\n  {key} = " in help_text(section) for key in values)
+    for table in ("[lora]", "[profile]", "[model.rope_scaling]", "[[data.sources]]"):
+        assert f"\n{table}" in everything
+    assert tomli.loads(help_text("lr")) == tomli.loads(help_text("optim.lr"))
+    assert tomli.loads(help_text("lr")) == {"optim": {"lr": 3e-4}}
+    with refuses("--help optm", "did you mean optim"):
+        help_text("optm")
+    with refuses("write --help and the name as two words"):
+        config.load(TINY, ["--help=lr"])
+
+
+def test_help_of_a_program_opens_with_its_commands():
+    shown = shell(REPO / "train.py", "--help").stdout
+    assert shown.startswith("Trains") and shown.endswith(f"{help_text()}\n")
+    assert shell(REPO / "train.py", TINY, "--help").stdout == shown
+    assert shell(REPO / "train.py", "--help", "lr").stdout == f"{help_text('lr')}\n"
+
+
+def test_run_train_may_be_called_through_a_link_and_with_any_cdpath(tmp_path):
+    (tmp_path / "rt").symlink_to(REPO / "run_train.sh")
+    variables = {**os.environ, "PYTHON": sys.executable, "CDPATH": f"{REPO.parent}:."}
+    for script, cwd in (("./rt", tmp_path), (f"{REPO.name}/run_train.sh", REPO.parent)):
+        command = ["bash", script, TINY, "--train.steps=0"]
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=variables)
+        assert done.returncode == 2 and "steps = 0" in done.stderr, done.stderr
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("error", "ending", "message"),
+    [
+        (config.ConfigError("a\r", "b"), SystemExit(2), "a\\r\nb\n"),
+        (OSError(errno.ESTALE, "Stale", "a/b.json"), SystemExit(1), "a/b.json: Stale; "),
+        (OSError(errno.EISDIR, "Is a directory"), IsADirectoryError(), ""),
+        (KeyboardInterrupt(), SystemExit(130), ""),
+    ],
+)
+def test_a_tool_reports_expected_errors_without_a_traceback(error, ending, message, capsys):
+    def main(argv: list[str]) -> int:
+        raise error
+
+    with pytest.raises(type(ending)) as raised:
+        config.run_tool(main)
+    assert getattr(raised.value, "code", None) == getattr(ending, "code", None)
+    assert capsys.readouterr().err.startswith(message)

@@ -1,0 +1,247 @@
+"""TOML and --section.key=value: values, every problem at once, suggestions, what is written and read
+back."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+import tomli
+
+import config
+from config import ConfigError
+from config.command_line import help_text
+from config.option import Schema, option, section
+from config.read import Given, suggestion
+from tests.conftest import REPO, make_config, needs_extra, refuses, shipped_configs, tables
+
+pytestmark = pytest.mark.quick
+
+CONFIGS = shipped_configs()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configuration_opens_with_its_command_and_reads_back_equal(path, tmp_path):
+    first_lines = path.read_text().split("[")[0]
+    assert f"configs/{path.name}" in first_lines or "./run_train.sh" in first_lines
+    cfg = config.load(str(path))
+    assert cfg.run.name == path.stem
+    copy = tmp_path / "resolved.toml"
+    copy.write_text(config.to_toml(cfg))
+    assert config.load(str(copy)) == config.load_resolved(str(copy)) == cfg
+
+
+def test_resolved_file_asks_neither_a_folder_nor_a_rule(tmp_path, monkeypatch):
+    """What the launcher completed and checked: folders and extras may be gone by now."""
+    cfg = make_config(data={"sources": [{"source": "a.jsonl", "weight": 2.5}]}, eval={})
+    path = tmp_path / "config.toml"
+    text = config.to_toml(cfg).replace("n_heads = 4", 'n_heads = 5\ninit_from = "owner/name"')
+    path.write_text(text)
+    monkeypatch.setattr("config.option.EXTRAS", tmp_path)
+    read = config.load_resolved(str(path))
+    assert (read.model.n_heads, read.model.init_from) == (5, "owner/name")
+    assert (read.data, read.eval, read.run) == (cfg.data, cfg.eval, cfg.run)
+    path.write_text(f"{text}\n[model.x]\n")
+    with refuses(r"\[model\] x", "unknown"):
+        config.load_resolved(str(path))
+
+
+BASE = config.to_toml(make_config())
+# what replaces a line of the file, and key words of the error
+FILES = {
+    "key": ("steps = 4", "step = 4", r"\[train\] step = 4: unknown .*mean train.steps"),
+    "section": (r"\[train\]", "[trian]", r"\[trian\] steps = 4: unknown .*mean train.steps"),
+    "key in a wrong section": ("seed = 0", "save_every_steps = 3", "checkpoint.save_every_steps"),
+    "missing option": ("steps = 4\n", "", r"\[train\] steps: is missing"),
+    "number for a section": (r"\A", "eval = 3\n", r"eval = 3: .*written \[eval\]"),
+    "list of sections": (r"\[train\]", "[[train]]", r"train = \[.*must be a table"),
+    "date": ("steps = 4", "steps = 2026-01-01", r"\[train\] steps = .2026.*an integer"),
+    "key twice": ("steps = 4", "steps = 4\nsteps = 5", "TOML"),
+    "5,000 digits": ("steps = 4", f"steps = {'9' * 5000}", r"TOML: Exceeds the limit"),
+    "byte order mark": (r"\A", "\ufeff", "byte order mark"),
+    "escape": (r"\A", '"a\\u001bb" = 1\n', "unknown option"),
+    "nothing": ("(?s).*", "# a comment\n", "is empty"),
+    "one table for a list": (r"sources = \[\]", "[data.sources]", r"\[\[data.sources\]\]"),
+}
+
+
+@pytest.mark.parametrize(("line", "replacement", "words"), FILES.values(), ids=FILES)
+def test_wrong_file_is_refused_by_name(line, replacement, words, tmp_path):
+    path = tmp_path / "wrong.toml"
+    text = re.sub(line, lambda _: replacement, BASE, count=1)
+    path.write_text(text)
+    with refuses(re.escape(f"{path}: "), words):
+        config.load(str(path))
+
+
+def test_unreadable_file_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latin1.toml").write_bytes(b"# \xff\n")
+    for name in ("missing.toml", "", ".", "latin1.toml"):
+        with refuses("cannot be read"):
+            config.load(name)
+
+
+# words of the command line, an option, its value
+OVERRIDES = [
+    ("train.steps=9 train.steps=8", "train.steps", 8),
+    ("optim.lr=1", "optim.lr", 1.0),
+    ("optim.betas=[0.8,0.9]", "optim.betas", (0.8, 0.9)),
+    ("parallel.recompute=2", "parallel.recompute", 2),
+    ("parallel.dp_shard=auto", "parallel.dp_shard", "auto"),
+    ("train.max_grad_norm=off", "train.max_grad_norm", "off"),
+    ('parallel.keep_fp32=["blocks.*"]', "parallel.keep_fp32", ("blocks.*",)),
+    ("data.source=true", "data.source", "true"),
+    ("data.source=/date=2024/x#1.jsonl", "data.source", "/date=2024/x#1.jsonl"),
+    ("run.name=7", "run.name", "7"),
+    ("model.rope_scaling={factor=8} model.rope_scaling.factor=4", "model.rope_scaling.factor", 4.0),
+    ("model.rope_scaling.factor=8 model.rope_scaling=off", "model.rope_scaling", None),
+    ("eval.every_steps=5 eval=off", "eval", None),
+    ("eval=off eval.every_steps=5", "eval.every_steps", 5),
+    ("eval.batches=3 eval=off eval.every_steps=5", "eval.batches", None),
+]
+
+
+@pytest.mark.parametrize(("words", "name", "value"), OVERRIDES)
+def test_command_line_overrides_the_file(words, name, value):
+    cfg = config.from_dict(tables(), "t.toml", [f"--{word}" for word in words.split()])
+    for part in name.split("."):
+        cfg = getattr(cfg, part)
+    assert cfg == value and type(cfg) is type(value)
+
+
+def test_off_removes_optional_sections_alone():
+    for name in ("train", "train.steps", "log.tensorboard"):
+        with refuses("command line: ", '= "off"'):
+            config.from_dict(tables(), "t.toml", [f"--{name}=off"])
+    wrong = tables(checkpoint={"keep_last": 0})
+    assert config.from_dict(wrong, "t.toml", ["--checkpoint=off"]).checkpoint is None
+
+
+def test_every_problem_is_named_at_once():
+    """Single options and rules, in the file and on the command line; but n_heads and steps are wrong
+    by themselves, so nothing is said of n_kv_heads, which must divide it, nor of the schedule."""
+    raw = tables(
+        train={"steps": -1, "sequence": 5},
+        model={"n_heads": 0, "n_kv_heads": 3},
+        optim={"lr": "fast", "schedule": "wsd", "muon_lr": 1},
+    )
+    words = ["--modell={}", "--run.seed=x", "--parallel.dp_replicate=auto"]
+    with pytest.raises(ConfigError) as error:
+        config.from_dict(raw, "t.toml", words)
+    assert sorted(problem.split(" = ")[0] for problem in error.value.problems) == [
+        "command line: [parallel] dp_replicate",
+        "command line: [run] seed",
+        "command line: modell",
+        "t.toml: [model] n_heads",
+        "t.toml: [optim] lr",
+        "t.toml: [optim] muon_lr",
+        "t.toml: [train] sequence",
+        "t.toml: [train] steps",
+    ]
+
+
+@needs_extra("huggingface", "lora")
+@pytest.mark.parametrize("table", ["model", "lora"])
+def test_what_is_wrong_beside_a_folder_that_cannot_be_read_is_named_too(table):
+    raw = tables(train={"steps": -1}, model={"init_from": "none"}, lora={"init_from": "none"})
+    if table == "model":
+        del raw["model"]["dim"]
+    with refuses("steps = -1", "none"):
+        config.from_dict(raw, "t.toml")
+
+
+def test_options_of_removed_extras_are_refused_together(monkeypatch, tmp_path):
+    monkeypatch.setattr("config.option.EXTRAS", tmp_path)
+    words = ["--train.seq_len=-1", "--parallel.float8=rowwise", "--lora.base_dtype=nf4"]
+    with refuses("seq_len = -1", "float8 = ", "extras/float8", "base_dtype = ", "extras/lora"):
+        config.from_dict(tables(), "t.toml", words)
+    chat = {"format": "alpaca", "tokenizer": "t.json"}
+    for sections in {"model": {"init_from": "x"}}, {"lora": {}}, {"data": chat}:
+        with refuses("needs extras/"):
+            make_config(**sections)
+    make_config(optim={"name": "adamw"}, log={})
+    # a tool that reads a checkpoint needs none of what trained it
+    saved = tables(model={"init_from": "x"}, parallel={"float8": "rowwise"})
+    config.from_dict(saved, "t.toml", saved=True)
+
+
+def names_of_other_trainers() -> dict[str, list[str]]:
+    """{name there: options here} of docs/migrate.md's tables."""
+    text = (REPO / "docs/migrate.md").read_text()
+    names = {}
+    for trainer in ("nanoGPT", "torchtitan"):
+        table = ""
+        for row in re.findall(r"^\|(.*)\|$", text.partition(f"| {trainer} | here")[2], re.M):
+            theirs, ours, *_ = row.split("|")
+            heading = re.search(r"\*\*\[(\w+)\]\*\*", theirs)
+            table = f"{heading[1]}." if heading else table
+            for name in re.findall(r"\b[a-z]\w*_?\w*\b", re.sub(r"\*\*.*\*\*|=.*", "", theirs)):
+                names[table + name] = re.findall(r"`(\w+\.\w+)", ours)
+    return {name: options for name, options in names.items() if options}
+
+
+def test_names_of_other_trainers_and_slips_are_answered_with_the_option():
+    names = names_of_other_trainers()
+    assert len(names) > 70
+    del names["init_from"]  # an option here, of another meaning
+    names |= {
+        "optim.learning_rate": ["optim.lr"],
+        "eval.steps": ["eval.every_steps"],  # what others call eval_steps
+        "per_device_train_batch_size": ["train.micro_batch_size"],
+        "training.steps": ["train.steps"],
+        "train.sep_len": ["train.seq_len"],
+    }
+    for name, options in names.items():
+        assert suggestion(name) in [f"; did you mean {known}?" for known in options], name
+
+
+@dataclass(frozen=True)
+class Forked:
+    bits: Literal[8, 4] | None = option(None, "of a weight", aka="n_bit")
+    activation: Literal["silu", "relu2"] = option("silu", "of the feed-forward")
+
+
+@dataclass(frozen=True)
+class Fork:
+    model: Forked = section("output")
+
+
+def test_an_option_is_one_declaration():
+    """Read from a file and the command line, shown, compared on resume, refused."""
+    schema = Schema(Fork)
+    given = Given(schema, "t.toml")
+    given.read({"model": {"activation": "relu2"}}, ["--model.bits=4"])
+    assert given.build_valid() == Fork(Forked(bits=4, activation="relu2"))
+    assert {option.resume for option in schema.options.values()} == {"output"}
+    shown = help_text(schema=schema)
+    assert tomli.loads(shown.replace("absent", "0")) == {"model": {"bits": 0, "activation": "silu"}}
+    given = Given(schema, "t.toml")
+    given.read({"model": {"activatoin": "relu2", "activation": "gelu"}}, ["--model.bits=5"])
+    with refuses("mean model.activation", '"gelu"', '"silu" or "relu2"', "bits = 5"):
+        given.build_valid()
+
+
+def test_paths_begin_at_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    source = {"source": "~/b.jsonl", "validation": "a~b/~"}
+    raw = tables(data={"sources": [source]})
+    cfg = config.from_dict(raw, "t.toml", ["--run.output_dir=~/runs", "--data.path=~"])
+    assert (cfg.run.output_dir, cfg.data.path) == ("/home/me/runs", "/home/me")
+    assert cfg.data.sources[0].source == "/home/me/b.jsonl"
+    assert cfg.data.sources[0].validation == "a~b/~"
+
+
+def test_any_value_is_written_as_toml_that_reads_back():
+    texts = ['say "a\\b"', "two\nlines\tand a tab", "\x01\x1f\x7f", "café \u2028 \U0001f600", "#"]
+    numbers = [0, -7, 2**63 - 1, 1e-05, 1e22, 0.1 + 0.2, -0.0, True, False]
+    for value in (texts, numbers, [], {}, {"a b": 1, "c.d": {"é": [2]}, "plain_key-1": "x"}):
+        assert tomli.loads(f"value = {config.toml(value)}") == {"value": value}
+
+
+def test_values_of_older_tables_are_completed_by_defaults():
+    """What a checkpoint recorded before an option existed, and an option that is gone by now."""
+    values = config.values_of(tables(train={"gone": 1}, eval={}))
+    assert (values["train.seq_len"], values["train.gone"]) == (32, 1)
+    assert values["optim.betas"] == [0.9, 0.95]
+    assert values["lora.rank"] is values["checkpoint.resume"] is values["eval.batches"] is None
