@@ -304,7 +304,7 @@ def main(argv: list[str]) -> int:
     train on this machine meanwhile."""
     words = [word for word in argv if not word.startswith("--beside=")]
     ranks = [int(word.partition("=")[2]) for word in argv if word.startswith("--beside=")]
-    _, cfg = config.from_command_line(words, __doc__, tool=True)
+    _, cfg = config.from_command_line(words, __doc__, config.argument_parser())
     if ranks:
         die_with_parent()
         os.nice(19)

@@ -55,12 +55,8 @@ INTERFACES = "GLOO_SOCKET_IFNAME"  # the variable that names gloo's network inte
 
 
 def main(args: Namespace, cfg: Config, train: Callable, evaluate: Callable) -> NoReturn:
-    """Runs train(cfg, world, run), or evaluate() for --eval-only, or plans; exits."""
+    """Runs train(cfg, world, run), or evaluate() for --eval-only; exits."""
     gc.enable()
-    if args.dry_run:
-        from extras.planner.dry_run import main as plan  # a tool, which exits
-
-        config.run_tool(plan)
     launch = pathlib.Path(os.environ[LAUNCH]) if LAUNCH in os.environ else None
     rank, _, _ = rank_and_size()
     watchdog = Watchdog(rank, launch)
@@ -233,7 +229,7 @@ def describe(error: BaseException, run: Run | None) -> tuple[int, str, bool]:
 
 def how_to_plan(run: Run | None) -> str:
     """The command that says what would fit."""
-    if not run or not config.has_extra("planner"):
+    if not run:
         return ""
     words = ["./run_train.sh", *config.words_without(), "--dry-run"]
     words.append(f"--world-size={run.world.size}")

@@ -1,12 +1,12 @@
 """Compares a run on GPUs with its `--dry-run` plan: peak memory and step time, printed, and kept in
-plan.json of the run's folder, which the report shows. extras/reports/follow.py starts it for a row."""
+plan.json of the run's folder, which the report shows. tools/follow.py starts it for a row."""
 
 import json
 import pathlib
 
 import config
-from extras.planner.devices import DEVICES, known_as
-from extras.planner.plan import Asked, plan
+from tools.planner.devices import DEVICES, known_as
+from tools.planner.plan import Asked, plan
 from system.files import read_json, write_atomic
 from system.processes import print_error, print_line
 
