@@ -577,7 +577,7 @@ class Log(Section):
     )
     tensorboard: bool = option(True, "also write tensorboard/")
     tracker: Literal["wandb", "trackio"] | None = option(
-        None, "also send rows there", extra="reports", aka="report_to wandb_log wandb_project"
+        None, "also send rows there", aka="report_to wandb_log wandb_project"
     )
 
 
@@ -607,7 +607,7 @@ class Config:
     checkpoint: Checkpoint | None = section("free")
     eval: Eval | None = section("free")
     log: Log = section("free")
-    profile: Profile | None = section("free", extra="reports")
+    profile: Profile | None = section("free", extra="profiler")
 
 
 SCHEMA = Schema(Config)

@@ -89,7 +89,7 @@ def check(cfg: Config, ranks: Ranks, evaluates: bool = False) -> int:
         lambda: again(RemovedCheckpoint, lambda: compare.starting_point(cfg, evaluates)),
         lambda: config.mesh_shape(cfg, ranks.total),
         lambda: ranks.command(""),
-        lambda: check_machine(cfg, ranks, evaluates),
+        lambda: check_machine(cfg, ranks),
     )
     return start
 
@@ -104,18 +104,13 @@ def check_prepared(data: config.Data, vocab_size: int, job: str, words: list[str
         )
 
 
-def check_machine(cfg: Config, ranks: Ranks, evaluates: bool = False) -> None:
-    """Raises ConfigError with what this machine lacks for the run, and prints what it may need more
-    of."""
+def check_machine(cfg: Config, ranks: Ranks) -> None:
+    """Raises ConfigError if this machine has too few GPUs."""
     if cfg.run.device == "cuda" and visible_gpus() < ranks.local:
         raise ConfigError(
             f'[run] device = "cuda": torch can use {visible_gpus()} GPUs here, for {ranks.local} '
             "processes; NPROC sets their number, --run.device=cpu trains without GPUs"
         )
-    if config.has_extra("preflight"):
-        from extras.preflight.survey import survey
-
-        survey(cfg, ranks, evaluates)
 
 
 def check_folder(folder: pathlib.Path) -> None:

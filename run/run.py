@@ -158,7 +158,7 @@ class Run:
         a rank cannot read its next batch, raises why after the step before was saved."""
         traced = contextlib.nullcontext
         if self.cfg.profile:
-            from extras.reports.profiler import Profiler
+            from extras.profiler.profiler import Profiler
 
             traced = Profiler(self.cfg.profile, self.folder, self.world, first).traced
         self.loader = loader

@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 
-from extras.chat import terminal
 from extras.chat.conversations import Chat
 from tests.conftest import make_config, needs_extra, refuses, run_tool, train_run, words
 from tests.distributed import distributed
@@ -21,6 +20,7 @@ from tests.extras.chat.conftest import (
     sections_of,
     talk,
 )
+from tools import chat as terminal
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_conversation_keeps_what_fits_and_ends_turns(tokenizer, monkeypatch, c
     monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n" * 3))
     three = len(chat.prompt(talk("the cat", "dog ö ✓", "the cat", "dog ö ✓", "the cat")))
     # the third no longer leaves room for four tokens
-    terminal.converse(tokenizer, [], three + 3, 4, reply)
+    terminal.converse(chat, [], three + 3, 4, reply)
     printed = capsys.readouterr().out
     assert printed.count("> dog ö ✓\n") == 2
     assert "(2 messages, the oldest, no longer fit" in printed
@@ -77,8 +77,7 @@ def test_a_conversation_keeps_what_fits_and_ends_turns(tokenizer, monkeypatch, c
 @distributed(ranks=1)
 def test_the_template_goes_along_with_checkpoints_and_exports(world, tokenizer, tmp_path):
     """And generate --chat speaks by it."""
-    import generate
-    from extras.huggingface import convert
+    from tools import huggingface
 
     run = {"name": "r", "output_dir": str(tmp_path)}
     sections = sections_of(tokenizer, tmp_path, conversations(60), checkpoint={}, run=run)
@@ -87,7 +86,7 @@ def test_the_template_goes_along_with_checkpoints_and_exports(world, tokenizer, 
     train_run(cfg, world)
     checkpoint = tmp_path / "r/checkpoints/step-00000004"
     assert (checkpoint / "chat_template.jinja").read_text() == CHATML
-    assert run_tool(convert.main, "export", checkpoint, tmp_path / "hf") == 0
+    assert run_tool(huggingface.main, "export", checkpoint, tmp_path / "hf") == 0
     assert (tmp_path / "hf/chat_template.jinja").read_text() == CHATML
     settings = json.loads((tmp_path / "hf/generation_config.json").read_text())
     assert settings["eos_token_id"] == SPECIAL.index("<|im_end|>")
@@ -96,6 +95,6 @@ def test_the_template_goes_along_with_checkpoints_and_exports(world, tokenizer, 
     out.reconfigure = lambda **_: None
     with mock.patch("sys.stdin", typed), contextlib.redirect_stdout(out):
         options = ["--chat", "--tokens", 8, "--temperature", 0]
-        assert run_tool(generate.main, checkpoint, *options) == 0
+        assert run_tool(terminal.main, checkpoint, *options) == 0
     printed = out.getvalue()
     assert printed.count("> ") == 5 and "too long for a context of 128 tokens" in printed

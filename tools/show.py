@@ -1,6 +1,6 @@
 """Prints what a run reads in a step: each sample as text, document by document.
 
-    python -m data.show configs/tiny.toml --step 3
+    ./run_train.sh -m data.show configs/tiny.toml --step 3
 
 The samples of all ranks together, in their order.
 """

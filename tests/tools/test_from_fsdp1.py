@@ -9,8 +9,8 @@ import pytest
 import tomli
 
 import config
-from extras.migrate import from_fsdp1
 from tests.conftest import REPO, make_config
+from tools.migrate import from_fsdp1
 
 pytestmark = pytest.mark.quick
 
@@ -587,7 +587,7 @@ def test_one_comment_for_every_key(convert):
 
 def process(path: pathlib.Path) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "extras.migrate.from_fsdp1", path],
+        [sys.executable, "-m", "tools.migrate.from_fsdp1", path],
         cwd=REPO,
         capture_output=True,
         text=True,

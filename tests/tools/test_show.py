@@ -6,10 +6,10 @@ import re
 import numpy as np
 import pytest
 
-from data import show
 from data.begin import begin_all
 from data.tokenizer import Tokenizer
 from tests.conftest import make_config, run_tool
+from tools import show
 
 pytestmark = pytest.mark.quick
 

@@ -35,10 +35,11 @@ from data import hub
 from data.tokenizer import TOKENIZERS, Tokenizer
 from extras.huggingface import config as hf_config
 from extras.huggingface import weights as hf_weights
-from extras.huggingface.tokenizer import fast_tokenizer_files, inexpressible, read_sentencepiece
 from model.build import meta_model
 from optim import Progress
 from system import files, processes
+from tools.fast_tokenizer import fast_tokenizer_files, inexpressible, read_sentencepiece
+from tools.reference import check_export
 
 GIB = 2**30
 GENERATION = "generation_config.json"
@@ -506,7 +507,7 @@ def check_output(out: Path, is_export: bool) -> None:
 
 def export_command(args: argparse.Namespace, checkpoint: Path, folder: Path) -> None:
     saved = open_saved(checkpoint, args.base)
-    hf_config.check_rendered(saved.cfg.model, saved.cfg.lora if args.adapter else None)
+    check_export(saved.cfg)
     load.check_tensors(saved.reader, saved.model, None)
     if args.adapter:
         export_adapter(saved, folder, args.dtype)

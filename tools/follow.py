@@ -23,16 +23,16 @@ from typing import NamedTuple
 
 import config
 from config import ConfigError, run_tool
-from extras.reports import report, tracker
 from run.folder import read_status
 from system.files import read_json
 from system.processes import SIGNALS, print_error, print_line, python_command
+from tools import report, tracker
 
 POLL_SECONDS = 1.0
 CLOSE_SECONDS = 10.0  # for the tracker to take the last rows
 # after a launch's first row; a plan keeps a core busy, too much for a short run
 COMPARE_SECONDS = 30.0
-COMPARE = "import config; from extras.planner.check import main; config.run_tool(main)"
+COMPARE = "import config; from tools.planner.check import main; config.run_tool(main)"
 
 
 class Followed(NamedTuple):
@@ -76,10 +76,10 @@ def send_rows(run: Followed) -> None:
 
 
 def compare_with_plan(run: Followed) -> None:
-    """Starts extras/planner/check.py, of a run on GPUs that lasts. The launch's first row includes
+    """Starts tools/planner/check.py, of a run on GPUs that lasts. The launch's first row includes
     compilation: it compares a later one."""
     launch = read_json(run.folder / "environment.json")
-    if not launch.get("gpu") or not config.has_extra("planner"):
+    if not launch.get("gpu"):
         return
     began = None
     for row in run.rows():

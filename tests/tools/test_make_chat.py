@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from extras.chat import make_chat
 from tests.conftest import run_tool
+from tools import make_chat
 
 LIBRARY = '''
 def add(a, /, b, *rest, sign=1, **others):

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import config
-from extras.reports import follow, tracker
-from extras.reports.follow import Followed
 from tests.conftest import REPO, launch, run_tool, train_run
 from tests.distributed import distributed
+from tools import follow, tracker
+from tools.follow import Followed
 
 # A package that keeps what it gets, hangs, or fails.
 FAKE = """
