@@ -696,7 +696,7 @@ def test_transformers_gives_the_same_ids(read, prepared, tmp_path, capsys):
         "I 'm , as it were . ",
         "häßlich \u2603 \U0001d518",
         "aaaaaaaaaaaaa",
-        (REPO / "config.py").read_text(),
+        (REPO / "train.py").read_text(),
     ]
     for text in texts:
         assert theirs(text)["input_ids"] == ours.bos + ours.encode([text])[0]
