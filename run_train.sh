@@ -162,7 +162,11 @@ case ${!#} in  # the last word: else it is the section that --help is asked for
     ;;
 esac
 choose_python
-if [[ -n $help$plan ]]; then exec "$python" "$repo/train.py" "$@"; fi
+if [[ -n $help ]]; then exec "$python" "$repo/train.py" "$@"; fi
+if [[ -n $plan ]]; then
+    [[ -e $repo/tools/planner ]] || fail "--dry-run: needs tools/planner, which this copy does not have"
+    exec "$python" -c "$module" "$repo" tools.planner "$@"
+fi
 # Open stdout and stderr on /dev/null if a daemon closed them: ranks could not redirect them to their logs.
 { : 3>&2; } || exec 2>/dev/null
 { : 3>&1; } 2>/dev/null || exec >/dev/null

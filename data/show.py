@@ -5,7 +5,6 @@
 The samples of all ranks together, in their order.
 """
 
-import argparse
 import io
 import sys
 from collections.abc import Iterator
@@ -55,10 +54,9 @@ def heading(dataset: Dataset, step: int, number: int, span: Span) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = config.argument_parser()
     parser.add_argument("--step", type=int, default=1)
-    args, rest = parser.parse_known_args(argv)
-    _, cfg = config.from_command_line(rest, __doc__, tool=True)
+    args, cfg = config.from_command_line(argv, __doc__, parser)
     cfg = formats.complete(cfg)
     if args.step < 1:
         raise ConfigError(f"--step {args.step}: steps count from 1")

@@ -1,13 +1,11 @@
-"""Room for checkpoints, the cache of compiled kernels, locks."""
+"""Room for checkpoints, and the cache of compiled kernels."""
 
-import fcntl
 import math
 import os
 import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterator
-from typing import IO
 
 import config
 from checkpoint import catalog
@@ -15,7 +13,6 @@ from data.folder import is_prepared
 from extras.preflight.finding import Finding, error, trains_on_gpus, warning
 from extras.preflight.sizes import gib, sizes
 from run.command import Ranks
-from system import files
 
 NO_EXECUTION = getattr(os, "ST_NOEXEC", 0)  # not on macOS
 
@@ -58,8 +55,8 @@ def cache_folders() -> dict[str, pathlib.Path]:
 
 
 def folders(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
-    """Whether a file can be written and locked where the run and its text will be: a quota may be
-    used up where the disk is not."""
+    """Whether a file can be written where the run and its text will be: a quota may be used up
+    where the disk is not."""
     roots = {}
     if not is_prepared(cfg.data, cfg.model.vocab_size):
         roots[f"[data] path = {data_root(cfg)}"] = data_root(cfg)
@@ -70,17 +67,8 @@ def folders(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:
             with tempfile.TemporaryFile(dir=existing(folder)) as file:
                 file.write(b"x")
                 file.flush()
-                warn_if_without_locks(folder, file)
         except OSError as problem:
             yield error(f"{name}: cannot be written to: {problem.strerror}; name another folder")
-
-
-def warn_if_without_locks(folder: pathlib.Path, file: IO) -> None:
-    """As a run and its preparer do, which continue then. file: in the folder."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as problem:
-        files.warn_without_locks(folder, problem)
 
 
 def checkpoints(cfg: config.Config, ranks: Ranks) -> Iterator[Finding]:

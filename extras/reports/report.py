@@ -14,7 +14,6 @@ import functools
 import html
 import itertools
 import json
-import logging
 import math
 import pathlib
 import re
@@ -28,8 +27,6 @@ import config
 from config import ConfigError, run_tool
 from system.files import write_atomic
 from system.processes import print_line
-
-log = logging.getLogger("train")
 
 FIELDS = (
     "step",
@@ -587,24 +584,13 @@ def finite(values: np.ndarray) -> np.ndarray:
     return values[~np.isnan(values)]
 
 
-def plan(run: Run) -> dict[str, str]:
-    """The dry run's prediction next to what was measured; {} without a plan."""
-    row = run.last.get("plan", {})
-    column = {}
-    for label, key in (("peak memory, GiB", "peak_gib"), ("time of a step, s", "step_seconds")):
-        planned = as_number(row.get(f"planned_{key}"))
-        measured = as_number(row.get(key))
-        if planned > 0 and measured > 0:
-            excess = measured / planned - 1
-            column[label] = f"planned {planned:.4g}, measured {measured:.4g} ({excess:+.1%})"
-    return column
-
-
 def environment(run: Run) -> dict[str, str]:
     """environment.json, with the size of its diff instead of the diff, and the command as its user
     typed it."""
     diff = str(run.environment.get("uncommitted") or "").splitlines()
-    uncommitted = f"a diff of {len(diff)} lines, in environment.json" if diff else ""
+    uncommitted = "\n".join(diff)
+    if len(diff) > 1:  # else it says that it was left out
+        uncommitted = f"a diff of {len(diff)} lines, in environment.json"
     shown = run.environment | {
         "uncommitted": uncommitted,
         "command": typed_command(run.environment),
@@ -654,7 +640,9 @@ def page(runs: list[Run]) -> str:
         "there. Small ticks on the axis: saves.</p>"
         f'<div class="charts">{"".join(charts)}</div>',
         section("Last evaluation", evaluations, names),
-        section("Plan and measurement", [plan(run) for run in runs], names),
+        section(
+            "Plan and measurement", [read_object(run.folder / "plan.json") for run in runs], names
+        ),
         *sample_texts(runs, names),
         section("Environment of the newest launch", [environment(run) for run in runs], names),
         section(
@@ -709,17 +697,6 @@ def write_report(folders: list[pathlib.Path], out: pathlib.Path | None = None) -
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written: {error.strerror}") from None
     return out
-
-
-def report_end(cfg: config.Config) -> None:
-    """Writes the page of a run that has finished, and prints what its user may want next. A failure
-    is one warning, because a page is no reason for a run to fail."""
-    path = None
-    try:
-        path = write_report([config.run_folder(cfg)])
-    except Exception as error:
-        log.warning("report.html: not written: %s", " ".join(str(error).split()))
-    print_line(what_next(cfg, path))
 
 
 def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:

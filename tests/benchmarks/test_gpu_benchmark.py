@@ -381,8 +381,8 @@ def test_a_command_that_fails_is_named(tmp_path):
 
 
 def test_a_plan_stands_next_to_what_is_measured(monkeypatch):
-    from extras.planner.devices import device
-    from extras.planner.plan import Asked, plan
+    from tools.planner.devices import device
+    from tools.planner.plan import Asked, plan
 
     properties = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

@@ -21,7 +21,8 @@ from parallel.materialize import shard_shape_and_offset
 from parallel.verify import check_optimizer
 from tests import cases, forks, theory
 from tests.conftest import make_config, needs_extra
-from tests.test_training import plain_loop, weights, with_data
+from tests.conftest import saved_tensors as weights
+from tests.test_training import plain_loop, with_data
 
 # 3 and 4 do not divide the rows; of the keys' four, the last of three ranks has none
 MODEL = {"dim": 46, "n_heads": 4, "n_kv_heads": 2, "head_dim": 2, "ffn_dim": 76}
@@ -288,11 +289,10 @@ def test_owners_of_llama8b_have_equal_work(ranks, replicas):
     assert max(of_replicas) <= (1.1 if ranks < 512 else 1.3) * sum(work) / replicas
 
 
-@needs_extra("planner")
 def test_the_plan_counts_what_it_sends_holds_and_multiplies():
     """On GPUs, which compute in bfloat16: by the theory; all blocks run, also on a single one, which sends nothing."""
     from benchmarks.simulate import sent
-    from extras.planner.simulate import simulate
+    from tools.planner.simulate import simulate
 
     for ranks, mesh in (
         (8, {}),

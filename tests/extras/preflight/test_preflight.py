@@ -2,7 +2,6 @@
 is asked."""
 
 import errno
-import fcntl
 import os
 import pathlib
 import resource
@@ -21,8 +20,8 @@ from extras.preflight.finding import Finding
 from extras.preflight.sizes import GIB, gib, sizes
 from extras.preflight.survey import survey
 from run.command import Ranks
-from system import files, processes
 from system import machine as cores
+from system import processes
 from tests.conftest import REPO, launch, make_config
 
 pytestmark = pytest.mark.quick
@@ -355,24 +354,6 @@ def test_a_quota_that_is_used_up(monkeypatch, unprepared, tmp_path):
     (finding,) = disks.folders(unprepared, ONE)
     assert "output_dir" in finding.text
     assert not list(disks.folders(make_config(checkpoint=None), ONE))
-
-
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EIO])
-def test_a_disk_without_locks_is_told_once(monkeypatch, capsys, unprepared, number):
-    """The line is the one that preparing would print."""
-
-    def flock(file: object, how: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    assert not list(disks.folders(unprepared, ONE))
-    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == [
-        "prepared",
-        "out",
-    ]
-    pathlib.Path("prepared").mkdir()
-    files.lock(pathlib.Path("prepared/.name.lock"))
-    assert capsys.readouterr().err == ""
 
 
 # libraries

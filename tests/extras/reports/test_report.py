@@ -3,7 +3,6 @@
 import html.parser
 import itertools
 import json
-import logging
 import math
 import pathlib
 import random
@@ -327,17 +326,9 @@ def test_what_the_folder_says_of_the_run(tmp_path):
                 "bits_per_byte": 1.0625,
                 "loss_by_source": {"web": 3.5},
             },
-            {
-                "kind": "plan",
-                "step": 5,
-                "peak_gib": 41.0,
-                "reserved_gib": 42.0,
-                "step_seconds": 2.2,
-                "planned_peak_gib": 40.0,
-                "planned_step_seconds": 2.0,
-            },
         ],
         LOG,
+        plan_json=json.dumps({"peak memory, GiB": "planned 40, measured 41 (+2.5%)"}),
         status_json=json.dumps({"state": "preempted", "step": 20, "time": "2026-11-25T07:46:46"}),
         environment_json=json.dumps(
             {"commit": "abc", "uncommitted": "a\nb\n", "hosts": ["n1", "n2"], "gpu": None}
@@ -368,7 +359,6 @@ def test_what_the_folder_says_of_the_run(tmp_path):
         ["data.source", '"web"'],
         ["uncommitted", "a diff of 2 lines, in environment.json"],
         ["peak memory, GiB", "planned 40, measured 41 (+2.5%)"],
-        ["time of a step, s", "planned 2, measured 2.2 (+10.0%)"],
     ):
         assert row in page.rows, row
     assert 'def f(a<b):\n\n    return "&amp;"\n' in page.text and "the former" not in page.text
@@ -455,12 +445,6 @@ def test_invalid_input_is_exit_2_with_all_problems(tmp_path, capsys):
     assert capsys.readouterr().out == f"{tmp_path}/x.html\n" and not (good / "report.html").exists()
 
 
-def ended(folder: pathlib.Path) -> None:
-    """A run's end, as the launcher has it."""
-    run = {"name": folder.name, "output_dir": str(folder.parent)}
-    report.report_end(make_config(run=run, checkpoint={}))
-
-
 def test_a_mean_stands_in_the_middle_of_its_steps(tmp_path):
     """A loss that falls by 1 a step, and the validation loss after steps 10 and 20, lie on one line."""
     found = []
@@ -509,15 +493,6 @@ def test_the_last_five_resumes_and_all_launches_are_counted(tmp_path):
     page = page_of(write_run(tmp_path / "r", [train_row(1)], log))
     assert ["launches", "8"] in page.rows and ["saves", "1"] in page.rows
     assert ["resumed after steps", "5 7 11 13 20"] in page.rows
-
-
-def test_a_plan_without_a_time_is_compared_by_its_memory(tmp_path):
-    """As of a GPU whose rates are not known."""
-    planned = {"planned_peak_gib": 8.0, "planned_step_seconds": None}
-    plan = {"kind": "plan", "step": 5, "peak_gib": 7.0, "step_seconds": 2.2, **planned}
-    page = page_of(write_run(tmp_path / "r", [train_row(1), plan]))
-    assert ["peak memory, GiB", "planned 8, measured 7 (-12.5%)"] in page.rows
-    assert not any(row[0] == "time of a step, s" for row in page.rows)
 
 
 def test_more_steps_do_not_go_back_to_a_step(monkeypatch):
@@ -589,21 +564,6 @@ def test_a_finished_run_names_the_commands_that_fit_it(
     assert report.what_next(cfg, None).startswith(f"finished: {folder}")
     (folder / "tokenizer.model").unlink()  # token files have none
     assert "generate" not in report.what_next(cfg, None)
-
-
-def test_a_run_writes_its_own_and_a_failure_is_one_warning(tmp_path, caplog, capsys, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)
-    monkeypatch.setattr(report, "what_next", lambda cfg, path: f"next, {path}")
-    good, bad = write_run(tmp_path / "good", [train_row(2)]), write_run(tmp_path / "bad", [])
-    ended(good)
-    ended(bad)
-    monkeypatch.setattr(report, "write_report", lambda folders: 1 / 0)
-    ended(good)
-    assert capsys.readouterr().out == f"next, {good}/report.html\nnext, None\nnext, None\n"
-    assert caplog.messages == [
-        f"report.html: not written: {bad}: metrics.jsonl has no rows yet",
-        "report.html: not written: division by zero",
-    ]
 
 
 @pytest.mark.slow

@@ -40,10 +40,6 @@ from torch.utils._pytree import tree_iter
 
 import config
 from config import ConfigError
-from extras.planner.blocks import Shorter, kinds_of_blocks, shortened
-from extras.planner.counted import Counted, ModuleState, Phase
-from extras.planner.gpu_paths import gpu_code_paths, one_kernel
-from extras.planner.pools import REDUCE_SCATTER, ROUNDED_TO, pool_of, stream_now
 from model.build import meta_model
 from model.llama import Llama, after_weight_update
 from optim import build_optimizer, clip_gradients
@@ -51,6 +47,9 @@ from parallel.fsdp import set_communication, unshard_first_units
 from parallel.materialize import allocate
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
+from tools.planner.blocks import Shorter, kinds_of_blocks, shortened
+from tools.planner.counted import COMPUTATION, ROUNDED_TO, STREAMS, Counted, ModuleState, Phase
+from tools.planner.gpu_paths import gpu_code_paths, one_kernel
 
 
 @dataclass(frozen=True)
@@ -61,28 +60,19 @@ class Step:
     optimizer: str
     # whether the optimizer has made its state for every trainable parameter
     state_is_made: bool
-    # module and phase of the first call of each operator that is in no formula
-    first_calls: dict[str, str]
     # whether what a mask of FlexAttention keeps depends on data
     masks_depend_on_data: bool
-    # bytes of each pool that are reserved beyond its peak
-    holes: Counter
 
     def peak(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.peak.total())
 
-    def reserved(self) -> Counter:
-        """Bytes that the allocator reserves for each pool: what it holds at its own peak, and
-        holes."""
-        return plus(peak_of_pools(self.phases), self.holes)
-
-
-def peak_of_pools(phases: list[Phase]) -> Counter:
-    peak = Counter()
-    for phase in phases:
-        # |: the larger of each
-        peak |= phase.peak_of_pools
-    return peak
+    def peak_of_pools(self) -> Counter:
+        """Bytes of each pool, when it holds most."""
+        peak = Counter()
+        for phase in self.phases:
+            # |: the larger of each
+            peak |= phase.peak_of_pools
+        return peak
 
 
 def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, all_blocks: bool = False) -> Step:
@@ -180,16 +170,19 @@ def extrapolated(step: Step, states: list[ModuleState], shorter: Shorter, blocks
     # bytes on the device by kind and by pool, before each phase
     live = plus(Counter(), on_device, copies)
     in_pools = plus(Counter(), of_pools, copies)
+    # reductions between micro-batches, by what they are in the shorter step: FSDP2 keeps those of
+    # replicated units until the next micro-batch has reduced, and drops all at once
+    left = {0: 0}
     for before, phase in with_copies(step.phases, middle, copies):
+        if phase.name in ("batch", "update"):
+            reductions = left.setdefault(before.end["reductions"], live["reductions"])
+            in_pools["reduce-scatter"] += reductions - live["reductions"]
+            live["reductions"] = reductions
         # a phase changes memory as it does in the shorter step
         offset = plus(live, before.end, -1)
         offset_of_pools = plus(in_pools, before.end_of_pools, -1)
         live = plus(phase.end, offset)
         in_pools = plus(phase.end_of_pools, offset_of_pools)
-        if not phase.end["reductions"]:
-            # FSDP2 drops those of all replicated units at once, after backward
-            in_pools[REDUCE_SCATTER] -= live["reductions"]
-            live["reductions"] = 0
         name = phase.name
         direction, _, block = name.partition(" block ")
         if block:
@@ -273,19 +266,14 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[Modu
         hooks = PhaseHooks(model, counted, compiled=p.compile and on_gpu)
         states = [counted.mark_state(block, optimizer) for block in model.blocks]
         held = counted.mark_state(model, optimizer).size
-        counted.empty_pools()
         run_step(model, optimizer, cfg, world, hooks)
     # without "start" and "end"
-    phases = counted.phases[1:-1]
-    reserved = Counter({name: pool.reserved for name, pool in counted.pools.items()})
     step = Step(
-        phases=phases,
+        phases=counted.phases[1:-1],
         held=held,
         optimizer=type(optimizer).__name__,
         state_is_made=state_is_made,
-        first_calls=counted.first_calls,
         masks_depend_on_data=counted.mask_depends_on_data,
-        holes=plus(reserved, peak_of_pools(phases), -1),
     )
     return step, states
 
@@ -305,7 +293,7 @@ def run_step(
         counted.times = times
         hooks.begin("batch")
         adds = number > 1 and p.sync_every_micro_batch
-        counted.pool_now = lambda adds=adds: pool_of(stream_now(model), p, adds)
+        counted.pool_now = functools.partial(current_pool, model, p, adds)
         if number == 1:
             unshard_first_units(model, p)
         set_communication(model, p, world, last_micro_batch=number == len(micro_batches))
@@ -322,6 +310,22 @@ def run_step(
     optimizer.step()
     optimizer.zero_grad()
     hooks.begin("end")
+
+
+def current_pool(model: Llama, p: config.Parallel, adds: bool) -> str:
+    """The pool of what is allocated now: of the stream that FSDP2 has made current, which it does on
+    a CPU, too. adds: whether gradients are added to those of an earlier micro-batch."""
+    now = torch.cpu.current_stream()
+    # pyrefly: ignore[not-callable]  # a sharded model
+    communication = model._get_fsdp_state()._comm_ctx
+    # FSDP2 makes the streams in its first forward
+    streams = {getattr(communication, name, None): pool for name, pool in STREAMS.items()}
+    pool = streams.get(now, COMPUTATION)
+    # as parallel/memory_pool.py says
+    becomes_gradient = pool == "reduce-scatter" and p.reduce_dtype == "float32" and not adds
+    if p.one_memory_pool and (pool == "all-gather" or becomes_gradient):
+        return COMPUTATION
+    return pool
 
 
 def counter_for(world: World, p: config.Parallel, on_gpu: bool) -> Counted:
@@ -342,8 +346,6 @@ def sharded_meta_model(cfg: config.Config, world: World, counted: Counted, on_gp
     model = meta_model(cfg.model, cfg.lora)
     eager = replace(cfg.parallel, compile=False)
     parallelize(model, replace(cfg, parallel=eager), world)
-    for name, module in model.named_modules():
-        counted.names[module] = name.replace("_checkpoint_wrapped_module.", "")
     model.head.compile_loss = cfg.parallel.compile and on_gpu
     return model
 
@@ -392,25 +394,14 @@ def values_refused(counted: Counted) -> Iterator[None]:
         DynamicOutputShapeException,
         UnsupportedOperatorException,
     ) as error:
-        module = module_that_raised(error, counted)
         # torch 2.11's checkpoint() leaves its hooks set while the frames exist
         traceback.clear_frames(error.__traceback__)
         raise ConfigError(
-            f"--dry-run: {error.func} in {module}, {counted.phases[-1].name}: a plan has shapes "
-            "and no values, which this operator needs (or it has no fake implementation); the "
-            "model trains, but cannot be planned; torch's grouped_mm(), or a multiplication by a "
-            "mask, has fixed shapes"
+            f"--dry-run: {error.func} in the {counted.phases[-1].name}: a plan has shapes and no "
+            "values, which this operator needs (or it has no fake implementation); the model "
+            "trains, but cannot be planned; torch's grouped_mm(), or a multiplication by a mask, "
+            "has fixed shapes"
         ) from None
-
-
-def module_that_raised(error: BaseException, counted: Counted) -> str:
-    """The name of the module whose code raised the error, or "the step"."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for frame in reversed(frames):
-        module = counted.module_of(frame)
-        if module:
-            return module
-    return "the step"
 
 
 def without_storage(counted: Counted) -> list:

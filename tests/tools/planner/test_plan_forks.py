@@ -12,14 +12,14 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
 
 import config
-from extras.planner import masks, show
-from extras.planner.counted import Counted
-from extras.planner.devices import device
-from extras.planner.plan import Asked, plan
-from extras.planner.simulate import simulate
 from model import attention as llama_attention
 from model import llama
 from tests.conftest import make_config, needs_extra, nightly_if
+from tools.planner import masks, show
+from tools.planner.counted import Counted
+from tools.planner.devices import device
+from tools.planner.plan import Asked, plan
+from tools.planner.simulate import simulate
 
 pytestmark = pytest.mark.early
 
@@ -67,7 +67,7 @@ def equal(short, whole) -> None:
 
 def blocks_run(monkeypatch) -> list[int]:
     """Numbers of blocks of the models that are simulated from now on."""
-    from extras.planner import simulate as module
+    from tools.planner import simulate as module
 
     found, run = [], module.run
     monkeypatch.setattr(

@@ -13,14 +13,14 @@ links.
 
 import math
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
 
 import config
 from config import ConfigError
-from extras.planner.counted import Phase
 from metrics import PEAK_TFLOPS
+from tools.planner.counted import Phase
 
 # Collectives that overlap with computation slow it: NCCL shares no multiprocessor with other kernels
 # (github.com/NVIDIA/nccl/issues/689), and takes 16 of an H100's 132 to fill its links (issue 1453).
@@ -31,7 +31,6 @@ LINK_FILLED_BY_THEM = 450  # GB/s
 SPREAD = 0.08 / 5.4
 OF_LINK = 0.8  # share of a link's bandwidth that NCCL's rings reach
 OF_BANDWIDTH = 0.9  # share that copies reach: 4.3 of 4.8 TB/s on an H200
-OF_PEAK = 0.8  # share of the peak that the best shapes reach at least, in short benchmarks
 
 # Lowest and highest measured speed relative to the planned one: three models on one H200, and one of
 # them with either recipe of float8 (docs/performance.md)
@@ -61,8 +60,7 @@ REDUCES = ("reduce_scatter", "all_reduce", "all_to_all")
 @dataclass(frozen=True)
 class Device:
     """Rates per second. `products` is the rate of 16-bit matmuls of a block's size, sustained for
-    minutes. Where no measurement is published it is an estimate, and the first rate to replace
-    (--gpu NAME,products=...)."""
+    minutes. Where no measurement is published it is an estimate: replace it by your own."""
 
     memory: float  # GiB available to a process
     peak: float  # TFLOP, dense bfloat16, by the data sheet
@@ -70,28 +68,27 @@ class Device:
     bandwidth: float  # TB, of device memory
     link: float  # GB sent to the other GPUs of the node
     network: float  # GB sent to other nodes, each GPU's share
-    watts: float
     float8: float = 2  # rate of 8-bit matmuls, relative to 16-bit ones; 0: it has none
     workspace: float = 32  # MiB that torch allocates for each handle of cuBLAS
 
 
-# Memory, peak, bandwidth, link and watts: NVIDIA's data sheets. Products: 720 for H100 and H200,
+# Memory, peak, bandwidth and link: NVIDIA's data sheets. Products: 720 for H100 and H200,
 # whose best shape reaches 788; less at 500 W, as power grows with the clock's cube; for most others
 # about 0.8 of the peak. H100-96 is the one in torchtitan's tables: HBM2e, 500 W.
 # fmt: off
 DEVICES = {
-    #                memory  peak                     products bandwidth link network watts float8 workspace
-    #                   GiB  TFLOP/s                   TFLOP/s      TB/s GB/s    GB/s             x       MiB
-    "A100-40": Device( 39.4, PEAK_TFLOPS["A100"],        250,     1.56, 300,     25,  400,     0,    8.125),
-    "A100-80": Device( 79.2, PEAK_TFLOPS["A100"],        250,     2.04, 300,     25,  400,     0,    8.125),
-    "H100":    Device( 79.1, PEAK_TFLOPS["H100"],        720,     3.35, 450,     50,  700,     2,       32),
-    "H100-96": Device( 94.5, PEAK_TFLOPS["H100"],        640,      2.4, 450,     50,  500,     2,       32),
-    "H200":    Device(139.8, PEAK_TFLOPS["H200"],        720,      4.8, 450,     50,  700,     2,       32),
-    "B200":    Device(178.4, PEAK_TFLOPS["B200"],       1750,      8.0, 900,     50, 1000,     2,       32),
-    "L40S":    Device( 44.4, PEAK_TFLOPS["L40S"],        230,     0.86,  32,     12,  350,     2,    8.125),
-    "RTX3090": Device( 23.6, PEAK_TFLOPS["RTX 3090"],     60,     0.94,  16,      3,  350,     0,    8.125),
-    "RTX4090": Device( 23.5, PEAK_TFLOPS["RTX 4090"],    140,     1.01,  32,      3,  450,     2,    8.125),
-    "RTX5090": Device( 31.4, PEAK_TFLOPS["RTX 5090"],    175,     1.79,  64,      3,  575,     2,       32),
+    #                memory  peak                     products bandwidth link network float8 workspace
+    #                   GiB  TFLOP/s                   TFLOP/s      TB/s GB/s    GB/s      x       MiB
+    "A100-40": Device( 39.4, PEAK_TFLOPS["A100"],        250,     1.56, 300,     25,     0,    8.125),
+    "A100-80": Device( 79.2, PEAK_TFLOPS["A100"],        250,     2.04, 300,     25,     0,    8.125),
+    "H100":    Device( 79.1, PEAK_TFLOPS["H100"],        720,     3.35, 450,     50,     2,       32),
+    "H100-96": Device( 94.5, PEAK_TFLOPS["H100"],        640,      2.4, 450,     50,     2,       32),
+    "H200":    Device(139.8, PEAK_TFLOPS["H200"],        720,      4.8, 450,     50,     2,       32),
+    "B200":    Device(178.4, PEAK_TFLOPS["B200"],       1750,      8.0, 900,     50,     2,       32),
+    "L40S":    Device( 44.4, PEAK_TFLOPS["L40S"],        230,     0.86,  32,     12,     2,    8.125),
+    "RTX3090": Device( 23.6, PEAK_TFLOPS["RTX 3090"],     60,     0.94,  16,      3,     0,    8.125),
+    "RTX4090": Device( 23.5, PEAK_TFLOPS["RTX 4090"],    140,     1.01,  32,      3,     2,    8.125),
+    "RTX5090": Device( 31.4, PEAK_TFLOPS["RTX 5090"],    175,     1.79,  64,      3,     2,       32),
 }
 # fmt: on
 # Rate of attention, forward and backward, relative to that of matmuls (less power slows both):
@@ -101,27 +98,11 @@ ATTENTION_OF_NARROW_HEADS = 376 / 720
 
 
 def device(name: str) -> Device:
-    """NAME, or NAME,rate=value,... for other rates. Raises ConfigError."""
-    name, *changes = name.split(",")
+    """The device of this name in DEVICES. Raises ConfigError."""
     by_lower_name = {key.lower(): device for key, device in DEVICES.items()}
     if name.lower() not in by_lower_name:
         raise ConfigError(f"--gpu {name}: unknown; known are {', '.join(DEVICES)}")
-    rates = [f.name for f in fields(Device)]
-    values = {}
-    for change in changes:
-        rate, _, value = change.partition("=")
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        # so that times are finite, and none is 0
-        if rate not in rates or not 1e-6 <= number <= 1e9:
-            raise ConfigError(
-                f"--gpu {name},{change}: write rate=value, a number of 1e-6 to 1e9; rates are "
-                f"{', '.join(rates)}"
-            )
-        values[rate] = number
-    return replace(by_lower_name[name.lower()], **values)
+    return by_lower_name[name.lower()]
 
 
 def known_as(name: str, memory_gib: float) -> str | None:
@@ -198,23 +179,17 @@ class Cluster:
         """Share of the multiprocessors that a collective of FSDP2 takes."""
         return OF_MULTIPROCESSORS * min(1.0, self.device.link / LINK_FILLED_BY_THEM)
 
-    def computing(self, phase: Phase, wide_heads: bool, best: bool = False) -> float:
-        """Seconds of a phase's work. best: at the rates of short benchmarks of the best shapes."""
+    def computing(self, phase: Phase, wide_heads: bool) -> float:
+        """Seconds of a phase's work."""
         d = self.device
-        work = phase.work
-        matmuls = d.products
-        bandwidth = d.bandwidth * OF_BANDWIDTH
-        if best:
-            matmuls = max(d.products, OF_PEAK * d.peak)
-            bandwidth = d.bandwidth
-        # a plan with float8 on a GPU without it is refused
-        float8 = matmuls * (d.float8 or 1)
         share = ATTENTION_OF_WIDE_HEADS if wide_heads else ATTENTION_OF_NARROW_HEADS
-        attention = d.products * share
-        computed = (
-            work["matmuls"] / matmuls + work["float8"] / float8 + work["attention"] / attention
-        )
-        return computed / 1e12 + work["moved"] / (bandwidth * 1e12)
+        rates = {
+            "matmuls": d.products,
+            "float8": d.products * (d.float8 or 1),  # of a GPU without float8 no plan has any
+            "attention": d.products * share,
+            "moved": d.bandwidth * OF_BANDWIDTH,
+        }
+        return sum(phase.work[kind] / (rate * 1e12) for kind, rate in rates.items())
 
 
 def latency(protocol: Protocol, kind: str, ranks: int, nodes: int) -> float:
@@ -245,18 +220,17 @@ def timeline(
     cfg: config.Config,
     cluster: Cluster,
     waiting: bool = True,
-    best: bool = False,
 ) -> list[Moment]:
     """The phases in order; micro-batches that are alike appear once.
 
     A phase waits for the all-gathers that FSDP2 copies from in it. Those that it issues itself are
     issued while the phase before it runs, as the host is ahead. Gradient reductions start when a
     phase ends, and when that before is done with its input, as FSDP2 keeps one such buffer. FSDP2
-    runs one collective at a time. waiting = False: no phase waits for FSDP2. best: see computing().
+    runs one collective at a time. waiting = False: no phase waits for FSDP2.
     """
     wide_heads = cfg.model.width_per_head >= 128
-    slowest = 1.0 if best else cluster.slowest()
-    taken = 0.0 if best else cluster.taken_by_nccl()
+    slowest = cluster.slowest()
+    taken = cluster.taken_by_nccl()
     # when the previous phase ends, FSDP2's previous collective, the previous reduction, and its
     # reduce-scatter
     now = 0.0
@@ -282,7 +256,7 @@ def timeline(
         if waiting and is_for_itself:
             begin = max(begin, free)
 
-        end = begin + slowest * cluster.computing(phase, wide_heads, best)
+        end = begin + slowest * cluster.computing(phase, wide_heads)
         end += taken * overlap(begin, end, sent)
         end += cluster.sending(phase, ("tp", "cp"))
         now = end

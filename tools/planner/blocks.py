@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import config
-from extras.planner.masks import flex_attention_patches
 from model.build import meta_model
 from model.llama import Llama, named_parameters
 from parallel.activation_checkpoint import is_checkpointed
 from parallel.fsdp import unit_dtypes
 from parallel.mesh import World
 from parallel.replicated import replicated_parameters
+from tools.planner.masks import flex_attention_patches
 
 # equal for blocks that are alike
 Kind = tuple
@@ -136,9 +136,8 @@ def shortened(
         return None
     # both edges, the first block, the middle and as many that follow it
     fewer = 2 * edge + 1 + 2 * period
-    # left out are full periods, and an even number of blocks: all-gathers alternate between two
-    # places in the pool of their stream
-    fewer += (blocks - fewer) % (period if period % 2 == 0 else 2 * period)
+    # left out are full periods
+    fewer += (blocks - fewer) % period
     if fewer >= blocks:
         return None
     middle = range(edge + 1, edge + 1 + period)

@@ -18,8 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter
 
 import config
-from extras.planner.counted import FORMULAS, Counted
-from extras.planner.masks import flex_attention_patches, patches_everywhere
 from model.llama import Llama
 from model.loss import CHUNK
 from parallel.activation_checkpoint import (
@@ -28,6 +26,8 @@ from parallel.activation_checkpoint import (
     is_attention,
     is_checkpointed,
 )
+from tools.planner.counted import FORMULAS, Counted
+from tools.planner.masks import flex_attention_patches, patches_everywhere
 
 
 def gpu_code_paths(cfg: config.Config, counted: Counted) -> list:
@@ -43,9 +43,8 @@ def gpu_code_paths(cfg: config.Config, counted: Counted) -> list:
     if cfg.parallel.compile:
         patches += compiled_patches(counted)
     else:
-        # FlexAttention, which has a mask, is compiled alone: recomputed, as the policy cannot see it
-        saves = lambda operator: counted.mask_share is None and is_attention(operator)  # noqa: E731
-        patches.append(mock.patch("parallel.activation_checkpoint.is_attention", saves))
+        policy = partial(is_saved_attention, counted)
+        patches.append(mock.patch("parallel.activation_checkpoint.is_attention", policy))
     return patches
 
 
@@ -61,6 +60,12 @@ def float8_patches(counted: Counted) -> list:
         # on a GPU these functions are compiled, whatever the option
         mock.patch("extras.float8.all_gather.compiled", partial(partial, one_kernel, counted)),
     ]
+
+
+def is_saved_attention(counted: Counted, operator: Any) -> bool:
+    """is_attention() for eager blocks. FlexAttention, which has a mask, is compiled alone: no policy
+    sees it, and it runs again."""
+    return counted.mask_share is None and is_attention(operator)
 
 
 def compiled_patches(counted: Counted) -> list:

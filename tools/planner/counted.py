@@ -10,12 +10,10 @@ Shapes: B sequences, H heads, S positions of a sequence (of queries or of keys),
 
 import functools
 import re
-import sys
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -29,8 +27,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from extras.planner.pools import COMPUTATION, Pool, rounded_up
 from parallel.activation_checkpoint import GROUPED_MM, LINEAR_MATMULS
+
+# torch's CUDA allocator keeps a pool of memory for each stream, and gives none of it to another: a
+# run reserves what each pool held at its own peak. FSDP2's streams, by attribute of its
+# FSDPCommContext:
+STREAMS = {
+    "all_gather_copy_in_stream": "all-gather",
+    "all_gather_stream": "all-gather",
+    "reduce_scatter_stream": "reduce-scatter",
+    "all_reduce_stream": "all-reduce",
+}
+COMPUTATION = "computation"  # the pool of all other memory
+ROUNDED_TO = 512  # bytes, by the allocator
 
 aten = torch.ops.aten
 c10d = torch.ops.c10d
@@ -96,9 +105,8 @@ class Phase:
     peak: Counter = field(default_factory=Counter)
     # bytes by kind, when the phase ends
     end: Counter = field(default_factory=Counter)
-    # bytes of each pool, when it holds most
+    # bytes of each pool, when it holds most, and when the phase ends
     peak_of_pools: Counter = field(default_factory=Counter)
-    # bytes of each pool, when the phase ends
     end_of_pools: Counter = field(default_factory=Counter)
     # FLOP of "matmuls", "float8" and "attention"; of these the "model", without recomputation; and
     # bytes "moved"
@@ -129,7 +137,6 @@ class Storage(NamedTuple):
     kind: str
     size: int  # bytes, rounded up as the allocator does
     pool: str
-    address: int  # in the pool; 0 if it has no bytes
 
 
 @functools.cache
@@ -215,7 +222,6 @@ class Counted(TorchDispatchMode):
         self.storages: dict[int, Storage] = {}
         # bytes of each pool
         self.live_in_pools: Counter = Counter()
-        self.pools: defaultdict[str, Pool] = defaultdict(Pool)
         # the pool of what is allocated now
         self.pool_now: Callable[[], str] = lambda: COMPUTATION
         # inside run_uncounted()
@@ -241,11 +247,6 @@ class Counted(TorchDispatchMode):
         # share of the scores that attention computed, by its output's storage, for its backward
         self.shares: dict[int, float] = {}
 
-        # of the model's modules, to say where an operator is called
-        self.names: dict[nn.Module, str] = {}
-        # module and phase of the first call of each operator that is in no formula
-        self.first_calls: dict[str, str] = {}
-
     def begin(self, name: str) -> None:
         """Begins a phase. Working memory that the previous one leaves becomes activations."""
         for key, storage in list(self.storages.items()):
@@ -265,47 +266,27 @@ class Counted(TorchDispatchMode):
 
     def set_storage(self, key: int, kind: str, size: int) -> None:
         """Sets kind and bytes of a storage, and the phase's peak if memory has grown beyond it."""
-        size = 0 if kind in self.on_host else rounded_up(size, self.granularity)
-        former = self.storages.get(key, Storage(kind, 0, "", 0))
-        if size == former.size:
-            self.storages[key] = former._replace(kind=kind)
-        else:
-            self.release(former)
-            self.storages[key] = self.reserve(kind, size)
+        # rounded up
+        size = 0 if kind in self.on_host else -(-size // self.granularity) * self.granularity
+        former = self.storages.get(key, Storage(kind, 0, COMPUTATION))
+        pool = former.pool
+        if size != former.size:
+            pool = self.pool_now()
+            self.live_in_pools[former.pool] -= former.size
+            self.live_in_pools[pool] += size
+            peak = self.phases[-1].peak_of_pools
+            peak[pool] = max(peak[pool], self.live_in_pools[pool])
+        self.storages[key] = Storage(kind, size, pool)
         self.live[former.kind] -= former.size
         self.live[kind] += size
         if size > former.size and self.live.total() > self.phases[-1].peak.total():
             self.phases[-1].peak = Counter(self.live)
 
-    def reserve(self, kind: str, size: int) -> Storage:
-        """Takes memory from the pool that is current."""
-        name = self.pool_now()
-        if not size:
-            return Storage(kind, 0, name, 0)
-        self.live_in_pools[name] += size
-        peak = self.phases[-1].peak_of_pools
-        peak[name] = max(peak[name], self.live_in_pools[name])
-        return Storage(kind, size, name, self.pools[name].allocate(size))
-
-    def release(self, storage: Storage) -> None:
-        """Gives memory back to its pool."""
-        if storage.size:
-            self.live_in_pools[storage.pool] -= storage.size
-            self.pools[storage.pool].free(storage.address, storage.size)
-
     def drop_storage(self, key: int) -> None:
         storage = self.storages.pop(key)
         self.live[storage.kind] -= storage.size
-        self.release(storage)
+        self.live_in_pools[storage.pool] -= storage.size
         self.shares.pop(key, None)
-
-    def empty_pools(self) -> None:
-        """Begins with pools that hold nothing but what is live, as a step does."""
-        self.pools.clear()
-        for key, storage in self.storages.items():
-            if storage.size:
-                address = self.pools[storage.pool].allocate(storage.size)
-                self.storages[key] = storage._replace(address=address)
 
     def mark(self, tensors: Iterable[Any], kind: str) -> None:
         """Sets the kind of the tensors' storages, and counts those that were not counted yet."""
@@ -487,7 +468,7 @@ class Counted(TorchDispatchMode):
         """Counts the bytes that an operator without a formula moves, and names it if it
         computes."""
         if computes_much(operator):
-            self.count_call(str(operator).removesuffix(".default"))
+            self.phases[-1].uncounted[str(operator).removesuffix(".default")] += 1
         if is_known(operator) and not moves_bytes(operator):
             return
         tensors = [*inputs, *outputs]
@@ -499,26 +480,6 @@ class Counted(TorchDispatchMode):
         # a fraction, where typeshed's Counter holds an int
         # pyrefly: ignore[unsupported-operation]
         self.phases[-1].work["moved"] += moved
-
-    def count_call(self, name: str) -> None:
-        """Counts a call of an operator whose FLOP are in no formula; notes where the first is."""
-        phase = self.phases[-1]
-        if name not in self.first_calls:
-            module = self.module_of(sys._getframe())
-            self.first_calls[name] = f"{module} ({phase.name})" if module else phase.name
-        phase.uncounted[name] += 1
-
-    def module_of(self, frame: FrameType | None) -> str | None:
-        """The name of the innermost module whose code runs in the frame or around it, if any is.
-
-        In backward no module's code runs.
-        """
-        while frame is not None:
-            module = frame.f_locals.get("self")
-            if isinstance(module, nn.Module) and module in self.names:
-                return self.names[module]
-            frame = frame.f_back
-        return None
 
     def count_collective(self, operator: Any, args: tuple, buffers: list[Tensor]) -> None:
         """Counts a collective over a mesh dimension, by its larger buffer."""

@@ -6,10 +6,10 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 
 import config
-from extras.planner.pools import GRANULE, ROUNDED_TO, Pool, Segment, pool_of, stream_now
-from extras.planner.simulate import Step, simulate
 from model.build import meta_model
 from tests.conftest import REPO
+from tools.planner.pools import GRANULE, ROUNDED_TO, Pool, Segment, pool_of, stream_now
+from tools.planner.simulate import Step, simulate
 
 MIB = 2**20
 

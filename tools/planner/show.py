@@ -1,16 +1,15 @@
 """Renders a plan: text tables with a bar per kind of memory, and an SVG of the step's timeline.
 
-The rows come from plan.py, the timeline from devices.py. dry_run.py prints what is rendered here:
+The rows come from plan.py, the timeline from devices.py. __main__.py prints what is rendered here:
 verdict() in a line, table() in detail, compared() for several world sizes, draw() as a file.
 """
 
-import math
 import pathlib
 
 import config
-from extras.planner.devices import REACHED, REACHED_IN_FLOAT8, Moment, next_begins
-from extras.planner.plan import GIB, STATES, Asked
-from extras.planner.svg import Drawing
+from tools.planner.devices import REACHED, REACHED_IN_FLOAT8, Moment, next_begins
+from tools.planner.plan import GIB, STATES, Asked
+from tools.svg import Chart, Drawing
 
 BAR = 40  # characters of the longest bar
 # difference between the FLOP in MFU and those in the plan's time from which both are shown
@@ -25,7 +24,8 @@ COLORS = {
     "working memory": "#b279a2",
     "cuBLAS workspaces": "#9d755d",
 }
-SHADES = {"forward": "#999", "backward": "#666", "update": "#bbb"}
+# of compute, by the first word of a phase's name
+SHADES = {"batch": "#bbb", "forward": "#999", "backward": "#666", "update": "#bbb"}
 
 # name and value of a table's line
 Line = tuple[str, str]
@@ -83,11 +83,10 @@ def lines_of_memory(row: dict, asked: Asked) -> list[Line]:
     if asked.without_cuda:
         return lines
     pools = ", ".join(f"{name} {gib:.2f}" for name, gib in row["pools_gib"].items())
-    lines.append(("reserved peak", f"{row['reserved_gib']:.3f} GiB by torch's allocator: {pools}"))
-    needed = f"{row['device_gib']:.3f}"
-    if asked.memory_gib:
-        needed += f" of {asked.memory_gib:g}"
-    lines.append(("needed", f"{needed} GiB, with CUDA's own"))
+    reserved = f"{row['reserved_gib']:.3f} GiB by torch's allocator: {pools}, and holes"
+    lines.append(("reserved peak", reserved))
+    limit = f" of {asked.memory_gib:g}" if asked.memory_gib else ""
+    lines.append(("needed", f"{row['device_gib']:.3f}{limit} GiB, with CUDA's own"))
     return lines
 
 
@@ -118,14 +117,9 @@ def lines_of_time(row: dict, cfg: config.Config) -> list[Line]:
         ),
         (
             "tokens/s per GPU",
-            f"{row['tokens_per_second_per_device']:,.0f} planned, MFU {row['mfu']:.1%}; at best "
-            f"{row['best_tokens_per_second_per_device']:,.0f}",
+            f"{row['tokens_per_second_per_device']:,.0f} planned, MFU {row['mfu']:.1%}",
         ),
-        (
-            "the whole run",
-            f"{days:,.2f} days, {row['gpu_hours']:,.0f} GPU-hours, "
-            f"{row['kilowatt_hours']:,.0f} kWh at the GPUs' power",
-        ),
+        ("the whole run", f"{days:,.2f} days, {row['gpu_hours']:,.0f} GPU-hours"),
         ("measured runs", f"reached {low:g} to {high:g} of the planned speed, on one H200"),
     ]
 
@@ -154,26 +148,20 @@ def expected_duration(row: dict, cfg: config.Config) -> str:
 
 def compared(rows: list[dict]) -> str:
     """A table with a line for each world size."""
-    timed = any(row.get("step_seconds") is not None for row in rows)
-    header = f"{'ranks':>8} {'allocated GiB':>13} {'between steps':>14} {'activations':>12} {'sent GiB':>9}"
-    if timed:
-        header += f" {'s/step':>8} {'waiting':>8} {'tok/s/GPU':>10}  MFU"
-    lines = [header]
+    lines = ["   ranks  peak GiB  between steps  activations  sent GiB"]
+    if rows[0]["step_seconds"]:
+        lines[0] += "   s/step  waiting  tok/s/GPU   MFU"
     for row in rows:
-        if "problems" in row:
-            lines.append(f"{row['world_size']:8,}   refused")
-            continue
         between_steps = sum(row[f"{state}_bytes_per_rank"] for state in STATES) / GIB
         sent = sum(size for _, size in row["collectives_per_step"].values()) / GIB
-        activations = row["parts_gib"].get("activations", 0)
         line = (
-            f"{row['world_size']:8,} {row['peak_gib']:13.2f} {between_steps:14.2f} "
-            f"{activations:12.2f} {sent:9.1f}"
+            f"{row['world_size']:8,} {row['peak_gib']:9.2f} {between_steps:14.2f} "
+            f"{row['parts_gib'].get('activations', 0):12.2f} {sent:9.1f}"
         )
-        if timed:
+        if row["step_seconds"]:
             line += (
                 f" {row['step_seconds']:8.3g} {row['waiting_seconds']:8.2g} "
-                f"{row['tokens_per_second_per_device']:10,.0f} {row['mfu']:4.0%}"
+                f"{row['tokens_per_second_per_device']:10,.0f} {row['mfu']:5.0%}"
             )
         lines.append(line)
     return "\n".join(lines) + "\n"
@@ -181,10 +169,8 @@ def compared(rows: list[dict]) -> str:
 
 def verdict(row: dict, cfg: config.Config, asked: Asked) -> str:
     """Whether the run fits, the memory it needs, speed and duration, as far as they are known, in a
-    line; or why this world size is refused."""
+    line."""
     ranks = "1 rank" if row["world_size"] == 1 else f"{row['world_size']} ranks"
-    if "problems" in row:
-        return f"{ranks}: refused: {'; '.join(row['problems'])}"
     limit = asked.memory_gib
     needed = f"needs {row['device_gib']:.4g}"
     clauses = []
@@ -208,132 +194,70 @@ def draw(row: dict, moments: list[Moment], path: str, title: str, limit: float |
     Times assume an H100 if no GPU is given. limit: the GPU's memory in GiB, if it is known. Raises
     OSError.
     """
-    peaks = [moment.phase.peak.total() / GIB for moment in moments]
-    chart = Chart(seconds=moments[-1].end, gib=max([limit or 0, *peaks]))
-    page = chart.page
-    chart.draw_memory_scale()
+    page = Drawing(1200, 530)
+    most = max([limit or 0, *(moment.phase.peak.total() / GIB for moment in moments)])
+    chart = Chart(page, (80, 60, 1100, 320), (0, moments[-1].end), (0, most))
+    chart.scales(" s")
+    previous = ""
     for moment, end in zip(moments, next_begins(moments)):
-        chart.draw_memory(moment, end)
-        chart.draw_time(moment)
-    chart.draw_directions(moments)
-    chart.draw_time_scale()
+        draw_memory(chart, moment, end)
+        draw_time(chart, moment)
+        direction = direction_of(moment)
+        if direction == "update":
+            page.text(chart.x(end), chart.floor + 41, direction, "end")
+        elif direction not in (previous, "batch"):
+            page.text(chart.x(moment.begin), chart.floor + 41, direction)
+        previous = direction
+    for name, y in (("GiB", 48), ("compute", chart.floor + 65), ("collectives", chart.floor + 95)):
+        page.text(chart.left - 8, y, name, "end")
     if limit:
-        chart.draw_limit(limit)
+        page.path(f"M{chart.left} {chart.y(limit):.1f}h{chart.width}", dashes="8 4")
+        words = f"the GPU's memory: {limit:g} GiB"
+        page.text(chart.left + chart.width, chart.y(limit) - 6, words, "end")
     peak = f"allocated peak {row['peak_gib']:.2f} GiB in the {row['peak_at']}"
-    page.text(chart.LEFT, 22, f"{title}: {peak}", size=17)
-    chart.draw_legend()
+    page.text(chart.left, 22, f"{title}: {peak}", size=17)
+    for i, (kind, color) in enumerate(COLORS.items()):
+        x = chart.left + 140 * i
+        page.box(x, chart.floor + 122, 12, 12, color, kind)
+        page.text(x + 18, chart.floor + 133, kind)
     pathlib.Path(path).write_text(page.svg())
 
 
-class Chart:
-    """The drawing of a step: GiB over seconds, and below two rows, compute and collectives."""
-
-    # of the area of memory, in units of the page
-    LEFT = 80
-    TOP = 60
-    WIDTH = 1100
-    HEIGHT = 320
-    FLOOR = TOP + HEIGHT
-    # upper edges of the two rows of bars, and their height
-    COMPUTE = FLOOR + 48
-    COLLECTIVES = FLOOR + 78
-    TALL = 24
-
-    def __init__(self, seconds: float, gib: float):
-        """seconds, gib: the ends of the scales."""
-        self.seconds = seconds
-        self.gib = gib
-        self.page = Drawing(self.LEFT + self.WIDTH + 20, self.FLOOR + 150)
-
-    def x(self, seconds: float) -> float:
-        return self.LEFT + seconds / self.seconds * self.WIDTH
-
-    def y(self, gib: float) -> float:
-        return self.FLOOR - gib / self.gib * self.HEIGHT
-
-    def bar(self, begin: float, end: float, y: float, tall: float, color: str, title: str) -> None:
-        """A box from begin to end, in seconds; a short one stays visible."""
-        wide = max(0.3, (end - begin) / self.seconds * self.WIDTH)
-        self.page.box(self.x(begin), y, wide, tall, color, title)
-
-    def line(self, y: float, dashes: str) -> None:
-        self.page.path(f"M{self.LEFT} {y:.1f}h{self.WIDTH}", dashes=dashes)
-
-    def draw_memory_scale(self) -> None:
-        for gib in ticks(self.gib):
-            y = self.y(gib)
-            self.line(y, "1 5")
-            self.page.text(self.LEFT - 8, y + 4, f"{gib:g}", "end")
-
-    def draw_memory(self, moment: Moment, end: float) -> None:
-        """A phase's peak by kind, one on top of the other, until the next phase begins."""
-        phase = moment.phase
-        total = phase.peak.total() / GIB
-        y = self.FLOOR
-        for kind, color in COLORS.items():
-            gib = phase.peak[kind] / GIB
-            tall = gib / self.gib * self.HEIGHT
-            if tall > 0:
-                y -= tall
-                title = f"{phase.name}: {kind} {gib:.2f} of {total:.2f} GiB"
-                self.bar(moment.begin, end, y, tall, color, title)
-
-    def draw_time(self, moment: Moment) -> None:
-        """A phase's compute, and below FSDP2's collectives that it issues."""
-        name = moment.phase.name
-        title = f"{name}: {1e3 * (moment.end - moment.begin):.2f} ms"
-        shade = SHADES[direction(name)]
-        self.bar(moment.begin, moment.end, self.COMPUTE, self.TALL, shade, title)
-        colors = {"gathers": COLORS["gathered units"], "reduces": COLORS["reductions"]}
-        for kind, (begin, end) in moment.sends.items():
-            if end > begin:
-                title = f"{name} {kind}: {1e3 * (end - begin):.2f} ms"
-                self.bar(begin, end, self.COLLECTIVES, self.TALL, colors[kind], title)
-
-    def draw_directions(self, moments: list[Moment]) -> None:
-        """Labels forward, backward and update, each stretch of phases once."""
-        labels: list[tuple[str, float, float]] = []
-        for moment, end in zip(moments, next_begins(moments)):
-            name = direction(moment.phase.name)
-            begin = moment.begin
-            if labels and labels[-1][0] == name:
-                _, begin, _ = labels.pop()
-            labels.append((name, begin, end))
-        for name, begin, end in labels:
-            at = (begin + end) / 2
-            anchor = "middle"
-            room = (end - begin) / self.seconds * self.WIDTH
-            if room <= 8 * len(name):
-                at = end
-                anchor = "end"
-            self.page.text(self.x(at), self.FLOOR + 41, name, anchor)
-
-    def draw_time_scale(self) -> None:
-        for seconds in ticks(self.seconds):
-            self.page.text(self.x(seconds), self.FLOOR + 20, f"{seconds:g} s", "middle")
-        names = {"GiB": self.TOP - 12, "compute": self.FLOOR + 65, "collectives": self.FLOOR + 95}
-        for name, y in names.items():
-            self.page.text(self.LEFT - 8, y, name, "end")
-
-    def draw_limit(self, gib: float) -> None:
-        y = self.y(gib)
-        self.line(y, "8 4")
-        self.page.text(self.LEFT + self.WIDTH, y - 6, f"the GPU's memory: {gib:g} GiB", "end")
-
-    def draw_legend(self) -> None:
-        for i, (kind, color) in enumerate(COLORS.items()):
-            x = self.LEFT + 140 * i
-            self.page.box(x, self.FLOOR + 122, 12, 12, color, kind)
-            self.page.text(x + 18, self.FLOOR + 133, kind)
+def draw_memory(chart: Chart, moment: Moment, end: float) -> None:
+    """A phase's peak by kind, one on top of the other, until the next phase begins."""
+    phase = moment.phase
+    floor = chart.floor
+    gib = 0.0
+    for kind, color in COLORS.items():
+        if phase.peak[kind]:
+            gib += phase.peak[kind] / GIB
+            top = chart.y(gib)
+            title = f"{phase.name}: {kind} {phase.peak[kind] / GIB:.2f} GiB"
+            bar(chart, (moment.begin, end), top, floor - top, color, title)
+            floor = top
 
 
-def direction(phase: str) -> str:
-    """forward, backward or, for what is neither, update: a key of SHADES."""
-    return next((name for name in SHADES if phase.startswith(name)), "update")
+def draw_time(chart: Chart, moment: Moment) -> None:
+    """A phase's compute, and below FSDP2's collectives that it issues."""
+    name = moment.phase.name
+    bars = [((moment.begin, moment.end), 48, SHADES[direction_of(moment)], name)]
+    colors = {"gathers": COLORS["gathered units"], "reduces": COLORS["reductions"]}
+    for kind, span in moment.sends.items():
+        bars.append((span, 78, colors[kind], f"{name} {kind}"))
+    for (begin, end), below, color, words in bars:
+        if end > begin:
+            title = f"{words}: {1e3 * (end - begin):.2f} ms"
+            bar(chart, (begin, end), chart.floor + below, 24, color, title)
 
 
-def ticks(most: float) -> list[float]:
-    """Five to ten round numbers from 0 to most."""
-    unit = 10 ** math.floor(math.log10(most / 4))
-    step = next(size * unit for size in (5, 2, 1) if most / (size * unit) >= 4)
-    return [i * step for i in range(math.floor(most / step) + 1)]
+def bar(
+    chart: Chart, span: tuple[float, float], y: float, tall: float, color: str, title: str
+) -> None:
+    """A box over a span of seconds; a short one stays visible."""
+    begin, end = map(chart.x, span)
+    chart.page.box(begin, y, max(0.3, end - begin), tall, color, title)
+
+
+def direction_of(moment: Moment) -> str:
+    """A key of SHADES."""
+    return moment.phase.name.partition(" ")[0]
