@@ -75,7 +75,7 @@ class Recorder:
         self.flops_per_token = flops_per_token(model, cfg.train.seq_len)
         self.seconds = seconds
         self.rows = Rows(folder, cfg.log.tensorboard, start) if world.rank == 0 else None
-        self.timer = BlockTimer(model, world.device)
+        self.timer = OwnTimer(model, world.device)
         self._begin_row(start + 1)
 
     def _begin_row(self, next_step: int) -> None:
@@ -234,8 +234,8 @@ class Recorder:
             self.rows.close()
 
 
-class BlockTimer:
-    """Times the blocks' forward passes of a step, each from the moment its weights are
+class OwnTimer:
+    """Times the forward passes of blocks and head in a step, each from the moment its weights are
     all-gathered. What a rank waits for others does not count: among ranks that wait for each other
     in every step, a slow one is told by this alone. With tp or cp, the collectives inside a block
     count, and so a group is as slow as its slowest rank."""
@@ -244,10 +244,11 @@ class BlockTimer:
         self.device = device
         self.is_on = False  # for the steps that a row reports
         self.times: list[Any] = []  # the begin and the end of each pass
-        for block in model.blocks:
-            # FSDP2's own hook comes before, and waits for the all-gather
-            block.register_forward_pre_hook(self._note_time)
-            block.register_forward_hook(self._note_time)
+        for unit in (*model.blocks, model.head):
+            if unit._compiled_call_impl is None:  # else the hooks would be compiled with the block
+                # FSDP2's own hook comes before, and waits for the all-gather
+                unit.register_forward_pre_hook(self._note_time)
+                unit.register_forward_hook(self._note_time)
 
     def _note_time(self, module: torch.nn.Module, *unused: Any) -> None:
         if not (self.is_on and module.training):  # an evaluation
