@@ -1,7 +1,6 @@
 """Sample text from a checkpoint, or from a run's newest one, with the tokenizer in its folder.
 
     python -m generate outputs/tiny --prompt "def " --tokens 64
-    python -m generate outputs/tiny-chat --chat        a conversation in the terminal
 
 Shapes: T tokens, S cached positions, K key/value heads, E head dimension, V vocabulary.
 """
@@ -169,11 +168,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     # one line, as every error here
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="CKPT_OR_RUN")
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT")
-    prompt.add_argument(
-        "--chat", action="store_true", help="a conversation, with the checkpoint's chat template"
-    )
+    parser.add_argument("--prompt", metavar="TEXT", required=True)
     parser.add_argument("--tokens", type=int, default=128, metavar="N", help="at most")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws")
@@ -255,27 +250,18 @@ def sample(folder: pathlib.Path, args: argparse.Namespace) -> int:
     cfg = catalog.read_config(folder, args.base)
     context = cfg.train.seq_len
     tokenizer = load_tokenizer(folder)
-    ids = [] if args.chat else encode(tokenizer, args.prompt)
-    if max(ids, default=0) >= cfg.model.vocab_size:
+    ids = encode(tokenizer, args.prompt)
+    if max(ids) >= cfg.model.vocab_size:
         raise ConfigError(f"--prompt: has id {max(ids)}, and the model {cfg.model.vocab_size}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # a single process is intended
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     model = load_model(folder, cfg, device)
-
-    def steps(ids: list[int], count: int) -> Iterator[int]:
-        return generate(model, ids, count, context, device, args.temperature, args.seed)
-
+    steps = generate(model, ids, args.tokens, context, device, args.temperature, args.seed)
     # for characters that the terminal's encoding lacks
     # pyrefly: ignore[missing-attribute]  # typeshed declares a TextIO, which lacks it
     sys.stdout.reconfigure(errors="backslashreplace")
-    if args.chat:
-        config.require_extra("chat", "--chat")
-        from extras.chat.terminal import converse
-
-        converse(folder, tokenizer.eos, context, args.tokens, steps)
-        return 0
-    print_stream(tokenizer, ids, steps(ids, args.tokens))
+    print_stream(tokenizer, ids, steps)
     return 0
 
 

@@ -3,7 +3,6 @@ idea in one file.
 
 ./run_train.sh configs/tiny.toml --train.steps=50        sets up, prepares the data, starts ranks
 torchrun --nproc-per-node 8 train.py configs/llama8b.toml     the ranks alone, on prepared data
-python train.py configs/llama8b.toml --dry-run --world-size 8 [--gpu H100] [--json]    the plan only
 python train.py configs/tiny.toml --eval-only            evaluates the run's newest checkpoint
 """
 

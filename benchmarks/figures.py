@@ -18,11 +18,11 @@ import tempfile
 from collections.abc import Callable
 
 import config
-from extras.planner.counted import Phase
-from extras.planner.devices import Moment, device
-from extras.planner.plan import GIB, Asked, planned
-from extras.planner.show import COLORS, SHADES, draw, expected_speed, ticks
-from extras.planner.svg import GRAY, Drawing
+from tools.planner.counted import Phase
+from tools.planner.devices import Moment, device
+from tools.planner.plan import GIB, Asked, planned
+from tools.planner.show import COLORS, SHADES, draw, expected_speed
+from tools.svg import GRAY, Drawing, ticks
 
 REPO = pathlib.Path(__file__).parent.parent
 FIGURES = REPO / "docs/figures"
@@ -155,7 +155,7 @@ def context() -> str:
         "Llama 3 8B, sequences of 32,768 tokens, one per micro-batch: memory that a GPU needs",
         size=17,
     )
-    for gib in ticks(most):
+    for gib in ticks(0, most):
         page.path(f"M{left} {floor - gib / most * tall:.1f}h900", dashes="1 5")
         page.text(left - 8, floor - gib / most * tall + 4, f"{gib:g}", "end")
     page.path(f"M{left} {floor - limit / most * tall:.1f}h900", dashes="8 4")
@@ -245,7 +245,7 @@ def losses() -> str:
         y = floor - (loss - low) / (high - low) * 250
         page.path(f"M{left} {y:.1f}h900", dashes="1 5")
         page.text(left - 8, y + 4, f"{loss}", "end")
-    for at in ticks(last):
+    for at in ticks(0, last):
         page.text(left + at / last * 900, floor + 20, f"{at:g}", "middle")
     page.text(left + 900, floor + 40, "step", "end")
     for i, ((name, rows), color) in enumerate(zip(rows_of_mesh.items(), LINES)):
@@ -286,7 +286,7 @@ def recompute() -> str:
         "Llama 3 8B on 8 x H100, 8,192 tokens per micro-batch: parallel.recompute",
         size=17,
     )
-    for gib in ticks(most):
+    for gib in ticks(0, most):
         page.path(f"M{left} {floor - gib / most * (floor - top):.1f}h860", dashes="1 5")
         page.text(left - 8, floor - gib / most * (floor - top) + 4, f"{gib:g}", "end")
     for percent in range(0, 41, 10):

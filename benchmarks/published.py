@@ -2,7 +2,7 @@
 
     python -m benchmarks.published
 
-Plans our program with the peers' sizes, at the rates of extras/planner/devices.py. Nothing is
+Plans our program with the peers' sizes, at the rates of tools/planner/devices.py. Nothing is
 fitted to a figure. docs/published_runs.md names the sources. Prints a table in Markdown.
 """
 
@@ -10,10 +10,10 @@ import pathlib
 from dataclasses import dataclass
 
 import config
-from extras.planner.counted import Phase
-from extras.planner.devices import ATTENTION_OF_WIDE_HEADS, OF_BANDWIDTH, Moment, device
-from extras.planner.plan import GIB, Asked, planned
 from model.loss import CHUNK
+from tools.planner.counted import Phase
+from tools.planner.devices import ATTENTION_OF_WIDE_HEADS, OF_BANDWIDTH, Moment, device
+from tools.planner.plan import GIB, Asked, planned
 
 # FlashAttention 2, forward and backward, to products on an H100 of 700 W; both fall with its power
 FLASH_2 = 330 / 720

@@ -6,8 +6,8 @@
 Prints for each number of ranks the allocated peak by the plan, which runs few blocks, and by the
 full step. Also collectives and bytes by the plan, the step and the closed forms (tests/theory.py), which must
 be equal, the smallest shard, and the size of a checkpoint's files. --suggestions: draws so many
-random configurations that do not fit. Does what the plan suggests fit by a full step, and is it the
-fastest that would? Further options override the configuration's.
+random configurations that do not fit. Does what the plan suggests fit by a full step? Further
+options override the configuration's.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from collections import Counter
 
 import config
 from config import ConfigError
-from extras.planner import advice
-from extras.planner.devices import device
-from extras.planner.plan import GIB, Asked, device_gib, plan, with_workspaces
-from extras.planner.simulate import Step, simulate
 from model.build import meta_model
 from tests import theory
+from tools.planner.advice import tried
+from tools.planner.devices import device
+from tools.planner.plan import GIB, Asked, device_gib, plan, with_workspaces
+from tools.planner.simulate import Step, simulate
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -62,13 +62,11 @@ def compare(cfg: config.Config, ranks: int) -> tuple[str, bool]:
     )
 
 
-def drawn(seed: int, folder: str) -> tuple[list[str], int, float]:
-    """(command line, ranks, share of what it needs that a GPU has) of a random configuration."""
+def drawn(seed: int, folder: str) -> tuple[config.Config, int, float]:
+    """(configuration, ranks, share of what it needs that a GPU has), at random."""
     draw = random.Random(seed)
     path = f"{folder}/{draw.choice(['llama1b', 'llama3b', 'llama8b'])}.toml"
-    words = [
-        path,
-        "--dry-run",
+    overrides = [
         f"--parallel.recompute={draw.choice(['none', 'elementwise', 'selective'])}",
         f"--parallel.compile={draw.choice(['true', 'false'])}",
         f"--train.seq_len={draw.choice([2048, 4096])}",
@@ -76,28 +74,20 @@ def drawn(seed: int, folder: str) -> tuple[list[str], int, float]:
         f"--train.micro_batch_size={draw.choice([2, 4])}",
         f"--model.n_layers={draw.choice([4, 6])}",
     ]
-    return words, draw.choice([2, 4, 8]), draw.uniform(0.4, 0.9)
+    return config.load(path, overrides), draw.choice([2, 4, 8]), draw.uniform(0.4, 0.9)
 
 
-def suggestion(words: list[str], ranks: int, share: float) -> tuple[str, float, float, list[str]]:
-    """(what the plan suggests for a GPU that is too small, GiB of that GPU, GiB by a full step,
-    faster changes that fit)."""
-    args = config.parse_arguments(words)
-    memory = share * plan(config.load(args.config, args.overrides), ranks)["device_gib"]
-    asked = Asked(device("H100"), memory)
-    tried = [*advice.tried(ranks, args, asked)]
-    fastest = advice.fastest(tried)
-    if fastest is None:
-        return f"nothing of {len(tried)} changes", memory, math.inf, []
-    change, best = fastest
-    faster = []
-    for other, row in tried:
-        if row["fits"] and advice.speed(row) > advice.speed(best):
-            faster.append(advice.words(other, row))
-    changed = config.load(args.config, [*args.overrides, *change.overrides])
-    step = simulate(changed, ranks * change.times, all_blocks=True)
-    needed = device_gib(with_workspaces(step, device("H100")))
-    return advice.words(change, best), memory, needed, faster
+def suggestion(cfg: config.Config, ranks: int, share: float) -> tuple[str, float, float]:
+    """(what the plan suggests for a GPU that is too small, GiB of that GPU, GiB by a full step)."""
+    row = plan(cfg, ranks)
+    memory = share * row["device_gib"]
+    changes = [*tried(row, cfg, Asked(device("H100"), memory))]
+    fitting = [change for change in changes if change.row["fits"]]
+    if not fitting:
+        return f"nothing of {len(changes)} changes", memory, math.inf
+    best = max(fitting, key=lambda change: change.speed)
+    step = simulate(best.cfg, best.row["world_size"], all_blocks=True)
+    return best.words, memory, device_gib(with_workspaces(step, device("H100")))
 
 
 def main(argv: list[str]) -> int:
@@ -120,12 +110,10 @@ def main(argv: list[str]) -> int:
             right &= fine
             print(line, flush=True)
         for seed in range(args.suggestions):
-            words, ranks, share = drawn(seed, args.config.rpartition("/")[0])
-            name, memory, needed, faster = suggestion(words, ranks, share)
-            right &= needed <= memory and not faster
+            cfg, ranks, share = drawn(seed, args.config.rpartition("/")[0])
+            name, memory, needed = suggestion(cfg, ranks, share)
+            right &= needed <= memory
             verdict = "fits" if needed <= memory else "DOES NOT FIT"
-            if faster:
-                verdict += f", FASTER: {faster}"
             print(
                 f"{seed:3} {ranks} ranks of {memory:6.2f} GiB: {name} takes {needed:.2f}, "
                 f"{verdict}",

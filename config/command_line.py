@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, is_dataclass
 from typing import Any, NoReturn
 
-from config.option import ConfigError, Option, Schema, has_extra, require_extra
+from config.option import ConfigError, Option, Schema
 from config.options import SCHEMA, Config
 from config.read import describe, load, load_resolved, suggestion
 from config.show import toml
@@ -28,20 +28,21 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}; --help shows what there is")
 
 
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line of train.py and of the tools that take a CONFIG. Raises ConfigError."""
+def argument_parser() -> Parser:
+    """Of a command line that begins with a CONFIG. A tool adds its flags; parse_arguments() takes
+    the options."""
     parser = Parser(prog="run_train.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG")
-    mode = parser.add_mutually_exclusive_group()
-    for flag in ("--dry-run", "--eval-only"):
-        mode.add_argument(flag, action="store_true")
-    if has_extra("planner"):
-        from extras.planner.arguments import add_arguments
+    return parser
 
-        add_arguments(parser, "--dry-run" in argv)
+
+def parse_arguments(argv: list[str], parser: Parser | None = None) -> argparse.Namespace:
+    """Parses the command line of train.py, or by its parser that of a tool that takes a CONFIG.
+    Raises ConfigError."""
+    if parser is None:
+        parser = argument_parser()
+        parser.add_argument("--eval-only", action="store_true")
     args, args.overrides = parser.parse_known_args(argv)
-    if args.dry_run:
-        require_extra("planner", "--dry-run")
     unknown = [word for word in args.overrides if not re.match("--[^=]+=", word)]
     if unknown:
         parser.error(
@@ -52,9 +53,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def from_command_line(
-    argv: list[str], usage: str, tool: bool = False, resolved: bool = False
+    argv: list[str], usage: str, parser: Parser | None = None, resolved: bool = False
 ) -> tuple[argparse.Namespace, Config]:
-    """A program's arguments and configuration. tool: it has no dry run and no evaluation. resolved:
+    """A program's arguments and configuration. parser: of a tool, see parse_arguments(). resolved:
     the file is one that load_resolved() reads.
 
     Prints every problem and exits with 2 if the command line or the configuration is invalid. Exits
@@ -64,9 +65,7 @@ def from_command_line(
         if "--help" in argv or "-h" in argv:
             print_help(argv, usage)
             sys.exit()
-        args = parse_arguments(argv)
-        if tool and (args.dry_run or args.eval_only):
-            raise ConfigError("--dry-run and --eval-only: only ./run_train.sh CONFIG supports them")
+        args = parse_arguments(argv, parser)
         return args, load_resolved(args.config) if resolved else load(args.config, args.overrides)
     except ConfigError as error:
         print_error(str(error))

@@ -1,11 +1,10 @@
-"""Attention, its masks, and the KV cache that generation hands to it.
+"""Attention and its masks.
 
-Shapes: B batch, T tokens, S cached positions, H query heads, K key/value heads, E head dimension.
+Shapes: B batch, T tokens, H query heads, K key/value heads, E head dimension.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +20,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) 
     """
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
-        if torch.compiler.is_compiling():  # with the block
-            # pyrefly: ignore[bad-return]  # torch 2.11 declares no overloads
-            return flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
-        return eager_flex_attention(q, k, v, mask, grouped)
+        # Compiled alone if the block is not: eager, it would materialize the scores. Its backward
+        # cannot be compiled on a CPU, where only tests come here.
+        is_alone = q.is_cuda and not torch.compiler.is_compiling()
+        flex = _compiled(flex_attention) if is_alone else flex_attention
+        # pyrefly: ignore[bad-return]  # torch 2.11 declares no overloads
+        return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
 
     if grouped and q.is_cuda and q.dtype == torch.float32:
         # No fused kernel of torch 2.11 to 2.13 supports GQA in float32, and the unfused one saves
@@ -36,19 +37,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) 
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1, enable_gqa=grouped
     )
-
-
-@torch.overrides.wrap_torch_function(lambda q, k, v, mask, grouped: (q, k, v))
-def eager_flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, grouped: bool) -> Tensor:
-    """flex_attention() of a block that is not compiled.
-
-    It is compiled alone, as it would materialize the score matrix, and so runs no operator that
-    activation checkpointing could see. A TorchFunctionMode sees this function instead.
-    """
-    # Its backward cannot be compiled on a CPU, where only tests come here.
-    flex = _compiled(flex_attention) if q.is_cuda else flex_attention
-    # pyrefly: ignore[bad-return]  # torch 2.11 declares no overloads
-    return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
 
 
 def mask_mod(documents: Tensor | None) -> Callable[..., Tensor]:
@@ -92,19 +80,3 @@ def make_mask(
 @functools.cache
 def _compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)  # a run's shapes are static
-
-
-class KVCache(Protocol):
-    """The keys and values of one block, in generation (generate.py)."""
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends the new tokens' k and v (B, K, T, E); returns all so far (B, K, S, E)."""
-
-
-class Cache(Protocol):
-    """The KV caches of all blocks: a pass computes only the tokens that they do not hold yet."""
-
-    blocks: list[KVCache]
-
-    def advance(self, new: int) -> range:
-        """Begins a pass over `new` tokens, and returns their positions."""

@@ -6,7 +6,7 @@ import torch
 
 import config
 from config import ConfigError
-from model.llama import Llama
+from model.llama import Llama, named_parameters
 
 
 def build_model(m: config.Model, lora: config.Lora | None = None) -> Llama:
@@ -25,8 +25,8 @@ def build_model(m: config.Model, lora: config.Lora | None = None) -> Llama:
 
 
 def freeze(model: Llama, patterns: tuple[str, ...]) -> None:
-    """Freezes the parameters whose names match a pattern."""
-    parameters = dict(model.named_parameters())
+    """Freezes the parameters of which a name matches a pattern: a tied matrix has two."""
+    parameters = dict(named_parameters(model, remove_duplicate=False))
     for pattern in patterns:
         names = fnmatch.filter(parameters, pattern)
         if not names:

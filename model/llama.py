@@ -7,24 +7,24 @@ A module that owns parameters declares, by name,
 
     init       how they begin: see model/init.py. Standard deviations are torchtitan's
                (https://github.com/pytorch/torchtitan).
-    tp_dims    for a parameter that is not in parallel/tensor.py: TP_PLAN, the dimension that tensor
+    tp_dims    for a parameter that parallel/tensor.py does not place, the dimension that tensor
                parallelism shards, such as 0 for one value per head. None: every rank holds all of
                it, and computes with its own tokens, heads or features.
 
 parallel/ and extras/ change this model in place. They replace
 
     Linear layers of the blocks                       extras/lora/nf4.py, extras/float8/matmul.py
-    Attention.attend, Llama.build_mask                parallel/context.py
+    Attention.attend                                  parallel/context.py, generate.py
+    Llama.build_mask                                  parallel/context.py
     Block.add_attention, Block.add_feed_forward       parallel/parallelize.py (compiled)
     forward() of Embedding, Attention, FeedForward    parallel/tensor.py
         and Head
 
-and set the attributes that Linear, Block, Head and Llama declare for them.
+and set the attributes that Linear, Head and Llama declare for them.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Iterator
 from typing import ClassVar
 
 import torch
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import config
 from config import ConfigError
-from model.attention import BlockMask, Cache, KVCache, attention, document_mask
+from model.attention import BlockMask, attention, document_mask
 from model.init import constant, normal
 from model.loss import LossSums, Shard, chunked_cross_entropy
 
@@ -103,16 +103,11 @@ class Linear(nn.Linear):
 
     # Of a quantized layer, its method that computes the stored tensors: see NF4Linear.quantize().
     quantize: Callable[..., None] | None = None
-    # How many weights an element of a parameter represents, by the parameter's name, if not 1.
-    weights_per_element: ClassVar[Mapping[str, int]] = MappingProxyType({})
     # Activation checkpointing: operators other than mm and addmm that compute the output.
     matmuls: ClassVar[Collection] = ()
     # Selective activation checkpointing: True saves the output, False recomputes it. None lets the
     # layer's number in the block decide.
     keep_output: bool | None = None
-    # Tensor parallelism: the layer's other parameters and submodules, by name, and the dimension of
-    # `weight` that each is sharded with: 0, output features, or 1, input features.
-    sharded_with_weight: Mapping[str, int] = MappingProxyType({})
     # Tensor parallelism: the first input feature of the local shard.
     first_input: int = 0
 
@@ -160,7 +155,8 @@ class Attention(nn.Module):
         self.o_proj = Linear(m.n_heads * self.head_dim, m.dim, out_std)
         self.q_norm = RMSNorm(self.head_dim, m.norm_eps) if m.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, m.norm_eps) if m.qk_norm else nn.Identity()
-        self.attend = attention  # context parallelism: local queries, all-gathered keys and values
+        # context parallelism: local queries, all-gathered keys and values; generation: a KV cache
+        self.attend = attention
 
     def forward(
         self,
@@ -168,7 +164,6 @@ class Attention(nn.Module):
         cos: Tensor,
         sin: Tensor,
         mask: Tensor | BlockMask | None = None,
-        cache: KVCache | None = None,
     ) -> Tensor:
         batch, length, _ = x.shape
         # -1 heads: with tensor parallelism, only the local ones
@@ -181,11 +176,7 @@ class Attention(nn.Module):
         q = q.transpose(1, 2)  # (B, H, T, E)
         k = k.transpose(1, 2)  # (B, K, T, E)
         v = v.transpose(1, 2)  # (B, K, T, E)
-        if cache is None:
-            out = self.attend(q, k, v, mask)  # (B, H, T, E)
-        else:
-            k, v = cache.append(k, v)  # (B, K, S, E): all tokens so far
-            out = attention(q, k, v, mask)
+        out = self.attend(q, k, v, mask)  # (B, H, T, E)
         out = out.transpose(1, 2).flatten(2)  # (B, H, T, E) -> (B, T, H*E)
         return self.o_proj(out)  # (B, T, D)
 
@@ -224,9 +215,6 @@ class Block(nn.Module):
     (compile_block in parallel/parallelize.py).
     """
 
-    # Selective activation checkpointing: operators whose first result in the block is saved.
-    keep_first: Collection = ()
-
     def __init__(self, m: config.Model, layer: int):
         super().__init__()
         # As in torchtitan, the std of what a block adds to the residual stream falls with depth, so
@@ -243,9 +231,8 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         mask: Tensor | BlockMask | None = None,
-        cache: KVCache | None = None,
     ) -> Tensor:
-        x = self.add_attention(x, cos, sin, mask, cache)
+        x = self.add_attention(x, cos, sin, mask)
         return self.add_feed_forward(x)
 
     def add_attention(
@@ -254,9 +241,8 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         mask: Tensor | BlockMask | None,
-        cache: KVCache | None,
     ) -> Tensor:
-        return x + self.attention(self.attention_norm(x), cos, sin, mask, cache)
+        return x + self.attention(self.attention_norm(x), cos, sin, mask)
 
     def add_feed_forward(self, x: Tensor) -> Tensor:
         return x + self.feed_forward(self.feed_forward_norm(x))
@@ -342,31 +328,26 @@ class Llama(nn.Module):
         targets: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
-        cache: Cache | None = None,
         **loss_options,
     ) -> Tensor | tuple[LossSums, Tensor]:
         """positions (B, T) are RoPE's, by default 0 ... T-1. documents (B, T) are document numbers,
         increasing along T: a token attends only to its own document.
 
         With context parallelism, tokens, targets and positions are local, documents those of the
-        full sequence. With a cache, pass only tokens that it does not hold yet; the logits
-        (B, 1, V) are those of the newest token.
+        full sequence.
         """
-        mask = None if cache else self.build_mask(documents)
+        mask = self.build_mask(documents)
         if positions is None:
-            span = cache.advance(tokens.shape[1]) if cache else range(tokens.shape[1])
-            positions = torch.arange(span.start, span.stop, device=tokens.device)[None]  # (1, T)
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # (1, T)
         cos, sin = rope_tables(self.config, positions)  # (B or 1, T, 1, E)
 
         x = self.embedding(tokens)  # (B, T) -> (B, T, D)
         terms: LossSums = {}
         for i, block in enumerate(self.blocks):
-            x = block(x, cos, sin, mask, cache.blocks[i] if cache is not None else None)
+            x = block(x, cos, sin, mask)
             if isinstance(x, tuple):
                 x, block_terms = x
                 terms = add_terms(terms, block_terms, f"blocks.{i}")
-        if cache is not None:
-            x = x[:, -1:]  # (B, T, D) -> (B, 1, D)
         return self.head(x, targets, terms if self.training else None, **loss_options)
 
     def build_mask(self, documents: Tensor | None) -> Tensor | BlockMask | None:
@@ -391,12 +372,15 @@ def add_terms(terms: LossSums, block_terms: LossSums, block: str) -> LossSums:
     return total
 
 
-def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(
+    model: nn.Module, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
     """model.named_parameters() under the plain model's names, parallelized or not.
 
-    Strips what activation checkpointing's wrappers and parametrizations add.
+    Strips what activation checkpointing's wrappers and parametrizations add. remove_duplicate: a
+    tied matrix once, under its first name; else under each of its names.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
         yield plain_name(name), parameter
 
 
@@ -424,11 +408,11 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def weight_count(model: nn.Module, name: str, p: Tensor) -> int:
-    """The number of weights that a parameter represents: its elements, unless it packs weights."""
+    """The number of weights that a parameter represents: its elements, unless they are codes."""
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
-    if isinstance(module, Linear):
-        return p.numel() * module.weights_per_element.get(attribute, 1)
+    if isinstance(module, Linear) and module.quantize is not None:
+        return module.in_features * module.out_features if attribute == "weight" else 0
     return p.numel()
 
 

@@ -9,18 +9,17 @@ The option `recompute` names a mode:
                     norms, RoPE and the activation function
     "selective"     every block saves the outputs of attention and of every second matmul
 
-The last two are selective: a policy decides for each operator whether to save its output. It tells
-the matmuls of linear layers apart by their number, in the order in which forward calls them, and
-takes that for the order of named_modules(): of a block that calls them in another, it saves other
-outputs, with the same result. In a compiled model no policy is needed for "elementwise"
-(leave_to_compiler). FlexAttention that is not compiled with its block is no operator:
-eager_attention.py saves it.
+The last two are torch's selective checkpointing: a policy decides for each operator whether to save
+its output. It tells the matmuls of linear layers apart by their number, in the order in which
+forward calls them, and takes that for the order of named_modules(). Of a block that calls them in
+another order it saves other outputs, with the same result. In a compiled model no policy is needed
+for "elementwise" (leave_to_compiler). FlexAttention in a block that is not compiled is compiled
+alone, so it is no operator to the policy, and recomputed.
 """
 
 import functools
-import itertools
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Collection
 from functools import partial
 from typing import Any
@@ -33,12 +32,13 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import config
 from model.llama import Block, Linear, Llama
-from parallel.eager_attention import with_saved_attention
-from parallel.torch_patches import drop_advice_on_policies
+from parallel.collectives import ops
+from parallel.torch_patches import silence_advice_on_policies
 
 aten = torch.ops.aten
 LINEAR_MATMULS = {aten.mm.default, aten.addmm.default}
 GROUPED_MM = aten._grouped_mm.default  # F.grouped_mm(), of a mixture of experts
+REDUCE_SCATTER = ops.reduce_scatter_tensor.default  # of tensor parallelism
 # Every library's attention: torch's (aten._scaled_dot_product_flash_attention and others, the
 # higher-order flex_attention), FlashAttention's own (flash_attn_3.fwd), xformers' (flash_fwd), a
 # fork's.
@@ -101,16 +101,28 @@ def is_checkpointed(recompute: str | int, layer: int) -> bool:
 def checkpoint_selectively(
     block: Block, recompute: str, compiled: bool, always_save: Collection = ()
 ) -> nn.Module:
-    """The block, wrapped: "elementwise" and "selective" save attention and every n-th matmul.
-
-    Matmuls of linear layers and grouped matmuls are counted separately. Batched ones (bmm) are
-    recomputed. A layer's `keep_output` and a block's `keep_first` overrule this (model/llama.py).
-    compiled: whether the block will be compiled. If so, the policy sees attention's operators, and
-    torch.compile accepts only the policy's contexts.
-    always_save: operators whose output both modes save in any case.
-    """
+    """The block, wrapped. compiled: whether it will be compiled. always_save: operators whose output
+    both modes save in any case."""
+    silence_advice_on_policies()
     every = KEEP_EVERY[recompute]
-    saved = set()  # numbers of the matmuls
+    matmuls = set(LINEAR_MATMULS)
+    for layer in block.modules():
+        if isinstance(layer, Linear):
+            matmuls.update(layer.matmuls)
+    contexts = partial(
+        save_expensive_ops, matmuls, saved_matmuls(block, every), every, compiled, always_save
+    )
+    return checkpoint_wrapper(block, context_fn=contexts)
+
+
+def saved_matmuls(block: Block, every: int) -> set[int]:
+    """The numbers of the linear layers whose output is saved: every n-th, but for those whose
+    `keep_output` (model/llama.py) decides.
+
+    Not the last one: it feeds only the residual add, so backward does not read its output. The
+    compiler would drop it. Eager mode would save it for nothing.
+    """
+    saved = set()
     undecided = []
     linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
     for number, linear in enumerate(linears):
@@ -119,16 +131,7 @@ def checkpoint_selectively(
             undecided.append(number)
         elif keep_output:
             saved.add(number)
-    # Not the last one: it feeds only the residual add, so backward does not read its output. The
-    # compiler would drop it. Eager mode would save it for nothing.
-    saved.update(undecided[:-1:every])
-    drop_advice_on_policies()
-    contexts = partial(
-        save_expensive_ops, matmuls_of(block), saved, every, compiled, block.keep_first, always_save
-    )
-    if not compiled:
-        contexts = partial(with_saved_attention, contexts)
-    return checkpoint_wrapper(block, context_fn=contexts)
+    return saved.union(undecided[:-1:every])
 
 
 @functools.cache
@@ -156,51 +159,39 @@ def draws(operator: Any, args: tuple, kwargs: dict) -> bool:
     return torch.Tag.nondeterministic_seeded in operator.tags and not schema.is_mutable
 
 
-def matmuls_of(module: nn.Module) -> set:
-    """LINEAR_MATMULS, and the `matmuls` that linear layers in the module declare."""
-    matmuls = set(LINEAR_MATMULS)
-    for layer in module.modules():
-        if isinstance(layer, Linear):
-            matmuls.update(layer.matmuls)
-    return matmuls
-
-
 def save_expensive_ops(
-    matmuls: set,
-    saved: set[int],
-    every: int,
-    compiled: bool,
-    keep_first: Collection,
-    always_save: Collection,
+    matmuls: set, saved: set[int], every: int, compiled: bool, always_save: Collection
 ) -> tuple:
     """Contexts of one block's forward and of its recomputation, for checkpoint()'s context_fn.
 
-    matmuls: the operators of linear layers. saved: the numbers of the calls to save.
-    every: n, for every n-th grouped matmul from the first on. It may be the last one, because a
-    router's gradient reads its output.
-    compiled: whether the block will be compiled.
-    keep_first: operators whose first output is saved. always_save: whose every output is.
+    Saves attention, the matmuls of these numbers, and every n-th grouped matmul from the first on:
+    also the last one, because a router's gradient reads its output. Batched matmuls (bmm) are
+    recomputed. Under tensor parallelism it saves the first reduce-scatter, which sums o_proj's
+    output: it would communicate again. Backward does not read the result of the second.
     """
-    counters = defaultdict(itertools.count)
+    calls: Counter = Counter()
 
     def number_of(call: Any, context) -> int:
         """The number of such calls before this one, in forward or in recomputation."""
-        return next(counters[call, context.is_recompute])
+        calls[call, context.is_recompute] += 1
+        return calls[call, context.is_recompute] - 1
 
-    def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
-        is_random = draws(operator, args, kwargs)
+    def is_saved(context, operator, args: tuple, kwargs: dict) -> bool:
         # In eager mode, recomputation restores the generator's state and draws everything again in
         # the same order, so attention with dropout is recomputed, too. Compiled, random numbers are
         # saved: torch 2.13 fails to restore the state next to tensor parallelism's DTensors.
-        if is_random and compiled:
-            return CheckpointPolicy.MUST_SAVE
-        if operator in always_save or (is_attention(operator) and not is_random):
-            return CheckpointPolicy.MUST_SAVE
-        if operator in matmuls and number_of("matmul", context) in saved:
-            return CheckpointPolicy.MUST_SAVE
-        if operator == GROUPED_MM and number_of("grouped", context) % every == 0:
-            return CheckpointPolicy.MUST_SAVE
-        if operator in keep_first and number_of(operator, context) == 0:
+        if draws(operator, args, kwargs):
+            return compiled
+        if operator in always_save or is_attention(operator):
+            return True
+        if operator in matmuls:
+            return number_of("matmul", context) in saved
+        if operator == GROUPED_MM:
+            return number_of(operator, context) % every == 0
+        return operator == REDUCE_SCATTER and number_of(operator, context) == 0
+
+    def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
+        if is_saved(context, operator, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

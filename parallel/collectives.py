@@ -3,8 +3,6 @@
 They also work under torch.compile.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -52,66 +50,3 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """The sum of all ranks' x. For use without gradients: backward would sum them, too."""
     return ops.wait_tensor(ops.all_reduce(x, "sum", group.name))
-
-
-@contextlib.contextmanager
-def all_gathered(
-    gather: Callable[[Tensor], Tensor], shard: Tensor, regather: bool
-) -> Iterator[Tensor]:
-    """Yields gather(shard). With regather, what autograd saves of it within the context is freed.
-
-    Autograd then keeps only the local shard, and backward all-gathers it again
-    (https://arxiv.org/abs/2205.05198, section 4.2.2). Activation memory falls with the number of
-    ranks. A checkpointed block needs no regather, since it recomputes the all-gather. In a compiled
-    block the compiler decides.
-    """
-    full = gather(shard)
-    if not regather or torch.compiler.is_compiling():
-        yield full
-        return
-    regathered = _Regathered(gather, shard.detach(), full)
-    with torch.autograd.graph.saved_tensors_hooks(regathered.pack, regathered.unpack):
-        yield full
-
-
-class View(NamedTuple):
-    """Where a saved tensor lies in the all-gathered tensor's storage."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    storage_offset: int
-
-
-class _Regathered:
-    """Saved-tensor hooks: save views of an all-gathered tensor without its storage.
-
-    The first view that backward unpacks all-gathers the shard again. The result is dropped when
-    backward has unpacked as many views as forward packed.
-    """
-
-    def __init__(self, gather: Callable[[Tensor], Tensor], shard: Tensor, full: Tensor):
-        self.gather = gather
-        self.shard = shard
-        # Identifies the storage by its address. A reference would keep the memory.
-        self.storage = full.untyped_storage()._cdata
-        self.packed = 0  # views
-        self.unpacked = 0
-        self.full: Tensor | None = None  # all-gathered again
-
-    def pack(self, tensor: Tensor) -> Tensor | View:
-        if tensor.untyped_storage()._cdata != self.storage:
-            # Saving the tensor itself would leak a reference cycle if backward never runs.
-            return tensor.detach()
-        self.packed += 1
-        return View(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-
-    def unpack(self, saved: Tensor | View) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        if self.full is None:
-            self.full = self.gather(self.shard)
-        tensor = self.full.as_strided(*saved)
-        self.unpacked += 1
-        if self.unpacked % self.packed == 0:  # backward may run several times
-            self.full = None
-        return tensor

@@ -9,16 +9,15 @@ Shapes: B batch, T tokens of the full sequence, T / cp tokens of this rank, H qu
 key/value heads, E head dimension.
 """
 
-import functools
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from model.attention import BlockMask, attention, make_mask, mask_mod
 from model.llama import Llama
-from parallel.activation_checkpoint import is_checkpointed
-from parallel.collectives import Group, all_gather, all_gathered, group_of
+from parallel.collectives import Group, all_gather, group_of
 from parallel.mesh import World
 
 
@@ -46,9 +45,7 @@ def shard_sequences(tensors: tuple[Tensor, ...], world: World) -> tuple[Tensor, 
     return inputs[:, local], targets[:, local], positions
 
 
-def apply_context_parallelism(
-    model: Llama, recompute: str | int, seq_len: int, world: World
-) -> None:
+def apply_context_parallelism(model: Llama, seq_len: int, world: World) -> None:
     """Replaces each block's attention, in place: local queries, all-gathered keys and values."""
     positions = local_positions(world, seq_len).to(world.device)
     causal_mask = local_mask(None, positions, seq_len)
@@ -59,12 +56,9 @@ def apply_context_parallelism(
         return local_mask(documents, positions, seq_len)
 
     model.build_mask = build_mask
-    for i, block in enumerate(model.blocks):
-        block.attention.attend = functools.partial(
-            context_parallel_attention,
-            group=group_of(world.mesh["cp"]),
-            regather=not is_checkpointed(recompute, i),
-        )
+    attend = partial(context_parallel_attention, group=group_of(world.mesh["cp"]))
+    for block in model.blocks:
+        block.attention.attend = attend
 
 
 def local_mask(documents: Tensor | None, positions: Tensor, seq_len: int) -> Tensor | BlockMask:
@@ -85,17 +79,15 @@ def local_mask_mod(documents: Tensor | None, positions: Tensor) -> Callable[...,
 
 
 def context_parallel_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask, group: Group, regather: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask, group: Group
 ) -> Tensor:
     """attention() of local queries to the full sequence's keys and values.
 
     q (B, H, T / cp, E), k and v (B, K, T / cp, E) are local. Returns (B, H, T / cp, E).
     """
-    gather = functools.partial(all_gather_sequence, group=group)
     local = torch.cat([k, v], dim=1)  # (B, 2 K, T / cp, E), for one collective
-    with all_gathered(gather, local, regather) as full:
-        keys, values = full.chunk(2, dim=1)  # (B, 2 K, T, E) -> (B, K, T, E) each
-        return attention(q, keys, values, mask)
+    keys, values = all_gather_sequence(local, group).chunk(2, dim=1)  # (B, K, T, E) each
+    return attention(q, keys, values, mask)
 
 
 def all_gather_sequence(x: Tensor, group: Group) -> Tensor:

@@ -32,7 +32,6 @@ nodes: depth 2). It costs memory for n more unsharded units.
 import contextlib
 import fnmatch
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +44,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 import config
-from config import ConfigError
-from model.llama import Llama, named_parameters
+from model.llama import Llama
 from parallel.activation_checkpoint import first_in_backward
 from parallel.mesh import World, fsdp_mesh
+from parallel.replicated import cast_at_access, replicated_parameters
 from parallel.torch_patches import allow_integer_parameters, share_classes
 
 
@@ -75,16 +74,11 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
 
     Parameters become DTensors on fsdp_mesh(world), except replicated ones.
     """
-    scalars = [name for name, param in named_parameters(model) if param.ndim == 0]
-    if scalars:
-        raise ConfigError(
-            f"{', '.join(scalars[:3])}: FSDP2 cannot shard a parameter without dimensions; give it "
-            "one: torch.empty(1)"
-        )
     mesh = fsdp_mesh(world)
     replicated = replicated_parameters(model, p)
-    if replicated:
-        cast_replicated(model, replicated, p)
+    for name, modules in units(model):
+        cast_at_access(modules, replicated, unit_dtypes(p, name)[0])
+    share_classes(model)
 
     offload = OffloadPolicy()
     if p.cpu_offload:
@@ -187,46 +181,16 @@ def cast_residual(
     return output.to(dtype)
 
 
-@runtime_checkable
-class AllGatherExtension(Protocol):
-    """A local shard with FSDP2's all-gather extensions (extras/float8/all_gather.py)."""
-
-    all_gather_dtype: torch.dtype  # of what its fsdp_pre_all_gather() returns
-
-
 def all_gather_dtype(param: Tensor, param_dtype: torch.dtype) -> torch.dtype:
     """The dtype in which FSDP2 all-gathers a parameter of a unit with this param_dtype."""
     local = param._local_tensor if isinstance(param, DTensor) else param
-    if isinstance(local, AllGatherExtension):
+    if hasattr(local, "all_gather_dtype"):  # FSDP2's extensions: extras/float8/all_gather.py
         return local.all_gather_dtype
-    if param.is_floating_point():
-        return param_dtype
+    # 2.11 casts integers, too. Every param_dtype represents bytes exactly.
     # pyrefly: ignore[unsupported-operation]  # TorchVersion allows it
-    if torch.__version__ < (2, 12):
-        return param_dtype  # 2.11 casts integers, too. Every param_dtype represents bytes exactly.
+    if param.is_floating_point() or torch.__version__ < (2, 12):
+        return param_dtype
     return param.dtype
-
-
-# The option `replicated`
-
-
-def replicated_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
-    """The parameters that the option `replicated` names."""
-    if not p.replicated:
-        return set()
-    from parallel.replicated import matching_parameters
-
-    return matching_parameters(model, p)
-
-
-def cast_replicated(model: Llama, replicated: set[nn.Parameter], p: config.Parallel) -> None:
-    """Casts replicated parameters at each access, as FSDP2 casts sharded ones."""
-    from parallel.replicated import cast_at_access
-
-    for name, modules in units(model):
-        param_dtype, _ = unit_dtypes(p, name)
-        cast_at_access(modules, replicated, param_dtype)
-    share_classes(model)
 
 
 # Called in each step

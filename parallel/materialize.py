@@ -129,24 +129,16 @@ def initialize_buffers(model: Llama, seed: int) -> None:
 def call_fill(model: Llama, name: str, rows: Tensor, first_row: int) -> None:
     """Fills rows of the parameter or buffer of this name, as its module declares.
 
-    Raises ConfigError if it declares nothing, or what does not fit the shape.
+    Raises ConfigError if it declares nothing.
     """
     path, _, attribute = name.rpartition(".")
     fills = getattr(model.get_submodule(path), "init", {})
     if attribute not in fills:
-        remedy = f'self.init["{attribute}"] = normal(0.02)'
-        if not fills:
-            remedy = f'self.init = {{"{attribute}": normal(0.02)}}'
         raise ConfigError(
-            f"{name}: nothing declares its initial values; with normal() or constant() of "
-            f"model/init.py, or a function of your own, add to __init__ of its module: {remedy}"
+            f"{name}: nothing declares its initial values; add them to the dict `init` in __init__ "
+            f'of its module, as "{attribute}": normal(0.02) or a function of your own (model/init.py)'
         )
-    try:
-        fills[attribute](rows, first_row)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise ConfigError(
-            f"{name}: its `init` cannot fill {tuple(rows.shape)}, from row {first_row} on: {error}"
-        ) from error
+    fills[attribute](rows, first_row)
 
 
 def is_quantized(module: nn.Module) -> bool:

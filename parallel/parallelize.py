@@ -34,11 +34,11 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     if world.tp > 1:
         from parallel.tensor import apply_tensor_parallelism
 
-        apply_tensor_parallelism(model, recompute, world)
+        apply_tensor_parallelism(model, world)
     if world.cp > 1:
         from parallel.context import apply_context_parallelism
 
-        apply_context_parallelism(model, recompute, cfg.train.seq_len, world)
+        apply_context_parallelism(model, cfg.train.seq_len, world)
 
     # 2. Activation checkpointing precedes FSDP2. Wrapped around a sharded block instead, the
     #    recomputation would run FSDP2's hooks a second time.

@@ -12,13 +12,14 @@ from model.llama import Llama, named_parameters
 from parallel.materialize import is_quantized
 
 
-def matching_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
-    """The parameters that the patterns of `replicated` match.
+def replicated_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
+    """The parameters of which a name matches a pattern of `replicated`: a tied matrix has two.
 
     Raises ConfigError for a pattern that matches nothing, or that matches a trainable parameter:
     its gradient would not be reduced.
     """
-    parameters = dict(named_parameters(model))
+    parameters = dict(named_parameters(model, remove_duplicate=False))
+    layer_of = {name: name.rpartition(".")[0] for name in parameters}
     replicated: set[nn.Parameter] = set()
     for pattern in p.replicated:
         matching = fnmatch.filter(parameters, pattern)
@@ -27,7 +28,11 @@ def matching_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
             raise ConfigError(
                 f"[parallel] replicated: {pattern!r} matches none of {first_names}, ..."
             )
-        matching = with_quantized_siblings(model, matching, list(parameters))
+        # A rank reads the rows of a weight once, and computes all parameters of a quantized layer
+        # from them: these are replicated together.
+        layers = {layer_of[name] for name in matching}
+        quantized = {layer for layer in layers if is_quantized(model.get_submodule(layer))}
+        matching += [name for name in parameters if layer_of[name] in quantized]
         trained = [name for name in matching if parameters[name].requires_grad]
         if trained:
             raise ConfigError(
@@ -36,18 +41,6 @@ def matching_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
             )
         replicated.update(parameters[name] for name in matching)
     return replicated
-
-
-def with_quantized_siblings(model: Llama, names: list[str], all_names: list[str]) -> list[str]:
-    """`names`, and the other parameters of the quantized layers among them.
-
-    A rank reads the rows of a weight once, to compute all of the layer's parameters from them. So
-    these are replicated together.
-    """
-    module_of = {name: name.rpartition(".")[0] for name in all_names}
-    modules = {module_of[name] for name in names}
-    quantized = {path for path in modules if is_quantized(model.get_submodule(path))}
-    return names + [name for name in all_names if module_of[name] in quantized]
 
 
 class Cast(nn.Module):
@@ -70,8 +63,7 @@ def cast_at_access(
     """
     for module in list(nn.ModuleList(modules).modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in replicated:
-                continue
-            if parameter.is_floating_point() and parameter.dtype != dtype:
+            is_cast = parameter.is_floating_point() and parameter.dtype != dtype
+            if parameter in replicated and is_cast:
                 # unsafe: torch does not check that the dtype stays
                 parametrize.register_parametrization(module, name, Cast(dtype), unsafe=True)

@@ -40,16 +40,7 @@ from config import ConfigError
 from model import loss
 from model.llama import Embedding, Head, Linear, Llama, named_parameters
 from model.loss import LossSums
-from parallel.activation_checkpoint import is_checkpointed
-from parallel.collectives import (
-    Group,
-    all_gather,
-    all_gathered,
-    all_reduce,
-    group_of,
-    ops,
-    reduce_scatter,
-)
+from parallel.collectives import Group, all_gather, all_reduce, group_of, reduce_scatter
 from parallel.mesh import World
 from parallel.ranks import local_world_size
 from parallel.torch_patches import share_classes
@@ -58,9 +49,8 @@ from system.processes import print_error
 # Of x @ weight.T: colwise shards the output features, rowwise the input features.
 COLWISE = Shard(0)
 ROWWISE = Shard(1)
-# The placement of each module's weight over tp. Other parameters are placed by what their module
-# declares (model/llama.py): `tp_dims`, and of a Linear layer `sharded_with_weight`, which is sharded
-# along the same features as the weight, and so needs no collective of its own.
+# The placement of each module's weight over tp. What its module declares in `tp_dims`
+# (model/llama.py) comes first.
 TP_PLAN = {
     "embedding": Shard(0),
     "blocks.*.attention_norm": Replicate(),
@@ -74,86 +64,62 @@ TP_PLAN = {
     "head.norm": Replicate(),
     "head": Shard(0),
 }
+# Parameters and layers of a linear layer, by name, and the placement of its weight with which they
+# are sharded, too: a bias, the scales of quantized rows, and B of an adapter have the layer's output
+# features, A its input features. With another they are replicated. None needs a collective.
+WITH_WEIGHT = {"bias": COLWISE, "scales": COLWISE, "lora_a": ROWWISE, "lora_b": COLWISE}
 
 
-def apply_tensor_parallelism(model: Llama, recompute: str | int, world: World) -> None:
+def apply_tensor_parallelism(model: Llama, world: World) -> None:
     """Shards weights, activations and the loss over tp, in place.
 
     Parameters become DTensors on the mesh dimension tp. Raises ConfigError for a model that the TP
     plan does not cover.
     """
     check_tp_plan(model, world)
-    if world.rank == 0:
-        for warning in tp_warnings(world):
-            print_error(warning)
+    if world.rank == 0 and local_world_size() % world.tp:
+        print_error(
+            f"warning: parallel.tp = {world.tp} does not divide the {local_world_size()} ranks of "
+            "a machine: its groups span machines, and every block waits for the network in between"
+        )
     shard_weights(model, world)
 
     tp = SequenceParallel(group_of(world.mesh["tp"]))
-    model.register_forward_pre_hook(tp.set_mode, with_kwargs=True)
     model.embedding.forward = tp.vocab_parallel_embedding(model.embedding)
-    for i, block in enumerate(model.blocks):
-        regather = not is_checkpointed(recompute, i)
+    for block in model.blocks:
         for sublayer, rowwise in (
             (block.attention, block.attention.o_proj),
             (block.feed_forward, block.feed_forward.down_proj),
         ):
-            sublayer.forward = tp.all_gather_input(sublayer.forward, regather)
+            sublayer.forward = tp.all_gather_input(sublayer.forward)
             rowwise.register_forward_hook(tp.scatter_output)
-        # For selective checkpointing: o_proj's output is a partial sum of the full sequence. Save
-        # the result of its reduce-scatter instead, which would communicate again if recomputed.
-        # Backward does not read the result of the block's second reduce-scatter.
+        # Selective checkpointing saves the result of its reduce-scatter instead.
         block.attention.o_proj.keep_output = False
-        block.keep_first = frozenset({ops.reduce_scatter_tensor.default})
     model.head.norm.register_forward_hook(tp.gather_output)
     model.head.forward = tp.vocab_parallel_head(model.head)
     share_classes(model)
 
 
 def check_tp_plan(model: Llama, world: World) -> None:
-    """Raises ConfigError if the plan lacks a parameter, or a block lacks a rowwise projection."""
-    unknown = [name for name, _ in model.named_parameters() if placement_of(model, name) is None]
-    if unknown:
-        path, _, attribute = unknown[0].rpartition(".")
-        remedy = f'self.tp_dims = {{"{attribute}": None}}'
-        if hasattr(model.get_submodule(path), "tp_dims"):
-            remedy = f'self.tp_dims["{attribute}"] = None'
-        raise ConfigError(
-            f"[parallel] tp = {world.tp}: {', '.join(unknown[:3])}: nothing says how tp places it; "
-            f"add to __init__ of its module: {remedy} (see model/llama.py; None: all of it on every "
-            "rank, 0: dimension 0 sharded)"
-        )
+    """Raises ConfigError for a parameter that the plan lacks, or that every rank would add."""
     for name, parameter in model.named_parameters():
+        path, _, attribute = name.rpartition(".")
         placement = placement_of(model, name)
-        if isinstance(placement, Shard) and parameter.shape[placement.dim] % world.tp:
+        if placement is None:
             raise ConfigError(
-                f"[parallel] tp = {world.tp}: does not divide dimension {placement.dim} of {name}, "
-                f"{tuple(parameter.shape)}"
+                f"[parallel] tp = {world.tp}: {name}: nothing says how tp places it; add it to the "
+                f'dict `tp_dims` in __init__ of its module, as "{attribute}": None (all of it on every '
+                "rank) or 0 (dimension 0 sharded): model/llama.py"
             )
-        if parameter.is_floating_point() and is_summed_with_outputs(model, name):
+        if attribute == "weight" or not isinstance(model.get_submodule(path), nn.Linear):
+            continue
+        is_rowwise = placement_of(model, f"{path}.weight") == ROWWISE
+        if is_rowwise and placement.is_replicate() and parameter.is_floating_point():
             raise ConfigError(
                 f"[parallel] tp = {world.tp}: {name}: tp sums the outputs of this layer over its "
                 "ranks, and so would add it once for each; add it after the layer, as a parameter "
                 "of the module that calls it"
             )
-    for sublayer, projection in ("attention", "o_proj"), ("feed_forward", "down_proj"):
-        for block in model.blocks:
-            if projection not in dict(block.get_submodule(sublayer).named_children()):
-                raise ConfigError(
-                    f"[parallel] tp = {world.tp}: a block's {sublayer} has no {projection}, whose "
-                    "outputs tp sums: name the module that takes its place in "
-                    "apply_tensor_parallelism, parallel/tensor.py"
-                )
-
-
-def tp_warnings(world: World) -> list[str]:
-    """A warning if tp groups span machines: every block waits for their collectives."""
-    ranks_here = local_world_size()
-    if ranks_here % world.tp == 0:
-        return []
-    return [
-        f"warning: parallel.tp = {world.tp} does not divide the {ranks_here} ranks of a machine: "
-        "its groups span machines, and every block waits for the network in between"
-    ]
 
 
 # Weights
@@ -169,25 +135,13 @@ def placement_of(model: Llama, parameter: str) -> Placement | None:
     path = parameter.removesuffix(".weight")
     parent_path, _, name = path.rpartition(".")
     parent = model.get_submodule(parent_path)
-    if isinstance(parent, Linear) and name in parent.sharded_with_weight:
-        placement = placement_of(model, parent_path)
-        if placement == Shard(parent.sharded_with_weight[name]):
-            return placement
-        return Replicate()
+    if isinstance(parent, nn.Linear) and name in WITH_WEIGHT:
+        placement = placement_of(model, f"{parent_path}.weight")
+        return placement if placement in (None, WITH_WEIGHT[name]) else Replicate()
     for pattern, placement in TP_PLAN.items():
         if fnmatch.fnmatchcase(path, pattern):
             return placement
     return None
-
-
-def is_summed_with_outputs(model: Llama, parameter: str) -> bool:
-    """Whether every tp rank applies it to its partial sum: a rowwise layer's bias, for example."""
-    path, _, name = parameter.rpartition(".")
-    if name == "weight" or not isinstance(model.get_submodule(path), nn.Linear):
-        return False
-    placement = placement_of(model, parameter)
-    is_rowwise = placement_of(model, f"{path}.weight") == ROWWISE
-    return is_rowwise and placement is not None and placement.is_replicate()
 
 
 class ToLocal(nn.Module):
@@ -248,49 +202,25 @@ def placements_with_tp(
 # Activations
 
 
-@dataclass
+@dataclass(frozen=True)
 class SequenceParallel:
     """Collectives on activations: (B, T / tp, D) between modules, (B, T, D) within them."""
 
     group: Group
-    sharded: bool = True
-
-    def set_mode(self, model: Llama, args: tuple, options: dict) -> None:
-        """Forward pre-hook of the model.
-
-        With a cache, activations are not sharded: a pass may have a single token.
-        """
-        self.sharded = options.get("cache") is None
-
-    def gather(self, x: Tensor) -> Tensor:
-        """(B, T / tp, D) -> (B, T, D)"""
-        if not self.sharded:
-            return x
-        return all_gather(x, 1, self.group)
-
-    def scatter(self, x: Tensor) -> Tensor:
-        """Partial sums (B, T, D) -> sums (B, T / tp, D)"""
-        if not self.sharded:
-            return all_reduce(x, self.group)
-        return reduce_scatter(x, 1, self.group)
 
     def gather_output(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        """Forward hook."""
-        return self.gather(output)
+        """Forward hook: (B, T / tp, D) -> (B, T, D)."""
+        return all_gather(output, 1, self.group)
 
     def scatter_output(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        """Forward hook."""
-        return self.scatter(output)
+        """Forward hook: partial sums (B, T, D) -> sums (B, T / tp, D)."""
+        return reduce_scatter(output, 1, self.group)
 
-    def all_gather_input(self, forward: Callable, regather: bool) -> Callable:
-        """The forward of attention or feed-forward, which now takes the local tokens.
-
-        regather: see all_gathered().
-        """
+    def all_gather_input(self, forward: Callable) -> Callable:
+        """The forward of attention or feed-forward, which now takes the local tokens."""
 
         def forward_of_local_tokens(x: Tensor, *args) -> Tensor | tuple:
-            with all_gathered(self.gather, x, regather) as full:
-                output = forward(full, *args)
+            output = forward(all_gather(x, 1, self.group), *args)
             if isinstance(output, tuple):
                 # A fork's (x, terms): all ranks add up all tokens, so each counts its share.
                 x, terms = output
@@ -312,7 +242,7 @@ class SequenceParallel:
             x = local_forward(row.where(is_local, 0)) * is_local[..., None]  # (B, T, D)
             # clone(): the result must not be a view. An in-place operation on a view that a unit
             # returns would drop FSDP2's backward hooks.
-            return self.scatter(x).clone()
+            return reduce_scatter(x, 1, self.group).clone()
 
         return forward
 

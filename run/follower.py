@@ -1,6 +1,7 @@
-"""Starts what follows a run, next to its ranks: extras/reports/follow.py, in a process of its own."""
+"""Starts what follows a run, next to its ranks: tools/follow.py, in a process of its own."""
 
 import contextlib
+import pathlib
 import subprocess
 from collections.abc import Iterator
 
@@ -9,8 +10,9 @@ from config import Config
 from run.folder import read_status
 from system.processes import print_error, python_command
 
+REPO = pathlib.Path(__file__).parent.parent
 # the folder and the launch before leave argv: what is left is the command line of the run
-FOLLOW = "from extras.reports.follow import launched; launched(sys.argv.pop(1), sys.argv.pop(1))"
+FOLLOW = "from tools.follow import launched; launched(sys.argv.pop(1), sys.argv.pop(1))"
 END_SECONDS = 30.0  # for the last rows and the report, once the ranks have ended
 
 
@@ -21,7 +23,9 @@ def followed(cfg: Config, words: list[str]) -> Iterator[None]:
 
     The end of this process, too, closes the follower's stdin, which says that no row follows.
     """
-    if not config.has_extra("reports"):  # log.tracker is refused then
+    if not (REPO / "tools/follow.py").exists():
+        if cfg.log.tracker:
+            print_error(f"log.tracker: no rows are sent to {cfg.log.tracker}: tools/ is not here")
         yield
         return
     folder = config.run_folder(cfg)

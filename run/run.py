@@ -27,12 +27,13 @@ from metrics import log
 from parallel.mesh import World
 from parallel.ranks import all_gather_objects, on_rank_zero
 from parallel.torch_patches import shorten_nccl_timeout
-from run import listen, resume
+from run import resume
 from run.environment import changed_code, environment, start_logging
 from run.folder import ENDING_SECONDS, FolderClaim
 from run.stop import Agreement
 from run.watchdog import Watchdog
 from system.files import read_json, write_if_possible
+from system.processes import listen
 
 WAIT_SECONDS = 0.2  # between the ranks' agreements while they wait for text
 LOG_WAIT_SECONDS = 2.0  # a longer wait is logged
@@ -157,7 +158,7 @@ class Run:
         a rank cannot read its next batch, raises why after the step before was saved."""
         traced = contextlib.nullcontext
         if self.cfg.profile:
-            from extras.reports.profiler import Profiler
+            from extras.profiler.profiler import Profiler
 
             traced = Profiler(self.cfg.profile, self.folder, self.world, first).traced
         self.loader = loader

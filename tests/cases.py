@@ -115,14 +115,13 @@ def train_forked(change: str, *arguments) -> dict[str, list[dict]]:
 
 
 def run_training(cfg: config.Config, world: World) -> None:
-    """One run in its folder, as train.py's main() does it, but for the sample: to write takes longer than to train."""
+    """One run in its folder, as train.py's main() does it."""
     import train
     from run.rank import resolve_param_dtype
 
     cfg = resolve_param_dtype(cfg, world)
     run = Run(cfg, world, Watchdog(world.rank, None), None)
-    with mock.patch("train.log_sample"):
-        train.train(cfg, world, run)
+    train.train(cfg, world, run)
     run.end()
     assert run.claim or world.rank
     if run.claim:

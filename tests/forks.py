@@ -4,7 +4,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import MappingProxyType
 from unittest import mock
 
 import torch
@@ -47,9 +46,9 @@ class RoutedFeedForward(FeedForward):
 
 
 def routed_block(
-    block: Block, x: Tensor, cos: Tensor, sin: Tensor, mask=None, cache=None
+    block: Block, x: Tensor, cos: Tensor, sin: Tensor, mask=None
 ) -> tuple[Tensor, dict]:
-    x = x + block.attention(block.attention_norm(x), cos, sin, mask, cache)
+    x = x + block.attention(block.attention_norm(x), cos, sin, mask)
     out, terms = block.feed_forward(block.feed_forward_norm(x))
     return x + out, terms
 
@@ -58,18 +57,18 @@ def routed_block(
 def whole_block() -> Iterator[None]:
     """The same block, but its forward calls no halves."""
 
-    def forward(block: Block, x: Tensor, cos: Tensor, sin: Tensor, mask=None, cache=None) -> Tensor:
-        x = x + block.attention(block.attention_norm(x), cos, sin, mask, cache)
+    def forward(block: Block, x: Tensor, cos: Tensor, sin: Tensor, mask=None) -> Tensor:
+        x = x + block.attention(block.attention_norm(x), cos, sin, mask)
         return x + block.feed_forward(block.feed_forward_norm(x))
 
     with mock.patch.object(Block, "forward", forward):
         yield
 
 
-def routed_context_parallelism(as_before: Callable, model, recompute, seq_len, world) -> None:
+def routed_context_parallelism(as_before: Callable, model, seq_len, world) -> None:
     from parallel.collectives import all_reduce, group_of
 
-    as_before(model, recompute, seq_len, world)
+    as_before(model, seq_len, world)
     for block in model.blocks:
         block.feed_forward.over_sequence = partial(all_reduce, group=group_of(world.mesh["cp"]))
 
@@ -139,8 +138,6 @@ def with_parameters() -> Iterator[None]:
     init_block = Block.__init__
 
     class BiasedLinear(Linear):
-        sharded_with_weight = MappingProxyType({"bias": 0})
-
         def __init__(self, inputs: int, outputs: int):
             super().__init__(inputs, outputs)
             self.bias = nn.Parameter(torch.empty(outputs))
@@ -165,8 +162,8 @@ def with_parameters() -> Iterator[None]:
         self.init = {"gate": constant(0.5), "scale": normal(1.0), "factor": normal(1.0)}
         self.tp_dims = {"gate": None, "scale": None}
 
-    def block(self, x: Tensor, cos: Tensor, sin: Tensor, mask=None, cache=None) -> Tensor:
-        x = x + self.gate * self.attention(self.attention_norm(x), cos, sin, mask, cache)
+    def block(self, x: Tensor, cos: Tensor, sin: Tensor, mask=None) -> Tensor:
+        x = x + self.gate * self.attention(self.attention_norm(x), cos, sin, mask)
         return x + self.factor * self.scale * self.feed_forward(self.feed_forward_norm(x))
 
     with (

@@ -11,13 +11,8 @@ from model.llama import Llama, named_parameters
 from model.loss import CHUNK
 from optim import build_optimizer
 from parallel.activation_checkpoint import KEEP_EVERY, is_checkpointed
-from parallel.fsdp import (
-    all_gather_dtype,
-    replicated_parameters,
-    unit_dtypes,
-    unit_parameters,
-    units,
-)
+from parallel.fsdp import all_gather_dtype, unit_dtypes, unit_parameters, units
+from parallel.replicated import replicated_parameters
 
 
 def largest_shards(model: Llama, shards: int, tp: int) -> dict[nn.Parameter, int]:
@@ -203,31 +198,20 @@ def over_tp_and_cp(
     for i in range(m.n_layers):
         block, activations = f"blocks.{i}.", size(f"blocks.{i}")
         checkpointed = is_checkpointed(p.recompute, i)
-        again = not p.compile or checkpointed
         values = flows or trains(
             f"{block}attention_norm", f"{block}attention.k_", f"{block}attention.v_"
         )
-        attends = values or trains(f"{block}attention.q_")
-        for module, columns in (("attention", "qkv"), ("feed_forward", ("gate", "up"))):
+        for module in ("attention", "feed_forward"):
             into = flows or trains(f"{block}{module}_norm")
-            for_weights = trains(*(f"{block}{module}.{name}_proj" for name in columns))
             flows = into or trains(f"{block}{module}.")
             if tp > 1:
-                yield (
-                    "all_gather",
-                    accumulation * (1 + flows + (checkpointed or (again and for_weights))),
-                    activations,
-                )
+                yield "all_gather", accumulation * (1 + flows + checkpointed), activations
                 yield "reduce_scatter", accumulation * (1 + into), activations
         if tp > 1 and checkpointed and p.recompute not in KEEP_EVERY:
             yield "reduce_scatter", accumulation, activations
         if cp > 1:
             keys_and_values = activations // m.dim * cp * 2 * m.n_kv_heads // tp * m.width_per_head
-            yield (
-                "all_gather",
-                accumulation * (1 + (checkpointed or (again and attends))),
-                keys_and_values,
-            )
+            yield "all_gather", accumulation * (1 + checkpointed), keys_and_values
             yield "reduce_scatter", accumulation * values, keys_and_values
     if tp > 1:
         from parallel.tensor import placement_of

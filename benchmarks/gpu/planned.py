@@ -1,4 +1,4 @@
-"""What extras/planner predicts for an arm on one GPU, to set next to what is measured.
+"""What tools/planner predicts for an arm on one GPU, to set next to what is measured.
 
 python -m benchmarks.gpu.planned GPU MEMORY_GIB CONFIG [--section.key=value ...]
 
@@ -23,8 +23,8 @@ TIMEOUT = 60.0  # seconds that a measurement that is over waits for its plan
 
 def predicted(gpu_name: str, memory_gib: float, path: str, overrides: list[str]) -> dict:
     """Peak, reserved memory and speed, by the plan. Times are those of a GPU that it knows."""
-    from extras.planner.devices import device, known_as
-    from extras.planner.plan import CONTEXT_GIB, Asked, plan
+    from tools.planner.devices import device, known_as
+    from tools.planner.plan import CONTEXT_GIB, Asked, plan
 
     known = known_as(gpu_name, memory_gib)
     asked = Asked(device(known) if known else None, memory_gib, gpus_per_node=1, on_gpu=True)
@@ -75,9 +75,6 @@ def plan_in_background(path: str, overrides: list[str]) -> Iterator[dict]:
 
 def main(argv: list[str]) -> int:
     gpu_name, memory_gib, path, *overrides = argv
-    if not config.has_extra("planner"):
-        print(config.lack_of("planner"), file=sys.stderr)
-        return 2
     try:
         print(json.dumps(predicted(gpu_name, float(memory_gib), path, overrides)))
     except ConfigError as error:

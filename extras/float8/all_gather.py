@@ -26,7 +26,7 @@ from extras.float8.matmul import (
 )
 from model.llama import Llama
 from model.loss import compiled
-from parallel.fsdp import replicated_parameters
+from parallel.replicated import replicated_parameters
 
 
 def apply_float8(model: Llama, p: config.Parallel, device_type: str) -> None:

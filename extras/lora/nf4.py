@@ -18,7 +18,6 @@ Shapes: R rows, C columns, N blocks of a row.
 import functools
 import math
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -209,12 +208,10 @@ def quantize_projections(module: nn.Module) -> None:
 class NF4Linear(Linear):
     """A frozen linear layer in NF4, in place of a plain one.
 
-    weight (outputs, inputs / 2) holds the codes, scales (outputs, scale_bytes(inputs)) the scales.
+    weight (outputs, inputs / 2) holds the codes, scales (outputs, scale_bytes(inputs)) the scales,
+    of full rows also where tensor parallelism shards the columns.
     """
 
-    weights_per_element: ClassVar = {"weight": 2, "scales": 0}
-    # sharded by rows if the codes are; for sharded columns, scales stay full
-    sharded_with_weight = MappingProxyType({"scales": 0})
     matmuls: ClassVar = {torch.ops.frozen.nf4_product.default}
 
     def __init__(self, plain: Linear):

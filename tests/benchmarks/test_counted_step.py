@@ -10,9 +10,9 @@ import torch
 
 import config
 from benchmarks import counted_step
-from extras.planner.simulate import simulate
 from tests.conftest import REPO
 from tests.test_repo import documented
+from tools.planner.simulate import simulate
 
 TOKENS = 1024
 DIM = 2048

@@ -22,7 +22,7 @@ from benchmarks.gpu.measure import Work
 from benchmarks.gpu.trace import by_kernel
 from benchmarks.kernels import TIMINGS, milliseconds
 from benchmarks.step import build, step_of
-from extras.reports.profiler import Event
+from extras.profiler.profiler import Event
 from tests import cases
 from tests.conftest import REPO, make_config
 
@@ -381,8 +381,8 @@ def test_a_command_that_fails_is_named(tmp_path):
 
 
 def test_a_plan_stands_next_to_what_is_measured(monkeypatch):
-    from extras.planner.devices import device
-    from extras.planner.plan import Asked, plan
+    from tools.planner.devices import device
+    from tools.planner.plan import Asked, plan
 
     properties = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

@@ -270,7 +270,7 @@ def at_most_two_micro_batches(cfg: config.Config, gpus: int) -> config.Config:
 
 def plan(path: pathlib.Path, gpus: int) -> dict:
     """What --dry-run --json says of it."""
-    command = [sys.executable, "train.py", path, "--dry-run", "--json", "--world-size", gpus]
+    command = [sys.executable, "-m", "tools.planner", path, "--json", "--world-size", gpus]
     done = subprocess.run([*map(str, command)], cwd=build.REPO, capture_output=True, text=True)
     if done.returncode:
         raise RunFailed(done.stdout + done.stderr)

@@ -158,7 +158,7 @@ def test_context_parallel_attention_is_that_of_the_whole_sequence(world, ranks):
         parts = [x[:, :, own].clone().requires_grad_() for x in (q, k, v)]
         q, k, v = parts
         mask = local_mask(documents if draw % 2 else None, own, length)
-        ours = context_parallel_attention(q, k, v, mask, group, regather=draw % 4 < 2)
+        ours = context_parallel_attention(q, k, v, mask, group)
         ours.backward(grad[:, :, own])
         assert is_near(ours, whole[:, :, own], 2e-6), draw
         for part, x in zip(parts, inputs):

@@ -8,12 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
 from data.loader import inputs_and_targets
-from model import attention
 from model.build import meta_model
 from model.llama import FeedForward, Llama, named_parameters, rope_tables
 from parallel import parallelize
@@ -21,10 +19,11 @@ from parallel.activation_checkpoint import (
     apply_activation_checkpointing,
     is_attention,
     leave_to_compiler,
+    saved_matmuls,
 )
-from parallel.collectives import all_gathered
 from parallel.context import shard_sequences
 from parallel.mesh import World
+from parallel.tensor import apply_tensor_parallelism
 from tests.conftest import (
     build,
     compiled_by,
@@ -276,16 +275,49 @@ def kept_alone() -> dict[str, int]:
 
 @pytest.mark.parametrize("cp, tp", [(1, 2), (2, 1), (2, 2)])
 def test_bytes_kept_fall_as_1_over_cp_and_tp(kept_alone, cp, tp):
-    """To the byte; but over tp "selective" keeps the first reduce-scatter's output too, not to send it again."""
+    """To the byte; but over tp "selective" keeps the first reduce-scatter's output too, not to send it again, and
+    "none" what it all-gathers: keys and values over cp, two inputs over tp."""
     expected = dict(kept_alone)
+    of_sequences = 2 * LENGTH * DIM * 4
+    expected["none"] += 2 * of_sequences * (cp - 1 + tp - 1)
     if tp > 1:
-        expected["selective"] += 2 * LENGTH * DIM * 4
+        expected["selective"] += of_sequences
     for kept in run_on_ranks(cp * tp, kept_by_mode, cp, tp):
         assert {mode: size * cp * tp for mode, size in kept.items()} == expected
     assert 0 < expected["full"] < expected["selective"] < expected["elementwise"]
 
 
 # Selective modes number the matmuls
+
+
+LORA = {"model": {"init_from": "a folder"}, "lora": {"targets": ["q_proj"]}}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "every, sections, expected",
+    [
+        (1, {}, "q_proj k_proj v_proj o_proj gate_proj up_proj"),
+        (2, {}, "q_proj v_proj gate_proj"),
+        # o_proj's output is a partial sum
+        (1, {"parallel": {"tp": 2}}, "q_proj k_proj v_proj gate_proj up_proj"),
+        (2, {"parallel": {"tp": 2}}, "q_proj v_proj up_proj"),
+        # A x is small, B A x is not
+        pytest.param(1, LORA, "q_proj lora_a k_proj v_proj o_proj gate_proj up_proj"),
+        pytest.param(2, LORA, "q_proj lora_a v_proj gate_proj"),
+    ],
+    ids=str,
+)
+@distributed(ranks=2)
+def test_selective_modes_save_these_matmuls(world, every, sections, expected):
+    cfg = make_config(**sections)
+    model = meta_model(cfg.model, cfg.lora)
+    if cfg.parallel.tp > 1:
+        apply_tensor_parallelism(model, mesh_for(cfg, world))
+    for block in model.blocks:
+        linears = [name for name, m in block.named_modules() if isinstance(m, torch.nn.Linear)]
+        saved = [linears[number].split(".")[-1] for number in saved_matmuls(block, every)]
+        assert saved == expected.split()
 
 
 def two_swapped(f, x):
@@ -318,32 +350,6 @@ def test_gradients_do_not_depend_on_the_order_of_matmuls(world, monkeypatch, for
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("mode, runs", [("none", 1), ("selective", 1), ("full", 2)])
-def test_flex_attention_outside_a_compiled_block_is_saved(monkeypatch, mode, runs):
-    calls = []
-
-    def counted(*arguments, **options):
-        calls.append(None)
-        return flex_attention(*arguments, **options)
-
-    monkeypatch.setattr(attention, "flex_attention", counted)
-    # it has no kernel for gradients on a CPU; eager it needs none
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *unused: None)
-    documents = torch.arange(LENGTH).expand(BATCH, LENGTH) // 24
-    rule = attention.mask_mod(documents)
-    mask = create_block_mask(rule, BATCH, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=32)
-    gradients = []
-    for number in ("none", mode):
-        calls.clear()
-        model = built(number, dim=64, head_dim=16)
-        model.build_mask = lambda documents: mask
-        ids = token_ids(BATCH, LENGTH)
-        model(ids, ids, documents=documents)[0]["loss"].backward()
-        gradients.append(gradients_of(model))
-    assert len(calls) == LAYERS * runs
-    assert all(torch.equal(gradients[1][name], gradients[0][name]) for name in gradients[0])
-
-
 def test_attention_of_every_library_is_known():
     names = [name for name in torch._C._dispatch_get_all_op_names() if "scaled_dot_product" in name]
     names += ["flex_attention", "flash_attn_3.fwd.default", "xformers_flash.flash_fwd.default"]
@@ -353,25 +359,3 @@ def test_attention_of_every_library_is_known():
         assert is_attention(name) is ("backward" not in name and "bwd" not in name), name
     assert not is_attention("aten.mm.default")
     assert not is_attention("aten._softmax.default")
-
-
-@pytest.mark.quick
-def test_what_backward_gathers_again_is_freed():
-    """Each backward gathers once; what it gathered, and what no backward used, goes."""
-    gathered = []
-
-    def gather(x: Tensor) -> Tensor:
-        full = x * 1.0
-        gathered.append(full.untyped_storage()._cdata)
-        return full
-
-    shard = torch.randn(8, 8, requires_grad=True)
-    with all_gathered(gather, shard, True) as full:
-        result = (full.square() * full).sum()
-    del full
-    for times in (2, 3):
-        result.backward(retain_graph=True)
-        assert len(gathered) == times
-        assert gathered[-1] not in storages()
-    assert shard.grad is not None
-    assert torch.allclose(shard.grad, 2 * 3 * shard.detach().square())

@@ -141,32 +141,36 @@ def test_deferred_reduction_does_not_depend_on_how_the_mesh_was_named(world):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("recompute, again", [("none", 0), ("selective", 0), ("full", 1)])
+@pytest.mark.parametrize(
+    "recompute, gathers, scatters", [("none", 4, 4), ("selective", 6, 4), ("full", 6, 5)]
+)
 @distributed(ranks=4, fake=True)
-def test_tensor_parallel_blocks_send_what_a_hand_counts(world, recompute, again):
-    """Of each block in each of 8 micro-batches: 2 inputs, again for backward, 2 gradients of outputs."""
+def test_tensor_parallel_blocks_send_what_a_hand_counts(world, recompute, gathers, scatters):
+    """Of each block in each of 8 micro-batches: 2 inputs, recomputed ones again, 2 gradients of outputs."""
     counted = step_of(
         world,
         {"parallel": {"tp": 4, "dp_shard": 1, "recompute": recompute}, "model": {"n_kv_heads": 4}},
     )
     # embedding's gradient, head's input, and the loss's figures of one chunk
-    assert counted.counts["gather"] == 8 * (2 * 6 + 3)
-    assert counted.counts["scatter"] == 8 * (2 * (4 + again) + 2)
-    assert counted.bytes["gather"] == 8 * 4 * ((2 * 6 + 2) * X + 4 * 3 * 32)
+    assert counted.counts["gather"] == 8 * (2 * gathers + 3)
+    assert counted.counts["scatter"] == 8 * (2 * scatters + 2)
+    assert counted.bytes["gather"] == 8 * 4 * ((2 * gathers + 2) * X + 4 * 3 * 32)
     # of 2 norms a block and the head's, and of the norm of all
     assert counted.counts["reduce"] == 8 * 5 + 1
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute, gathers", [("none", 1), ("full", 2)])
 @distributed(ranks=4, fake=True)
-def test_context_parallel_blocks_send_keys_and_values(world, recompute):
-    """Forward, again for backward, and their gradients."""
+def test_context_parallel_blocks_send_keys_and_values(world, recompute, gathers):
+    """Forward, recomputed again, and their gradients."""
     counted = step_of(world, {"parallel": {"cp": 4, "dp_shard": 1, "recompute": recompute}})
     units = step_of(world, {"parallel": {"recompute": recompute}})
-    assert counted.counts["gather"] - 4 * units.counts["gather"] == 8 * 2 * 2
+    assert counted.counts["gather"] - 4 * units.counts["gather"] == 8 * 2 * gathers
     assert counted.counts["scatter"] - 4 * units.counts["scatter"] == 8 * 2
     keys_and_values = 32 * 2 * 24
-    assert counted.bytes["gather"] - 4 * units.bytes["gather"] == 4 * 8 * 2 * 2 * keys_and_values
+    assert (
+        counted.bytes["gather"] - 4 * units.bytes["gather"] == 4 * 8 * 2 * gathers * keys_and_values
+    )
 
 
 ALONE = """

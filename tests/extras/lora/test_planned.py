@@ -10,7 +10,7 @@ import torch
 import config
 from model.build import build_model, meta_model
 from tests import cases
-from tests.conftest import make_config, needs_extra, tables
+from tests.conftest import make_config, tables
 
 STRATEGIES = {
     "": {},
@@ -74,10 +74,9 @@ def test_collectives_equal_the_formula(on_ranks, base, ranks):
     assert not wrong
 
 
-@needs_extra("planner")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_bytes_equal_those_of_real_tensors(on_ranks, base, ranks):
-    from extras.planner.plan import plan
+    from tools.planner.plan import plan
 
     strategies = {1: [""], 2: ["", "tp"], 3: [""], 4: ["", "replicas", "cp x tp"]}[ranks]
     every = [case(base, strategy, variant) for strategy in strategies for variant in ("", "nf4")]

@@ -289,11 +289,10 @@ def test_owners_of_llama8b_have_equal_work(ranks, replicas):
     assert max(of_replicas) <= (1.1 if ranks < 512 else 1.3) * sum(work) / replicas
 
 
-@needs_extra("planner")
 def test_the_plan_counts_what_it_sends_holds_and_multiplies():
     """On GPUs, which compute in bfloat16: by the theory; all blocks run, also on a single one, which sends nothing."""
     from benchmarks.simulate import sent
-    from extras.planner.simulate import simulate
+    from tools.planner.simulate import simulate
 
     for ranks, mesh in (
         (8, {}),

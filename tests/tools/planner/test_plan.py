@@ -1,0 +1,368 @@
+"""What a plan counts: numbers that a hand can count from sizes written beside them, and all blocks against few."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import config
+from model.build import meta_model
+from optim import build_optimizer
+from tests import theory
+from tests.conftest import REPO, lacks, make_config, needs_extra, nightly_if, shipped_configs
+from tests.tools.planner.steps import assert_equal, of_a_gpu, step_and_models
+from tools.planner import simulate as simulate_module
+from tools.planner.counted import Counted
+from tools.planner.devices import DEVICES
+from tools.planner.plan import GIB, Asked, plan, planned
+from tools.planner.simulate import plus, simulate
+
+pytestmark = pytest.mark.first
+
+CONFIGS = REPO / "configs"
+H100 = DEVICES["H100"]
+
+# Two blocks: q, k, v and o; gate, up and down; two norms. All rows are multiples of 4.
+COUNTABLE = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": 256}
+BLOCK = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64
+EMBEDDING = 256 * 64
+HEAD = 64 + 256 * 64
+ALL = EMBEDDING + 2 * BLOCK + HEAD
+PARAMETERS = 1 + 2 * 9 + 2  # tensors
+ONCE = 2 * ALL  # bytes of all units in bfloat16
+TWICE = ONCE + 2 * 2 * BLOCK  # and of the blocks once more, in backward
+NORM = (1, 8)  # the sum of the gradients' squares, in float64
+
+
+@pytest.mark.parametrize(
+    "micro_batches, mesh, shards, all_gather, reduce_scatter, all_reduce",
+    [
+        (1, {}, 4, (4 + 2, TWICE), (4, 4 * ALL), NORM),
+        (1, {"reshard_after_forward": False}, 4, (4, ONCE), (4, 4 * ALL), NORM),
+        (1, {"recompute": "full"}, 4, (4 + 2, TWICE), (4, 4 * ALL), NORM),
+        (1, {"reduce_dtype": "bfloat16"}, 4, (4 + 2, TWICE), (4, 2 * ALL), NORM),
+        (1, {"keep_fp32": ["head"]}, 4, (6, TWICE + 2 * HEAD), (4, 4 * ALL), NORM),
+        (3, {}, 4, (3 * 6, 3 * TWICE), (3 * 4, 3 * 4 * ALL), NORM),
+        (3, {"sync_every_micro_batch": False}, 4, (18, 3 * TWICE), (4, 4 * ALL), NORM),
+        (3, {"gather_once": True}, 4, (4, ONCE), (12, 3 * 4 * ALL), NORM),
+        (1, {"dp_replicate": 2}, 2, (6, TWICE), (4, 4 * ALL), (4 + 1, 4 * ALL // 2 + 8)),
+        (1, {"dp_replicate": 4, "dp_shard": 1}, 1, (0, 0), (0, 0), (4, 4 * ALL)),
+        # keys and values of a sequence of 64 in each block, and their gradients
+        (1, {"cp": 2}, 4, (8, TWICE + 2 * 8192), (6, 4 * ALL + 2 * 8192), NORM),
+    ],
+)
+def test_a_hand_counts_what_is_sent_and_held(
+    micro_batches, mesh, shards, all_gather, reduce_scatter, all_reduce
+):
+    """Two blocks on four GPUs, whose parameters and moments are in float32; AdamW counts each tensor's steps."""
+    sequences = micro_batches * (2 if "cp" in mesh else 4)
+    train = {"seq_len": 64, "global_batch_size": sequences, "micro_batch_size": 1}
+    row = plan(of_a_gpu({**COUNTABLE, "n_layers": 2}, mesh, train=train), 4)
+    assert row["parameters"] == ALL and row["accumulation_steps"] == micro_batches
+    assert row["parameter_bytes_per_rank"] == row["gradient_bytes_per_rank"] == 4 * ALL // shards
+    assert row["optimizer_bytes_per_rank"] == 8 * ALL // shards + 4 * PARAMETERS
+    assert row["collectives_per_step"] == {
+        "all_gather": all_gather,
+        "reduce_scatter": reduce_scatter,
+        "all_reduce": all_reduce,
+        "all_to_all": (0, 0),
+    }
+
+
+MESHES = [
+    {"tp": 2},
+    {"tp": 2, "recompute": "full", "sync_every_micro_batch": False},
+    {"tp": 2, "compile": True, "recompute": "elementwise"},
+    {"cp": 2, "tp": 2},
+    {"cp": 2, "recompute": "selective", "prefetch_forward": 2, "prefetch_backward": 2},
+    {"dp_replicate": 2, "tp": 2},
+    {"dp_replicate": 2, "cp": 2, "recompute": 2, "reshard_after_forward": False},
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_collectives_are_those_of_the_closed_form(mesh):
+    cfg = of_a_gpu({"n_layers": 7}, mesh)
+    assert plan(cfg, 8)["collectives_per_step"] == theory.collectives(cfg, meta_model(cfg.model), 8)
+
+
+def test_what_fsdp2_sends_is_its_own_where_cp_is_all_that_shards():
+    traffic = plan(make_config(parallel={"cp": 2, "dp_shard": 1}), 2)["traffic_per_step"]
+    assert "all_gather" in traffic["dp_shard"] and traffic["dp_shard"]["ranks"] == 2
+    # keys and values of two blocks, four micro-batches
+    assert traffic["cp"]["all_gather"][0] == 2 * 4
+
+
+EVEN = "blocks.*[02468].*"
+ODD = "blocks.*[13579].attention.?_proj.weight"
+FROZEN = {"freeze": ["blocks.*.?_proj.weight"]}
+WIDE = {"dim": 2048, "ffn_dim": 2048, "n_layers": 7}
+THREE = {
+    "seq_len": 256,
+    "global_batch_size": 12,
+    "micro_batch_size": 1,
+}  # micro-batches, of replicas
+FEW: dict[str, dict] = {  # blocks run, in a common pattern
+    "eager": {},
+    "float32": {"parallel": {"param_dtype": "float32"}},
+    "full, deferred": {"parallel": {"recompute": "full", "sync_every_micro_batch": False}},
+    "compiled": {"parallel": {"compile": True}},
+    "compiled, tp": {"parallel": {"compile": True, "tp": 2}},
+    "cp": {"parallel": {"cp": 2}},
+    "cp, recompute 2": {"parallel": {"cp": 2, "recompute": 2, "compile": True}},
+    "replicas": {"parallel": {"dp_replicate": 8, "dp_shard": 1}},
+    "replicas, gathered once": {
+        "parallel": {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "gather_once": True},
+        "train": THREE,
+    },
+    "gathered once": {"parallel": {"gather_once": True}},
+    "offload": {"parallel": {"cpu_offload": True}},
+    "bfloat16 states": {"parallel": {"compile": True}, "optim": {"state_dtype": "bfloat16"}},
+    "tensorwise": {"parallel": {"float8": "tensorwise", "compile": True}, "model": WIDE},
+    "rowwise": {"parallel": {"float8": "rowwise", "compile": True}, "model": WIDE},
+    "replicated even": {"model": {"freeze": [EVEN]}, "parallel": {"replicated": [EVEN]}},
+    "keep_fp32 odd": {"parallel": {"keep_fp32": ["blocks.*[13579]"]}},
+    "forward 3, backward 1": {"parallel": {"prefetch_forward": 3, "prefetch_backward": 1}},
+    "tied": {"model": {"tie_embeddings": True}},
+    "lora, odd replicated": {
+        "lora": True,
+        "model": FROZEN,
+        "parallel": {"recompute": "full", "replicated": [ODD]},
+    },
+}
+ALL_RUN = {
+    "replicated one": {
+        "model": {"freeze": ["blocks.3.*"]},
+        "parallel": {"replicated": ["blocks.3.*"]},
+    },
+    "keep_fp32 last": {"parallel": {"keep_fp32": ["blocks.13"]}},
+    "freeze first": {"model": {"freeze": ["embedding.*", "blocks.[0-4].*"]}},
+    "muon": {"optim": {"name": "muon"}},  # its update needs all matrices
+}
+NIGHTLY = {"float32", "forward 3, backward 1", "keep_fp32 odd", "tied", "rowwise"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=nightly_if(name in NIGHTLY)) for name in (*FEW, *ALL_RUN)]
+)
+def test_few_blocks_give_the_plan_of_all(name):
+    sections = dict(FEW.get(name) or ALL_RUN[name])
+    adapters = config.Lora(rank=4) if sections.pop("lora", None) else None
+    if lacks(**sections) or (adapters and not config.has_extra("lora")):
+        pytest.skip("needs an extra that was removed")
+    cfg = replace(of_a_gpu(**sections), lora=adapters)
+    step, blocks = step_and_models(cfg)
+    if name in ALL_RUN:
+        assert blocks[-1] == 14
+        return
+    assert len(blocks) == 1 and blocks[0] < cfg.model.n_layers
+    assert_equal(step, simulate(cfg, 8, all_blocks=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"param_dtype": "float32"}, {"reduce_dtype": "bfloat16"}],
+    ids=str,
+)
+def test_gradients_stay_on_the_device_until_they_are_reduced_also_with_offload(options):
+    """FSDP2 offloads a gradient when it has reduced it. Until then it is the unsharded parameter's own, if it has the
+    dtype of the reduction."""
+    usual, offloaded = (
+        simulate(
+            of_a_gpu(parallel={**options, **offload, "sync_every_micro_batch": False}), 8
+        ).peak()
+        for offload in ({}, {"cpu_offload": True})
+    )
+    on_host = usual.peak["parameters"] + usual.peak["optimizer state"]
+    assert usual.name == offloaded.name and usual.peak["gradients"] > 0
+    assert offloaded.peak.total() == usual.peak.total() - on_host > 0
+    assert offloaded.peak["reductions"] == usual.peak["gradients"]
+
+
+@needs_extra("optimizers")
+def test_offloaded_states_are_updated_in_host_memory():
+    cfg = of_a_gpu(parallel={"cpu_offload": True}, optim={"state_dtype": "bfloat16"})
+    step = simulate(cfg, 8)
+    assert step.phases[-1].name == "update" and step.phases[-1].peak["working memory"] == 0
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_work_is_that_of_the_closed_form(cp):
+    """All of 6 FLOP a parameter and token, and attention's: twice forward, five times backward, half under the mask."""
+    options = ["--parallel.recompute=none", "--train.global_batch_size=8", f"--parallel.cp={cp}"]
+    cfg = config.load(str(CONFIGS / "llama3b.toml"), options)
+    work = sum((phase.work for phase in simulate(cfg, 8 * cp).phases), Counter())
+    # one FLOP more in seven than the model's own: scores are computed again
+    attention = 7 * 28 * 24 * 128 * 8192 * 8192 // cp
+    if cp > 1:  # FlexAttention computes the diagonal's blocks in full
+        attention = attention // 64 * 65
+    assert work["attention"] == attention
+    m = cfg.model
+    block = 2 * m.dim * (m.n_heads + m.n_kv_heads) * m.width_per_head + 3 * m.dim * m.ffn_dim
+    assert work["matmuls"] == 6 * 8192 // cp * (m.n_layers * block + m.vocab_size * m.dim)
+
+
+def test_a_step_takes_the_sum_of_its_matmuls_and_scores():
+    """Where all else takes no time."""
+    options = ["--model.n_layers=4", "--parallel.recompute=none", "--train.steps=1000"]
+    batch = ["--train.micro_batch_size=1", "--train.global_batch_size=8"]
+    cfg = config.load(str(CONFIGS / "llama1b.toml"), [*options, *batch])
+    row = plan(cfg, 1, Asked(replace(H100, bandwidth=1e9)))
+    m = cfg.model
+    block = 2 * m.dim * (m.n_heads + m.n_kv_heads) * 64 + 3 * m.dim * m.ffn_dim
+    matrices = 4 * block + m.vocab_size * m.dim  # a token's, and half of its scores under the mask
+    attention = 4 * m.n_heads * 64 * cfg.train.seq_len
+    tokens = 8 * cfg.train.seq_len
+    seconds = tokens * (6 * matrices / 720e12 + 7 * attention / (720e12 * 376 / 720))
+    assert row["step_seconds"] == pytest.approx(seconds, rel=1e-3)
+    assert row["tokens_per_second_per_device"] == pytest.approx(tokens / seconds, rel=1e-3)
+    assert row["flops_per_token"] == row["counted_flops_per_token"] == 6 * (matrices + attention)
+    expected_mfu = 6 * (matrices + attention) * tokens / seconds / 989e12
+    assert row["mfu"] == pytest.approx(expected_mfu, rel=1e-3)
+    assert row["gpu_hours"] == pytest.approx(1000 * seconds / 3600, rel=1e-3)
+
+
+def test_a_gpu_needs_pools_holes_workspaces_and_cudas_own():
+    cfg = make_config(run={"device": "cuda"})
+    tensors = plan(cfg, 1, Asked(without_cuda=True))
+    row = plan(cfg, 1)
+    assert tensors["device_gib"] == tensors["peak_gib"]
+    assert row["parts_gib"]["cuBLAS workspaces"] == 2 * 32 / 1024
+    assert row["peak_gib"] == pytest.approx(tensors["peak_gib"] + 2 * 32 / 1024)
+    assert row["reserved_gib"] == pytest.approx(1.03 * sum(row["pools_gib"].values()))
+    assert row["device_gib"] == row["reserved_gib"] + 1.5
+    a100 = plan(cfg, 1, Asked(DEVICES["A100-80"]))
+    assert a100["parts_gib"]["cuBLAS workspaces"] == 2 * 8.125 / 1024
+    for more, fits in ((1e-6, True), (-1e-6, False)):
+        asked = Asked(H100, row["device_gib"] + more)  # goes before the GPU's own
+        assert plan(cfg, 1, asked)["fits"] is fits
+
+
+def test_one_pool_needs_less_than_one_a_stream():
+    """With gather_once, the all-gathers and the first micro-batch's reductions are in the computation's pool."""
+    pools = []
+    for replicas in ({}, {"dp_replicate": 2}):  # replicas keep a pool for each stream
+        cfg = of_a_gpu(parallel={"gather_once": True, **replicas})
+        pools.append(plan(cfg, 8)["pools_gib"])
+    one, several = pools
+    assert "all-gather" not in one and {"all-gather", "reduce-scatter"} < several.keys()
+    assert one["reduce-scatter"] > 0  # of the second, whose gradients are added
+
+
+def test_an_offloaded_plan_says_what_is_in_host_memory_and_what_it_does_not_know():
+    row = plan(make_config(parallel={"cpu_offload": True}), 2)
+    held = sum(row[f"{kind}_bytes_per_rank"] for kind in ("parameter", "gradient", "optimizer"))
+    assert row["host_gib"] == pytest.approx(held / GIB) and held > 16 * row["parameters"] / 2
+    assert "the time of copies to the host" in row["not_counted"][0]
+    assert plan(make_config(), 2)["host_gib"] == 0
+
+
+def test_kinds_of_one_size_stand_in_one_order_in_every_run():
+    """An order by hashes would differ from process to process, and so would the output of one plan."""
+    names = [f"kind {i}" for i in range(50)]
+    assert [*plus(Counter(dict.fromkeys(names, 1)), dict.fromkeys(names[::-1], 1))] == names
+
+
+@pytest.mark.quick
+@needs_extra("huggingface", "lora")
+def test_weights_in_4_bits_cost_what_is_moved_to_make_them():
+    """Uncompiled what dequantize()'s operators move, compiled what one kernel must read and write."""
+    from extras.lora import nf4
+
+    counted = Counted(FakeTensorMode(), {}, set(), 1)
+    with counted.fake, counted:
+        x = torch.empty(8, 4096, dtype=torch.bfloat16)
+        codes = torch.empty(512, 4096 // 2, dtype=torch.uint8)
+        scales = torch.empty(512, nf4.scale_bytes(4096), dtype=torch.uint8)
+        counted.begin("operators")
+        weights = nf4.dequantize(codes, scales, x.dtype)
+        counted.begin("product")
+        nf4.nf4_matmul(x, codes, scales, 0, False)
+        counted.begin("compiled")
+        counted.fused = True
+        nf4.nf4_matmul(x, codes, scales, 0, True)
+    operators, product, compiled = (phase.work["moved"] for phase in counted.phases[1:])
+    assert product == pytest.approx(operators, rel=0.01)
+    assert compiled == codes.nbytes + scales.nbytes + weights.nbytes
+
+
+def test_an_optimizer_is_planned_as_it_is(monkeypatch):
+    """Half of AdamW's bytes where it keeps one sum. What it keeps later is named, what it sends is counted."""
+
+    def row_with(build, ranks: int = 1) -> dict:
+        monkeypatch.setattr(simulate_module, "build_optimizer", build)
+        return plan(of_a_gpu({**COUNTABLE, "n_layers": 2}), ranks)
+
+    def partly(model, o, compile):
+        optimizer = build_optimizer(model, o)
+        del optimizer.state[model.head.weight]
+        return optimizer
+
+    def muon(model, o, compile):
+        return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2])
+
+    usual = row_with(build_optimizer, 2)
+    assert usual["not_counted"] == []
+    adagrad = row_with(lambda model, o, compile: torch.optim.Adagrad(model.parameters()))
+    assert adagrad["optimizer_bytes_per_rank"] == 4 * ALL + 4 * PARAMETERS
+    note = "state of {} that optim.build_optimizer does not make"
+    assert row_with(partly)["not_counted"] == [note.format("ShardedAdamW")]
+    later = row_with(muon, 2)
+    assert later["not_counted"] == [note.format("Muon")]
+    gathers = "collectives_per_step", "all_gather"
+    assert later[gathers[0]][gathers[1]] > usual[gathers[0]][gathers[1]]
+
+
+def test_heads_that_no_kernel_supports_are_refused_by_a_gpus_plan():
+    sections = {"run": {"device": "cuda"}, "model": {"head_dim": 8}}
+    with pytest.raises(config.ConfigError, match="heads are 8 wide"):
+        plan(make_config(**sections, parallel={"cp": 2}), 2)
+    assert plan(make_config(**sections), 2)["peak_gib"] > 0
+
+
+@needs_extra("float8")
+def test_float8_that_no_gpu_or_not_this_one_supports_is_refused_by_its_plan():
+    path = str(CONFIGS / "llama8b-float8.toml")
+    with pytest.raises(config.ConfigError, match="the GPU given has no float8 products"):
+        plan(config.load(path), 8, Asked(DEVICES["A100-80"]))
+    with pytest.raises(config.ConfigError, match="float8 .* requires compile = true on a GPU"):
+        plan(config.load(path, ["--parallel.compile=false"]), 8)
+
+
+MACHINES = {  # that the comments of the configurations name
+    "llama1b": (1, "H100"),
+    "llama3b": (1, "H100"),
+    "llama8b": (8, "H100"),
+    "llama8b-h200": (1, "H200"),
+    "llama3.1-8b": (8, "H100"),
+    "llama3.1-8b-128k": (8, "H100"),
+    "llama8b-float8": (8, "H100"),
+    "llama8b-lora": (1, "RTX4090"),
+    "llama8b-qlora": (1, "RTX4090"),
+    "llama70b": (256, "H100"),
+    "llama3.1-70b": (64, "H100"),
+    "llama70b-qlora": (8, "H100"),
+    "smollm2-135m": (1, "H100"),
+    "tinyllama-1.1b": (1, "H100"),
+    "tiny": (1, "RTX3090"),
+    "llama3.1-8b-chat-lora": (1, "H100"),
+    "qwen3-0.6b-chat": (1, "RTX4090"),
+    "qwen3-8b-chat-qlora": (1, "RTX4090"),
+    "tiny-chat": (1, "RTX3090"),
+}
+LIKE_ANOTHER = {"qwen3-8b-chat-qlora", "llama70b", "llama8b-qlora", "llama8b-lora", "llama3b"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=nightly_if(path.stem in LIKE_ANOTHER), id=path.stem)
+        for path in shipped_configs()
+    ],
+)
+def test_every_shipped_configuration_fits_its_machine(path):
+    ranks, gpu = MACHINES[path.stem]
+    row, _ = planned(config.load(str(path)), ranks, Asked(DEVICES[gpu], on_gpu=True))
+    assert row["fits"] and 0.03 < row["mfu"] < 0.8, row

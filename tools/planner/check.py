@@ -1,0 +1,60 @@
+"""Compares a run on GPUs with its plan, peak memory and step time: prints both, and keeps them in
+plan.json of the run's folder.
+
+    python -m tools.planner.check RUN ROW      ROW: a training row of metrics.jsonl, as JSON
+"""
+
+import json
+import pathlib
+
+import config
+from system.files import read_json, write_atomic
+from system.processes import print_error, print_line
+from tools.planner.devices import DEVICES, known_as
+from tools.planner.plan import Asked, plan
+
+# relative to the plan; a warning is printed beyond
+MEMORY_OFF = 0.05
+TIME_OFF = 0.25
+
+
+def plan_of(folder: pathlib.Path) -> dict:
+    """The plan of a run on the machines of its newest launch. Raises ConfigError and OSError."""
+    launch = read_json(folder / "environment.json")
+    gpu = known_as(launch["gpu"], launch["gpu_memory_gib"])
+    gpus_per_node = launch["ranks"] // len(launch["hosts"])
+    asked = Asked(DEVICES[gpu] if gpu else None, gpus_per_node=gpus_per_node)
+    return plan(config.load_resolved(str(folder / "config.toml")), launch["ranks"], asked)
+
+
+def compare(planned: dict, row: dict) -> tuple[dict[str, str], list[str]]:
+    """The figures in words, by name, and the warnings."""
+    figures = (
+        ("peak memory, GiB", planned["peak_gib"], row["peak_memory_gib"], MEMORY_OFF),
+        ("time of a step, s", planned["step_seconds"], row["step_seconds"], TIME_OFF),
+    )
+    comparison = {}
+    warnings = []
+    for name, expected, measured, limit in figures:
+        if not expected:  # the time on a GPU whose rates are unknown
+            continue
+        excess = measured / expected - 1
+        comparison[name] = f"planned {expected:.4g}, measured {measured:.4g} ({excess:+.1%})"
+        if abs(excess) > limit:
+            warnings.append(f"warning: {name} is more than {limit:.0%} off the plan")
+    return comparison, warnings
+
+
+def main(argv: list[str]) -> int:
+    folder = pathlib.Path(argv[0])
+    comparison, warnings = compare(plan_of(folder), json.loads(argv[1]))
+    write_atomic(folder / "plan.json", json.dumps(comparison))
+    for name, words in comparison.items():
+        print_line(f"{name}: {words}")
+    for warning in warnings:
+        print_error(warning)
+    return 0
+
+
+if __name__ == "__main__":
+    config.run_tool(main)

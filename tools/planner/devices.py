@@ -1,0 +1,304 @@
+"""Estimates a step's time from the GPU's rates, each phase's work, and how much communication
+overlaps with it.
+
+plan.py calls it with the phases that simulate.py has counted: timeline() places them,
+step_seconds() adds them up.
+
+A phase's compute time is FLOP / rate for matmuls and attention, plus bytes / bandwidth for
+everything else, on the slowest of the ranks. FSDP2's collectives overlap with it, on some of its
+multiprocessors. Those of tensor and context parallelism are exposed (on the critical path). A
+collective takes NCCL's latency for its ring, plus the bytes that a rank sends / the rate of its
+links.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import NamedTuple
+
+import config
+from config import ConfigError
+from metrics import PEAK_TFLOPS
+from tools.planner.counted import Phase
+
+# Collectives that overlap with computation slow it: NCCL shares no multiprocessor with other kernels
+# (github.com/NVIDIA/nccl/issues/689), and takes 16 of an H100's 132 to fill its links (issue 1453).
+OF_MULTIPROCESSORS = 16 / 132
+LINK_FILLED_BY_THEM = 450  # GB/s
+# Standard deviation of the speeds of GPUs of one kind: in clusters of five centers they vary by 8 %
+# on average (arXiv 2208.11035), here taken as the range without outliers, 5.4 deviations.
+SPREAD = 0.08 / 5.4
+OF_LINK = 0.8  # share of a link's bandwidth that NCCL's rings reach
+OF_BANDWIDTH = 0.9  # share that copies reach: 4.3 of 4.8 TB/s on an H200
+
+# Lowest and highest measured speed relative to the planned one: three models on one H200, and one of
+# them with either recipe of float8 (docs/performance.md)
+REACHED = (0.83, 0.95)
+REACHED_IN_FLOAT8 = (0.74, 0.86)
+
+
+class Protocol(NamedTuple):
+    """One of NCCL's: latencies are in seconds."""
+
+    of_bandwidth: float
+    base: float
+    step: float  # to a rank of the same node
+    network_step: float
+
+
+# NCCL's own model, by which it chooses (src/graph/tuning.cc, 2.27; rings)
+PROTOCOLS = (
+    Protocol(1 / 2, 6.6e-6, 0.6e-6, 2.7e-6),  # LL
+    Protocol(120 / 128, 14e-6, 1.9e-6, 4e-6),  # LL128
+    Protocol(1, 8.4e-6, 3.4e-6, 14e-6),  # Simple
+)
+GATHERS = ("all_gather",)
+REDUCES = ("reduce_scatter", "all_reduce", "all_to_all")
+
+
+@dataclass(frozen=True)
+class Device:
+    """Rates per second. `products` is the rate of 16-bit matmuls of a block's size, sustained for
+    minutes. Where no measurement is published it is an estimate: replace it by your own."""
+
+    memory: float  # GiB available to a process
+    peak: float  # TFLOP, dense bfloat16, by the data sheet
+    products: float  # TFLOP
+    bandwidth: float  # TB, of device memory
+    link: float  # GB sent to the other GPUs of the node
+    network: float  # GB sent to other nodes, each GPU's share
+    float8: float = 2  # rate of 8-bit matmuls, relative to 16-bit ones; 0: it has none
+    workspace: float = 32  # MiB that torch allocates for each handle of cuBLAS
+
+
+# Memory, peak, bandwidth and link: NVIDIA's data sheets. Products: 720 for H100 and H200,
+# whose best shape reaches 788; less at 500 W, as power grows with the clock's cube; for most others
+# about 0.8 of the peak. H100-96 is the one in torchtitan's tables: HBM2e, 500 W.
+# fmt: off
+DEVICES = {
+    #                memory  peak                     products bandwidth link network float8 workspace
+    #                   GiB  TFLOP/s                   TFLOP/s      TB/s GB/s    GB/s      x       MiB
+    "A100-40": Device( 39.4, PEAK_TFLOPS["A100"],        250,     1.56, 300,     25,     0,    8.125),
+    "A100-80": Device( 79.2, PEAK_TFLOPS["A100"],        250,     2.04, 300,     25,     0,    8.125),
+    "H100":    Device( 79.1, PEAK_TFLOPS["H100"],        720,     3.35, 450,     50,     2,       32),
+    "H100-96": Device( 94.5, PEAK_TFLOPS["H100"],        640,      2.4, 450,     50,     2,       32),
+    "H200":    Device(139.8, PEAK_TFLOPS["H200"],        720,      4.8, 450,     50,     2,       32),
+    "B200":    Device(178.4, PEAK_TFLOPS["B200"],       1750,      8.0, 900,     50,     2,       32),
+    "L40S":    Device( 44.4, PEAK_TFLOPS["L40S"],        230,     0.86,  32,     12,     2,    8.125),
+    "RTX3090": Device( 23.6, PEAK_TFLOPS["RTX 3090"],     60,     0.94,  16,      3,     0,    8.125),
+    "RTX4090": Device( 23.5, PEAK_TFLOPS["RTX 4090"],    140,     1.01,  32,      3,     2,    8.125),
+    "RTX5090": Device( 31.4, PEAK_TFLOPS["RTX 5090"],    175,     1.79,  64,      3,     2,       32),
+}
+# fmt: on
+# Rate of attention, forward and backward, relative to that of matmuls (less power slows both):
+# cuDNN's TFLOP/s on an H200. Wide: heads of 128 or more.
+ATTENTION_OF_WIDE_HEADS = 554 / 720
+ATTENTION_OF_NARROW_HEADS = 376 / 720
+
+
+def device(name: str) -> Device:
+    """The device of this name in DEVICES. Raises ConfigError."""
+    by_lower_name = {key.lower(): device for key, device in DEVICES.items()}
+    if name.lower() not in by_lower_name:
+        raise ConfigError(f"--gpu {name}: unknown; known are {', '.join(DEVICES)}")
+    return by_lower_name[name.lower()]
+
+
+def known_as(name: str, memory_gib: float) -> str | None:
+    """The key in DEVICES for CUDA's name of a device, such as "NVIDIA A100-SXM4-80GB", if any."""
+    words = set(re.split("[ -]", name.replace("RTX ", "RTX")))
+    # other chips, or a slice, of the same name
+    if {"Laptop", "MIG", "NVL"} & words or {"H100", "PCIe"} <= words:
+        return None
+    same = [key for key in DEVICES if key.split("-")[0] in words]
+    return min(same, key=lambda key: abs(DEVICES[key].memory - memory_gib), default=None)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    device: Device
+    gpus_per_node: int
+    shape: tuple[int, int, int, int]  # of the mesh: (dp_replicate, dp_shard, cp, tp)
+
+    def within(self, dimension: str) -> tuple[int, int]:
+        """(ranks in a group of this dimension, how many of them share a node).
+
+        If groups straddle nodes, the fewest that do.
+        """
+        dp_replicate, dp_shard, cp, tp = self.shape
+        replica = dp_shard * cp * tp
+        # (ranks in a group, distance of neighbors in it)
+        groups = {
+            "tp": (tp, 1),
+            "cp": (cp, tp),
+            "dp_shard": (dp_shard * cp, tp),
+            "replica": (replica, 1),
+            "dp_replicate": (dp_replicate, replica),
+        }
+        ranks, stride = groups[dimension]
+        if math.prod(self.shape) <= self.gpus_per_node:
+            return ranks, ranks
+        return ranks, max(1, math.gcd(self.gpus_per_node, ranks * stride) // stride)
+
+    def sending(
+        self, phase: Phase, dimensions: tuple[str, ...], kinds: tuple[str, ...] = GATHERS + REDUCES
+    ) -> float:
+        """Seconds of a phase's collectives of these kinds over these dimensions.
+
+        A ring of N ranks sends (N - 1) / N of the larger buffer, an all-reduce twice that. A ring
+        over several nodes uses the network links of all its ranks in a node, an all-to-all each
+        rank's own.
+        """
+        seconds = 0.0
+        for dimension in dimensions:
+            ranks, in_a_node = self.within(dimension)
+            nodes = math.ceil(ranks / in_a_node)
+            for kind in kinds:
+                number = phase.sent[dimension, kind, "number"]
+                size = phase.sent[dimension, kind, "bytes"]
+                rate = self.device.link
+                if nodes > 1:
+                    links = 1 if kind == "all_to_all" else in_a_node
+                    rate = min(rate, self.device.network * links)
+                rounds = 2 if kind == "all_reduce" else 1
+                sending = size * rounds * (ranks - 1) / ranks / (rate * OF_LINK * 1e9)
+                seconds += min(
+                    number * latency(protocol, kind, ranks, nodes) + sending / protocol.of_bandwidth
+                    for protocol in PROTOCOLS
+                )
+        return seconds
+
+    def slowest(self) -> float:
+        """The expected time of the slowest rank, relative to the mean: each collective waits."""
+        ranks = math.prod(self.shape)
+        # the largest of so many normally distributed numbers, by Blom's approximation
+        return 1 + SPREAD * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+
+    def taken_by_nccl(self) -> float:
+        """Share of the multiprocessors that a collective of FSDP2 takes."""
+        return OF_MULTIPROCESSORS * min(1.0, self.device.link / LINK_FILLED_BY_THEM)
+
+    def computing(self, phase: Phase, wide_heads: bool) -> float:
+        """Seconds of a phase's work."""
+        d = self.device
+        share = ATTENTION_OF_WIDE_HEADS if wide_heads else ATTENTION_OF_NARROW_HEADS
+        rates = {
+            "matmuls": d.products,
+            "float8": d.products * (d.float8 or 1),  # of a GPU without float8 no plan has any
+            "attention": d.products * share,
+            "moved": d.bandwidth * OF_BANDWIDTH,
+        }
+        return sum(phase.work[kind] / (rate * 1e12) for kind, rate in rates.items())
+
+
+def latency(protocol: Protocol, kind: str, ranks: int, nodes: int) -> float:
+    """Seconds of a collective without bytes: of a step a rank in a ring, down and up in a tree."""
+    if kind == "all_to_all":
+        return protocol.base
+    if kind == "all_reduce":
+        steps = 2 * (math.ceil(ranks / nodes) - 1)
+        network_steps = 2 * math.log2(nodes)
+    else:
+        steps = ranks - nodes
+        network_steps = nodes - 1
+    return protocol.base + steps * protocol.step + network_steps * protocol.network_step
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a phase and the FSDP2 collectives that it issues run: seconds from the step's start."""
+
+    phase: Phase
+    begin: float
+    end: float
+    sends: dict[str, tuple[float, float]]  # "gathers" or "reduces": (begin, end)
+
+
+def timeline(
+    phases: list[Phase],
+    cfg: config.Config,
+    cluster: Cluster,
+    waiting: bool = True,
+) -> list[Moment]:
+    """The phases in order; micro-batches that are alike appear once.
+
+    A phase waits for the all-gathers that FSDP2 copies from in it. Those that it issues itself are
+    issued while the phase before it runs, as the host is ahead. Gradient reductions start when a
+    phase ends, and when that before is done with its input, as FSDP2 keeps one such buffer. FSDP2
+    runs one collective at a time. waiting = False: no phase waits for FSDP2.
+    """
+    wide_heads = cfg.model.width_per_head >= 128
+    slowest = cluster.slowest()
+    taken = cluster.taken_by_nccl()
+    # when the previous phase ends, FSDP2's previous collective, the previous reduction, and its
+    # reduce-scatter
+    now = 0.0
+    free = 0.0
+    reduced = 0.0
+    scattered = 0.0
+    # when the all-gathers end that a phase issues
+    gathered: list[float] = []
+    # begin and end of FSDP2's collectives
+    sent: list[tuple[float, float]] = []
+    moments: list[Moment] = []
+    for i, phase in enumerate(phases):
+        begin = now
+        if waiting:
+            begin = max([begin, *(gathered[i - n] for n in phase.gathered_before if n)])
+        is_for_itself = 0 in phase.gathered_before
+        issued = moments[-1].begin if is_for_itself and moments else begin
+        gather_begin = max(free, issued)
+        free = gather_begin + cluster.sending(phase, ("dp_shard",), GATHERS)
+        gathered.append(free)
+        sent.append((gather_begin, free))
+        sends = {"gathers": sent[-1]}
+        if waiting and is_for_itself:
+            begin = max(begin, free)
+
+        end = begin + slowest * cluster.computing(phase, wide_heads)
+        end += taken * overlap(begin, end, sent)
+        end += cluster.sending(phase, ("tp", "cp"))
+        now = end
+        scattering = cluster.sending(phase, ("dp_shard",), REDUCES)
+        reducing = scattering + cluster.sending(phase, ("dp_replicate", "replica"), REDUCES)
+        if reducing:
+            if waiting:
+                now = max(now, scattered)
+            reduce_begin = max(free, now)
+            scattered = reduce_begin + scattering
+            free = reduce_begin + reducing
+            reduced = free
+            sent.append((reduce_begin, free))
+            sends["reduces"] = sent[-1]
+            if waiting and phase.name == "update":
+                # it needs the result: the gradients' norm
+                end = free
+        now = max(now, end)
+        if waiting and phase.ends_reduced:
+            now = max(now, reduced)
+        moments.append(Moment(phase, begin, end, sends))
+    return moments
+
+
+def overlap(begin: float, end: float, intervals: list[tuple[float, float]]) -> float:
+    """Seconds from begin to end in which one of the intervals runs, which follow each other."""
+    seconds = 0.0
+    for first, last in reversed(intervals):
+        if last <= begin:
+            break
+        seconds += max(0.0, min(end, last) - max(begin, first))
+    return seconds
+
+
+def next_begins(moments: list[Moment]) -> list[float]:
+    """When the phase after each begins; of the last, when it ends."""
+    return [*(moment.begin for moment in moments[1:]), moments[-1].end]
+
+
+def step_seconds(moments: list[Moment]) -> float:
+    """Seconds of a full step, with each phase as often as it occurs."""
+    seconds = 0.0
+    for moment, end in zip(moments, next_begins(moments)):
+        seconds += (end - moment.begin) * moment.phase.times
+    return seconds

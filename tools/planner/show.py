@@ -1,0 +1,263 @@
+"""Renders a plan: text tables with a bar per kind of memory, and an SVG of the step's timeline.
+
+The rows come from plan.py, the timeline from devices.py. __main__.py prints what is rendered here:
+verdict() in a line, table() in detail, compared() for several world sizes, draw() as a file.
+"""
+
+import pathlib
+
+import config
+from tools.planner.devices import REACHED, REACHED_IN_FLOAT8, Moment, next_begins
+from tools.planner.plan import GIB, STATES, Asked
+from tools.svg import Chart, Drawing
+
+BAR = 40  # characters of the longest bar
+# difference between the FLOP in MFU and those in the plan's time from which both are shown
+OTHER_FLOP = 0.05
+COLORS = {
+    "parameters": "#4c78a8",
+    "optimizer state": "#72b7b2",
+    "gradients": "#54a24b",
+    "gathered units": "#eeca3b",
+    "reductions": "#f58518",
+    "activations": "#e45756",
+    "working memory": "#b279a2",
+    "cuBLAS workspaces": "#9d755d",
+}
+# of compute, by the first word of a phase's name
+SHADES = {"batch": "#bbb", "forward": "#999", "backward": "#666", "update": "#bbb"}
+
+# name and value of a table's line
+Line = tuple[str, str]
+
+
+def table(row: dict, cfg: config.Config, asked: Asked) -> str:
+    """All that the plan knows, a line each."""
+    lines = [*lines_of_run(row, cfg), *lines_of_memory(row, asked), *lines_of_traffic(row)]
+    if row["step_seconds"]:
+        lines += lines_of_time(row, cfg)
+    lines += [("not counted", note) for note in row["not_counted"]]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines) + "\n"
+
+
+def lines_of_run(row: dict, cfg: config.Config) -> list[Line]:
+    t = cfg.train
+    mesh = f"{row['world_size']} = {row['replicas']} replicas x {row['shards']} shards"
+    if row["cp"] > 1 or row["tp"] > 1:
+        mesh += f" (of them cp {row['cp']}) x tp {row['tp']}"
+    epoch = "known when the data is prepared"
+    if row["steps_per_epoch"]:
+        epoch = f"{row['steps_per_epoch']:,.1f}"
+    flop = f"{row['flops_per_token']:,}"
+    counted = row["counted_flops_per_token"]
+    if abs(counted / row["flops_per_token"] - 1) > OTHER_FLOP:
+        flop += f" in MFU, by flops_per_token; the plan's time has {counted:,.0f}"
+    return [
+        ("ranks", mesh),
+        ("parameters", f"{row['parameters']:,} in {row['units']} units"),
+        (
+            "tokens per step",
+            f"{row['tokens_per_step']:,} = {t.global_batch_size} sequences of {t.seq_len}",
+        ),
+        (
+            "micro-batches",
+            f"{row['accumulation_steps']} of {row['micro_batch_size']} sequences per rank and step",
+        ),
+        ("steps per epoch", epoch),
+        ("FLOP per token", flop),
+    ]
+
+
+def lines_of_memory(row: dict, asked: Asked) -> list[Line]:
+    between_steps = "per rank, the largest"
+    if row["host_gib"] > 0:
+        between_steps += ", in host memory"
+    lines = [("between steps", between_steps)]
+    for state in STATES:
+        lines.append((f"  {state}", f"{row[f'{state}_bytes_per_rank'] / GIB:10.3f} GiB"))
+    lines.append(("allocated peak", f"{row['peak_gib']:.3f} GiB in the {row['peak_at']}, of these"))
+    for kind, gib in row["parts_gib"].items():
+        bar = "#" * round(BAR * gib / row["peak_gib"])
+        lines.append((f"  {kind}", f"{gib:10.3f} GiB  {bar}"))
+    if asked.without_cuda:
+        return lines
+    pools = ", ".join(f"{name} {gib:.2f}" for name, gib in row["pools_gib"].items())
+    reserved = f"{row['reserved_gib']:.3f} GiB by torch's allocator: {pools}, and holes"
+    lines.append(("reserved peak", reserved))
+    limit = f" of {asked.memory_gib:g}" if asked.memory_gib else ""
+    lines.append(("needed", f"{row['device_gib']:.3f}{limit} GiB, with CUDA's own"))
+    return lines
+
+
+def lines_of_traffic(row: dict) -> list[Line]:
+    if not row["traffic_per_step"]:
+        return [("sent per step", "nothing")]
+    lines = [
+        ("sent per step", "per rank: number of collectives, and their larger buffers together")
+    ]
+    for dimension, sent in row["traffic_per_step"].items():
+        distance = "between nodes" if sent["ranks"] > sent["ranks_in_a_node"] else "within a node"
+        for kind, counts in sent.items():
+            # next to these are "ranks" and "ranks_in_a_node"
+            if isinstance(counts, tuple):
+                number, size = counts
+                value = f"{number:7,} {size / GIB:12,.3f} GiB  {distance}"
+                lines.append((f"  {kind}, {dimension}", value))
+    return lines
+
+
+def lines_of_time(row: dict, cfg: config.Config) -> list[Line]:
+    days = row["step_seconds"] * cfg.train.steps / 86400
+    low, high = reached(cfg)
+    return [
+        (
+            "a step",
+            f"{row['step_seconds']:.3g} s, {row['waiting_seconds']:.2g} of them waiting for FSDP2",
+        ),
+        (
+            "tokens/s per GPU",
+            f"{row['tokens_per_second_per_device']:,.0f} planned, MFU {row['mfu']:.1%}",
+        ),
+        ("the whole run", f"{days:,.2f} days, {row['gpu_hours']:,.0f} GPU-hours"),
+        ("measured runs", f"reached {low:g} to {high:g} of the planned speed, on one H200"),
+    ]
+
+
+def reached(cfg: config.Config) -> tuple[float, float]:
+    """The lowest and the highest share of its planned speed that a measured run reached."""
+    return REACHED if cfg.parallel.float8 == "none" else REACHED_IN_FLOAT8
+
+
+def expected_speed(row: dict, cfg: config.Config) -> str:
+    """Tokens/s per GPU, as a range: the planned speed times what measured runs reached of theirs."""
+    speeds = [share * row["tokens_per_second_per_device"] for share in reached(cfg)]
+    return " to ".join(f"{float(f'{speed:.3g}'):,.0f}" for speed in speeds)
+
+
+def expected_duration(row: dict, cfg: config.Config) -> str:
+    """Days or hours of the whole run, as a range."""
+    low, high = reached(cfg)
+    planned_hours = row["step_seconds"] * cfg.train.steps / 3600
+    shortest = planned_hours / high
+    longest = planned_hours / low
+    if longest > 24:
+        return f"{shortest / 24:,.1f} to {longest / 24:,.1f} days"
+    return f"{shortest:.2g} to {longest:.2g} hours"
+
+
+def compared(rows: list[dict]) -> str:
+    """A table with a line for each world size."""
+    lines = ["   ranks  peak GiB  between steps  activations  sent GiB"]
+    if rows[0]["step_seconds"]:
+        lines[0] += "   s/step  waiting  tok/s/GPU   MFU"
+    for row in rows:
+        between_steps = sum(row[f"{state}_bytes_per_rank"] for state in STATES) / GIB
+        sent = sum(size for _, size in row["collectives_per_step"].values()) / GIB
+        line = (
+            f"{row['world_size']:8,} {row['peak_gib']:9.2f} {between_steps:14.2f} "
+            f"{row['parts_gib'].get('activations', 0):12.2f} {sent:9.1f}"
+        )
+        if row["step_seconds"]:
+            line += (
+                f" {row['step_seconds']:8.3g} {row['waiting_seconds']:8.2g} "
+                f"{row['tokens_per_second_per_device']:10,.0f} {row['mfu']:5.0%}"
+            )
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def verdict(row: dict, cfg: config.Config, asked: Asked) -> str:
+    """Whether the run fits, the memory it needs, speed and duration, as far as they are known, in a
+    line."""
+    ranks = "1 rank" if row["world_size"] == 1 else f"{row['world_size']} ranks"
+    limit = asked.memory_gib
+    needed = f"needs {row['device_gib']:.4g}"
+    clauses = []
+    if limit:
+        needed += f" of {limit:g}"
+        spare = f"fits, {limit - row['device_gib']:.3g} GiB left"
+        clauses.append(spare if row["fits"] else "does not fit")
+    memory = "GiB of tensors on this CPU" if asked.without_cuda else "GiB"
+    clauses.append(f"{needed} {memory} (peak in the {row['peak_at']})")
+    # the time of copies to the host is not known
+    if row["step_seconds"] and row["fits"] and not row["host_gib"]:
+        clauses.append(f"{expected_speed(row, cfg)} tokens/s per GPU")
+        clauses.append(f"{expected_duration(row, cfg)} in all")
+    return f"{ranks}: {'; '.join(clauses)}"
+
+
+def draw(row: dict, moments: list[Moment], path: str, title: str, limit: float | None) -> None:
+    """Writes an SVG of the step, micro-batches that are alike once: above, each phase's peak
+    memory; below, compute and FSDP2's collectives.
+
+    Times assume an H100 if no GPU is given. limit: the GPU's memory in GiB, if it is known. Raises
+    OSError.
+    """
+    page = Drawing(1200, 530)
+    most = max([limit or 0, *(moment.phase.peak.total() / GIB for moment in moments)])
+    chart = Chart(page, (80, 60, 1100, 320), (0, moments[-1].end), (0, most))
+    chart.scales(" s")
+    previous = ""
+    for moment, end in zip(moments, next_begins(moments)):
+        draw_memory(chart, moment, end)
+        draw_time(chart, moment)
+        direction = direction_of(moment)
+        if direction == "update":
+            page.text(chart.x(end), chart.floor + 41, direction, "end")
+        elif direction not in (previous, "batch"):
+            page.text(chart.x(moment.begin), chart.floor + 41, direction)
+        previous = direction
+    for name, y in (("GiB", 48), ("compute", chart.floor + 65), ("collectives", chart.floor + 95)):
+        page.text(chart.left - 8, y, name, "end")
+    if limit:
+        page.path(f"M{chart.left} {chart.y(limit):.1f}h{chart.width}", dashes="8 4")
+        words = f"the GPU's memory: {limit:g} GiB"
+        page.text(chart.left + chart.width, chart.y(limit) - 6, words, "end")
+    peak = f"allocated peak {row['peak_gib']:.2f} GiB in the {row['peak_at']}"
+    page.text(chart.left, 22, f"{title}: {peak}", size=17)
+    for i, (kind, color) in enumerate(COLORS.items()):
+        x = chart.left + 140 * i
+        page.box(x, chart.floor + 122, 12, 12, color, kind)
+        page.text(x + 18, chart.floor + 133, kind)
+    pathlib.Path(path).write_text(page.svg())
+
+
+def draw_memory(chart: Chart, moment: Moment, end: float) -> None:
+    """A phase's peak by kind, one on top of the other, until the next phase begins."""
+    phase = moment.phase
+    floor = chart.floor
+    gib = 0.0
+    for kind, color in COLORS.items():
+        if phase.peak[kind]:
+            gib += phase.peak[kind] / GIB
+            top = chart.y(gib)
+            title = f"{phase.name}: {kind} {phase.peak[kind] / GIB:.2f} GiB"
+            bar(chart, (moment.begin, end), top, floor - top, color, title)
+            floor = top
+
+
+def draw_time(chart: Chart, moment: Moment) -> None:
+    """A phase's compute, and below FSDP2's collectives that it issues."""
+    name = moment.phase.name
+    bars = [((moment.begin, moment.end), 48, SHADES[direction_of(moment)], name)]
+    colors = {"gathers": COLORS["gathered units"], "reduces": COLORS["reductions"]}
+    for kind, span in moment.sends.items():
+        bars.append((span, 78, colors[kind], f"{name} {kind}"))
+    for (begin, end), below, color, words in bars:
+        if end > begin:
+            title = f"{words}: {1e3 * (end - begin):.2f} ms"
+            bar(chart, (begin, end), chart.floor + below, 24, color, title)
+
+
+def bar(
+    chart: Chart, span: tuple[float, float], y: float, tall: float, color: str, title: str
+) -> None:
+    """A box over a span of seconds; a short one stays visible."""
+    begin, end = map(chart.x, span)
+    chart.page.box(begin, y, max(0.3, end - begin), tall, color, title)
+
+
+def direction_of(moment: Moment) -> str:
+    """A key of SHADES."""
+    return moment.phase.name.partition(" ")[0]
