@@ -161,7 +161,8 @@ class Recorder:
     ) -> dict[str, Any]:
         """The row of the steps since the last one. Waits for the device. Collective."""
         world = self.world
-        counted = {"loss_mean": self.loss.item(), "digest": batch.digest}
+        # names that no block's term of the loss has
+        counted = {"losses since the row": self.loss.item(), "batch digest": batch.digest}
         counted |= {name: value.item() for name, value in sums.items()}
         figures = self._figures()  # item() waited until the device is done: before the clock
         ranks = all_gather_objects((counted, figures, platform.node()))
@@ -170,7 +171,7 @@ class Recorder:
         for name in counted:
             totals[name] = sum(counted[name] for counted, _, _ in ranks[:: world.tp])
         # the ranks of a tp or cp group have the same samples
-        digest = sum(counted["digest"] for counted, _, _ in ranks[:: world.cp * world.tp])
+        digest = sum(counted["batch digest"] for counted, _, _ in ranks[:: world.cp * world.tp])
         seconds = max(figures["step_seconds"] for _, figures, _ in ranks)
         rate = config.tokens_per_step(self.cfg.train) / world.size / seconds
         peak = peak_flops(world.device)
@@ -180,7 +181,7 @@ class Recorder:
             # of this step: the loss and a block's terms, over its tokens
             **{name: ratio(totals[name], batch.valid_tokens) for name in sums},
             # of all steps since the last row, over their tokens
-            "loss_mean": ratio(totals["loss_mean"], self.valid_tokens),
+            "loss_mean": ratio(totals["losses since the row"], self.valid_tokens),
             **{name: as_numbers(value) for name, value in scalars.items()},  # grad_norm, lr
             "tokens": tokens,
             "tokens_per_second_per_device": rate,
