@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from dataclasses import astuple, replace
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ ONE_SECOND = Counter({"matmuls": 720e12})
 BYTES_OF_A_SECOND = 0.8 * 450e9 * 8 / 7
 
 
-def sends(kind: str, seconds: float = 1.0, **options: object) -> Phase:
+def sends(kind: str, seconds: float = 1.0, **options: Any) -> Phase:
     """A phase with one buffer, over all ranks of NODE."""
     phase = Phase("backward block 1", **options)
     phase.sent["dp_shard", kind, "bytes"] = seconds * BYTES_OF_A_SECOND
