@@ -47,129 +47,89 @@ export PIP_USER=0
 base_python() {
     local name
     for name in python3 python3.{14,13,12,11,10}; do
-        if "$name" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-            echo "$name"
-            return
-        fi
+        "$name" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo "$name" && return
     done
     return 1
 }
 
 make_venv() {
-    local venv=$repo/.venv wanted base quiet=(--quiet)
+    local venv=$repo/.venv wanted base
     wanted=$(cksum <"$repo/requirements.txt")
     python=$venv/bin/python
     if [[ $(cat "$venv/.made-from" 2>/dev/null) == "$wanted" ]]; then return; fi
     [[ -z ${SLURM_JOB_ID:-} ]] || fail "nothing is installed inside a job; run ./run_train.sh --setup on the login node"
-    [[ -w $repo ]] ||
-        fail "$repo: cannot be written to, where .venv would be made; PYTHON=/path/to/python names another Python"
+    [[ -w $repo ]] || fail "$repo: cannot be written to, for .venv; PYTHON=/path/to/python names another Python"
     exec 9>"$repo/.venv.lock"
     if command -v flock >/dev/null; then flock 9; fi
     if [[ $(cat "$venv/.made-from" 2>/dev/null) != "$wanted" ]]; then
         base=$(base_python) ||
             fail "needs python3 of version 3.10 or later with its venv module (Debian: apt install python3-venv)"
         echo "setting up $venv (once; one to five minutes, most of them for torch)" >&2
-        if [[ -t 2 ]]; then quiet=(); fi  # pip shows its progress
+        [[ -t 2 ]] || export PIP_QUIET=1 # else pip shows its progress
         rm -rf "$venv"
         "$base" -m venv "$venv"
         # torch first, at its exact version: a range that another package requires might select another build
-        "$venv/bin/python" -m pip install ${quiet[@]+"${quiet[@]}"} "$(grep '^torch==' "$repo/requirements.txt")" >&2 ||
+        "$venv/bin/python" -m pip install "$(grep '^torch==' "$repo/requirements.txt")" >&2 ||
             fail "torch could not be installed on $(uname -sm), see above; PYTHON=/path/to/python names a Python that has it"
-        "$venv/bin/python" -m pip install ${quiet[@]+"${quiet[@]}"} -r "$repo/requirements.txt" >&2
+        "$venv/bin/python" -m pip install -r "$repo/requirements.txt" >&2
         echo "$wanted" >"$venv/.made-from"
     fi
     exec 9>&-
 }
 
-# Which packages a Python lacks.
-list_missing='import sys, importlib.metadata as packages
-missing = []
-for name in sys.argv[1:]:
-    try:
-        packages.version(name)
-    except packages.PackageNotFoundError:
-        missing.append(name)
-print(*missing, sep=", ")
-sys.exit(bool(missing) or sys.version_info < (3, 10))'
-has_supported_torch='import sys, importlib.metadata as packages
-sys.exit(not (2, 11) <= tuple(map(int, packages.version("torch").split(".")[:2])) <= (2, 15))'
+# Fails unless a Python is new enough and has these packages.
+has_packages='import sys, importlib.metadata as packages
+assert sys.version_info >= (3, 10), "needs Python 3.10 or later"
+versions = [packages.version(name) for name in sys.argv[1:]]'
+has_supported_torch="$has_packages
+assert (2, 11) <= tuple(map(int, versions[0].split('.')[:2])) <= (2, 15)"
 
 choose_python() {
-    local missing required
+    local problem required
     if [[ -n ${PYTHON:-} ]]; then
         python=$(command -v "$PYTHON") || fail "PYTHON=$PYTHON: no such program"
-        missing=$("$python" -c "$list_missing" torch numpy filelock tomli 2>/dev/null) ||
-            fail "PYTHON=$PYTHON: lacks ${missing:-Python 3.10 or later}; without PYTHON=, .venv is made"
+        problem=$("$python" -c "$has_packages" torch numpy filelock tomli 2>&1) ||
+            fail "PYTHON=$PYTHON: ${problem##*: }; without PYTHON=, .venv is made"
         return
     fi
     required=$(sed 's/[#;= ].*//' "$repo/requirements.txt")
     # shellcheck disable=SC2086  # a word for each package
-    if python=$(command -v python3) && "$python" -c "$has_supported_torch" 2>/dev/null &&
-        "$python" -c "$list_missing" $required >/dev/null 2>&1; then return; fi
-    make_venv
+    { python=$(command -v python3) && "$python" -c "$has_supported_torch" torch $required 2>/dev/null; } || make_venv
 }
 
-# A tool of extras/ has a short name: huggingface is extras.huggingface, report is extras.reports.report, and so is
-# data.make_chat extras.chat.make_chat.
-module_of() {
-    local name=$1 path=${1//.//} file
-    for file in "$repo/$path"{.py,/__main__.py} "$repo/extras/$path"{.py,/__main__.py} \
-        "$repo"/extras/*/"${path#data/}.py"; do
-        if [[ -e $file ]]; then
-            file=${file#"$repo"/}
-            file=${file%.py}
-            file=${file%/__main__}
-            echo "${file//\//.}"
-            return
-        fi
-    done
-    echo "$name"  # of a package
-}
-
-list_tools() {  # the name of each, and the first sentence of its file
-    local file name sentence
-    printf '\nTools, of which -m NAME --help says more:\n'
-    for file in "$repo"/*.py "$repo"/{checkpoint,data}/*.py "$repo"/extras/*/*.py; do
-        grep -qs '^    \(config\.\)\{0,1\}run_tool(main)' "$file" || continue
-        name=${file#"$repo"/}
-        case $name in
-        */__main__.py) name=${name%/__main__.py} name=${name#extras/} ;;
-        *) if [[ -e ${file%/*}/__main__.py ]]; then continue; fi ;;  # a part of that tool
-        esac
-        case $name in extras/*) name=${name##*/} ;; esac
-        name=${name%.py}
-        sentence=$(sed -n '1{N;N;s/\n/ /g;s/^"""//;s/""".*//;s/\. .*//;p;q;}' "$file")
-        printf '  %-14s %s\n' "${name//\//.}" "$sentence"
-    done
-    echo
+# Starts a tool by its short name, or any module; without tools/ a module alone.
+hand_over() {
+    choose_python
+    if [[ -e $repo/tools/__main__.py ]]; then set -- tools "$@"; fi
+    exec "$python" -c "$module" "$repo" "$@"
 }
 
 case ${1:-} in
 --setup) choose_python; echo "$python"; exit ;;
--m)
-    [[ -n ${2:-} ]] || fail "-m needs the name of a tool"
-    choose_python
-    exec "$python" -c "$module" "$repo" "$(module_of "$2")" "${@:3}"
-    ;;
+-m) hand_over "${@:2}" ;;
 "" | --*) set -- "$repo/configs/tiny.toml" "$@" ;;
 esac
-help='' plan=''
-for word in "$@"; do case $word in --help | -h) help=yes ;; --dry-run) plan=yes ;; esac; done
-case ${!#} in  # the last word: else it is the section that --help is asked for
---help | -h)
-    sed -n '/^# Sets up/,/^set /s/^# \{0,1\}//p' "$repo/run_train.sh" || true  # a closed pipe (| head) is no error
-    (list_tools) || true
-    ;;
-esac
+for word in "$@"; do
+    case $word in
+    --help | -h)
+        if [[ ${!#} == -* ]]; then # else the last word is the section or the option that is asked for
+            sed -n '/^# Sets up/,/^set /s/^# \{0,1\}//p' "$repo/run_train.sh" || true # a closed pipe is no error
+            if [[ -e $repo/tools/__main__.py ]]; then (hand_over tools) || true; fi
+        fi
+        hand_over train "$@"
+        ;;
+    --dry-run)
+        [[ -e $repo/tools/planner ]] || fail "--dry-run: needs tools/planner, which this copy does not have"
+        hand_over planner "$@"
+        ;;
+    esac
+done
 choose_python
-if [[ -n $help ]]; then exec "$python" "$repo/train.py" "$@"; fi
-if [[ -n $plan ]]; then
-    [[ -e $repo/tools/planner ]] || fail "--dry-run: needs tools/planner, which this copy does not have"
-    exec "$python" -c "$module" "$repo" tools.planner "$@"
-fi
 # Open stdout and stderr on /dev/null if a daemon closed them: ranks could not redirect them to their logs.
 { : 3>&2; } || exec 2>/dev/null
 { : 3>&1; } 2>/dev/null || exec >/dev/null
+# What this machine lacks for the run ends it here.
+if [[ -e $repo/tools/preflight.py ]]; then "$python" -c "$module" "$repo" tools.preflight "$@"; fi
 # Block the signals until the launcher has its handlers. (This needs env of coreutils 8.31 or later.)
 blocked=(env --block-signal=TERM,INT,HUP,USR1,USR2)
 "${blocked[@]}" true 2>/dev/null || blocked=()

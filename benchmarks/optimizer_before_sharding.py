@@ -9,7 +9,7 @@ gloo that it starts itself:
 
     after     FSDP2, the optimizer made after sharding, as train.py does
     before    FSDP2, the optimizer made before sharding
-    rebind    FSDP2, the optimizer made before, sharding within extras.migrate.rebind.rebind_optimizer
+    rebind    FSDP2, the optimizer made before, sharding within rebind()
     fsdp1     FullyShardedDataParallel(use_orig_params=True), the optimizer made before
 
 Counts the storages, each once, of explicit sets of tensors: the model's parameters, further tensors
@@ -19,10 +19,11 @@ peak while sharding are not counted.
 """
 
 import argparse
+import contextlib
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,8 +35,7 @@ from torch.distributed.launcher import LaunchConfig, elastic_launch
 from torch.distributed.tensor import DTensor
 
 import config
-from extras.migrate.rebind import rebind_optimizer
-from model.llama import Block, Llama, parameter_count
+from model.llama import Block, Llama, named_parameters, parameter_count
 from parallel.materialize import materialize
 from parallel.mesh import World
 from parallel.parallelize import parallelize
@@ -77,6 +77,20 @@ def adamw(model: nn.Module, cfg: config.Config) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=cfg.optim.lr, fused=True)
 
 
+@contextlib.contextmanager
+def rebind(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Gives an optimizer without state, after the sharding within, the new parameters of the same
+    names."""
+    name_of = {id(parameter): name for name, parameter in named_parameters(model)}
+    names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = []  # so that each full weight is freed as its unit is sharded
+    yield
+    parameters = dict(named_parameters(model))
+    for group, group_names in zip(optimizer.param_groups, names):
+        group["params"] = [parameters[name] for name in group_names]
+
+
 def prepare(arm: str, cfg: config.Config, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = full_model(cfg)
     if arm == "after":
@@ -86,7 +100,7 @@ def prepare(arm: str, cfg: config.Config, world: World) -> tuple[nn.Module, torc
     if arm == "before":
         parallelize(model, cfg, world)
     elif arm == "rebind":
-        with rebind_optimizer(model, optimizer):
+        with rebind(model, optimizer):
             parallelize(model, cfg, world)
     else:
         model = FullyShardedDataParallel(

@@ -12,8 +12,7 @@ import os
 import signal
 from typing import Any
 
-from run import SIGNALS, listen
-from system.processes import FINISHED, INPUT_IS_WRONG, STOPPED
+from system.processes import FINISHED, INPUT_IS_WRONG, SIGNALS, STOPPED, listen
 
 
 def quit_early(number: int, frame: Any) -> None:
@@ -40,9 +39,10 @@ from checkpoint.manifest import RemovedCheckpoint, again
 from config import Config, ConfigError, together
 from data import formats
 from data.folder import is_prepared
-from data.preparer import TEXT_IS_WRONG, Preparer, trains_meanwhile
+from data.preparer import Preparer, trains_meanwhile
 from run.command import CONFIG, LAUNCH, Ranks, requeue, resume_newest
 from run.folder import ENDING_SECONDS, FolderClaim, lock, read_status
+from run.follower import followed
 from run.watchdog import BEFORE, END, Report, read_reports
 from system.machine import visible_gpus
 from system.processes import die_with_parent, print_error, print_line
@@ -74,14 +74,11 @@ def launch(argv: list[str]) -> int:
         lambda: check_prepared(cfg.data, cfg.model.vocab_size, ranks.job, argv),
     )
     preparer.begin(cfg)
-    code = attempts.train()
-    preparer.close()
+    with followed(cfg, argv):
+        code = attempts.train()
+        preparer.close()
     if code == STOPPED and ranks.job and attempts.end:
         requeue(ranks.job, attempts.end)
-    if code == FINISHED and config.has_extra("reports"):
-        from extras.reports.report import report_end
-
-        report_end(cfg)
     return code
 
 
@@ -92,7 +89,7 @@ def check(cfg: Config, ranks: Ranks, evaluates: bool = False) -> int:
         lambda: again(RemovedCheckpoint, lambda: compare.starting_point(cfg, evaluates)),
         lambda: config.mesh_shape(cfg, ranks.total),
         lambda: ranks.command(""),
-        lambda: check_machine(cfg, ranks, evaluates),
+        lambda: check_machine(cfg, ranks),
     )
     return start
 
@@ -107,18 +104,13 @@ def check_prepared(data: config.Data, vocab_size: int, job: str, words: list[str
         )
 
 
-def check_machine(cfg: Config, ranks: Ranks, evaluates: bool = False) -> None:
-    """Raises ConfigError with what this machine lacks for the run, and prints what it may need more
-    of."""
+def check_machine(cfg: Config, ranks: Ranks) -> None:
+    """Raises ConfigError if this machine has too few GPUs."""
     if cfg.run.device == "cuda" and visible_gpus() < ranks.local:
         raise ConfigError(
             f'[run] device = "cuda": torch can use {visible_gpus()} GPUs here, for {ranks.local} '
             "processes; NPROC sets their number, --run.device=cpu trains without GPUs"
         )
-    if config.has_extra("preflight"):
-        from extras.preflight.survey import survey
-
-        survey(cfg, ranks, evaluates)
 
 
 def check_folder(folder: pathlib.Path) -> None:
@@ -240,7 +232,7 @@ class Attempts:
         else:
             code = failed[0].exit_code if failed else max(1, returned)
             self.is_final = any(report.final for report in failed)
-        is_text_wrong = code == STOPPED and self.preparer.exit_code == TEXT_IS_WRONG
+        is_text_wrong = code == STOPPED and self.preparer.exit_code == INPUT_IS_WRONG
         if is_text_wrong:
             code = INPUT_IS_WRONG
         if code in (FINISHED, STOPPED):

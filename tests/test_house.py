@@ -41,8 +41,9 @@ FILES = {  # by the module's name
     for path in tracked("*.py")
     if not path.startswith(("tests/", "benchmarks/"))
 }
-CORE = [module for module in FILES if not module.startswith("extras") and module != "minimal"]
 EXTRAS = [module for module in FILES if module.startswith("extras.")]
+TOOLS = [module for module in FILES if module.startswith("tools.")]
+CORE = sorted(FILES.keys() - {*EXTRAS, *TOOLS, "extras", "tools", "minimal"})
 
 
 @functools.cache
@@ -85,12 +86,17 @@ def test_imports_point_one_way(module):
 def test_imports_make_no_circle():
     """Between files, wherever the imports stand; of the core, those of extras left out."""
     graph = {module: all_imports(module) - {*EXTRAS} for module in CORE}
-    graph |= {module: all_imports(module) for module in EXTRAS}
+    graph |= {module: all_imports(module) for module in EXTRAS + TOOLS}
     while graph:
         ends = {module for module, imported in graph.items() if not imported & graph.keys()}
         assert ends, f"a circle among {sorted(graph)}"
         for module in ends:
             del graph[module]
+
+
+def test_only_tools_import_tools():
+    for module in FILES.keys() - {*TOOLS}:
+        assert "tools" not in {room_of(other) for other in all_imports(module)}, module
 
 
 @pytest.mark.parametrize("module", EXTRAS)
@@ -111,7 +117,7 @@ def test_model_knows_nothing_of_ranks():
 
 
 def test_environment_is_read_where_processes_start():
-    allowed = ("run/", "system/", "parallel/ranks.py", "minimal.py", "extras/preflight/")
+    allowed = ("run/", "system/", "parallel/ranks.py", "minimal.py", "tools/")
     for path in FILES.values():
         reads = re.search("os.environ|getenv", (REPO / path).read_text())
         assert not reads or path.startswith(allowed), path
@@ -122,7 +128,7 @@ def test_contributing_names_what_stands_at_the_top():
     house = page.partition("## The house\n")[2].partition("\n## ")[0]
     top = {path.partition("/")[0] for path in tracked()} - {".gitattributes", ".gitignore"}
     named = {*re.findall(r"^([\w.-]+)/?  ", house, re.M)}
-    assert named <= top | {"extras"}
+    assert named <= top | {"extras", "tools"}
     assert not [name for name in top - named - {"CONTRIBUTING.md"} if name not in house]
     assert not {name.removesuffix(".py") for name in top} & {*sys.stdlib_module_names}
 

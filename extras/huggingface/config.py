@@ -9,12 +9,12 @@ import os
 import pathlib
 import re
 import textwrap
-from collections.abc import Iterator
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING
 from typing import Any, NamedTuple
 
 from config import SCHEMA, ConfigError, Given, convert, toml
 from data import hub
+from data.tokenizer import TOKENIZERS
 
 # our option in [model] -> key in config.json
 KEYS = {
@@ -33,14 +33,20 @@ ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_posi
 # by model_type; Qwen3 has qk_norm
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # The only values that the model supports; any other is refused. A key may be absent.
-ONLY = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-    "use_sliding_window": False,
-}
+ONLY = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
+# Keys of a config.json that change nothing that is trained here: of its tokenizer and of generation,
+# how it was saved, and what transformers ignores in these architectures. A key that is neither read
+# nor listed is refused unless its value is off.
+IGNORED = """
+bos_token_id eos_token_id pad_token_id sep_token_id tokenizer_class prefix
+max_position_embeddings initializer_range pretraining_tp dtype torch_dtype
+sliding_window max_window_layers use_cache cache_implementation attn_implementation
+transformers_version transformers.js_config unsloth_fixed unsloth_version name
+return_dict output_attentions output_hidden_states torchscript use_bfloat16
+id2label label2id num_labels problem_type finetuning_task task_specific_params
+max_length min_length do_sample temperature top_k top_p typical_p num_beams num_beam_groups
+num_return_sequences repetition_penalty length_penalty
+"""
 # transformers' values for keys that are absent
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
 
@@ -59,31 +65,17 @@ PROJECTION_MODULES = {
 OTHER_LAYERS = ("model.embed_tokens", "lm_head")  # that PEFT has adapters for
 # our option in [lora] -> key in adapter_config.json
 ADAPTER_KEYS = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}
-# The only values of PEFT's options that adapters support here; any other is refused. A key may be
-# absent.
+# the same for PEFT's files
 ONLY_ADAPTER = {
     "peft_type": ["LORA"],
     "bias": ["none"],
-    "use_dora": [False],
-    "use_rslora": [False],
-    "fan_in_fan_out": [False],
-    "lora_bias": [False],
-    "modules_to_save": [[]],
-    "rank_pattern": [{}],
-    "alpha_pattern": [{}],
-    "layers_to_transform": [[]],
     "init_lora_weights": [True, False, "gaussian"],
-    "alora_invocation_tokens": [[]],
-    "use_qalora": [False],
-    "exclude_modules": [[]],
-    "layer_replication": [[]],
-    "trainable_token_indices": [[]],
-    "target_parameters": [[]],
-    "use_bdlora": [None],
-    "arrow_config": [None],
-    "kasa_config": [None],
-    "monteclora_config": [None],
 }
+IGNORED_ADAPTER = """
+task_type auto_mapping peft_version base_model_name_or_path revision inference_mode layers_pattern
+loftq_config eva_config corda_config lora_ga_config megatron_core qalora_group_size
+"""
+OFF = (None, False, 0, "", [], {})
 
 
 def read_json(path: pathlib.Path) -> dict:
@@ -167,6 +159,17 @@ def _unsupported(path: pathlib.Path, theirs: dict, rope_key: str, rope: dict) ->
     check("architectures", theirs.get("architectures") or architectures, [architectures])
     for key, only in ONLY.items():
         check(key, theirs.get(key), [only, None])
+    read_keys = {
+        *KEYS.values(),
+        *ONLY,
+        *IGNORED.split(),
+        "architectures",
+        "model_type",
+        "layer_types",
+    }
+    problems += _unread(path, theirs, read_keys | {"rope_theta", "rope_scaling", "rope_parameters"})
+    rope_keys = {*ROPE_KEYS, "rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    problems += _unread(path, rope, rope_keys, f"{rope_key}.")
     layer_types = theirs.get("layer_types", [])
     if not isinstance(layer_types, list):
         layer_types = [layer_types]
@@ -175,6 +178,20 @@ def _unsupported(path: pathlib.Path, theirs: dict, rope_key: str, rope: dict) ->
     rotary_factor = rope.get("partial_rotary_factor", 1.0)
     check(f"{rope_key}.partial_rotary_factor", rotary_factor, [1.0])
     check(f"{rope_key}.rope_type", rope["rope_type"], ["default", "llama3"])
+    return problems
+
+
+def _unread(path: pathlib.Path, theirs: dict, known: set[str], table: str = "") -> list[str]:
+    """A problem for each key that is not known, but for those that are off and those of programs'
+    own, which begin with an underscore."""
+    problems = []
+    for key, value in theirs.items():
+        if key not in known and value not in OFF and not key.startswith("_"):
+            shown = textwrap.shorten(json.dumps(value), 100)
+            problems.append(
+                f"{path}: {table}{key} = {shown}: is not read here, so what it says would be lost; "
+                "a key that changes nothing may be removed from the file"
+            )
     return problems
 
 
@@ -188,6 +205,9 @@ def read_adapter(folder: pathlib.Path) -> dict[str, Any]:
         if value is not None and value not in supported:
             only = json.dumps(supported[0])
             problems.append(f"{path}: {key} = {json.dumps(value)}: only {only} can be read")
+    problems += _unread(
+        path, theirs, {*ADAPTER_KEYS.values(), *ONLY_ADAPTER, *IGNORED_ADAPTER.split()}
+    )
     if problems:
         raise ConfigError(*problems)
     return theirs
@@ -234,20 +254,6 @@ def _is_target(module: str, targets: list[str] | str) -> bool:
     return module in targets or module.endswith(ends)
 
 
-def note_on_context(init_from: str, seq_len: int) -> list[str]:
-    """What a launch logs if it trains on longer sequences than the weights of init_from were."""
-    path = hub.local(init_from, hub.CONFIG) / "config.json"
-    if not path.is_file():  # of a resumed run it may be gone
-        return []
-    length = read_json(path).get("max_position_embeddings")
-    if type(length) is not int or seq_len <= length:
-        return []
-    return [
-        f"train.seq_len = {seq_len} is longer than max_position_embeddings = {length} of {path}: its "
-        "weights have not seen positions beyond, so the loss there begins high"
-    ]
-
-
 def _fit(path: pathlib.Path, entries: dict[str, Entry]) -> tuple[dict[str, Any], list[str]]:
     """The values of a file by option, converted, and a problem for each that is missing or
     invalid."""
@@ -284,9 +290,7 @@ def complete(given: Given, saved: bool) -> None:
     if given.has_table("lora"):
         _normalize_adapter(given)
     if "model.init_from" in given.values and not saved:
-        from extras.huggingface.tokenizer import take_over
-
-        take_over(given)
+        _complete_tokenizer(given)
 
 
 def _complete_model(given: Given) -> None:
@@ -344,6 +348,21 @@ def _complete_adapter(given: Given) -> None:
     _take_over(given, path, fitted, ADAPTER_KEYS, "; leave it out")
     if problems:
         raise ConfigError(*problems)
+
+
+def _complete_tokenizer(given: Given) -> None:
+    """Makes the tokenizer of model.init_from the data's, if none is given and it has one. Not of a
+    run that was begun without: its data has another tokenizer, and it resumes with that."""
+    if "data.tokenizer" in given.values:
+        return
+    base = given.values["model.init_from"]
+    before = hub.options_of_run(given)
+    if before.get("model.init_from") == base and "data.tokenizer" not in before:
+        return
+    # what a repository holds, its reader finds out: a plan needs none
+    if hub.is_id(base) or any(pathlib.Path(base, name).is_file() for name in TOKENIZERS):
+        given.values["data.tokenizer"] = base
+        given.origins["data.tokenizer"] = given.origins["model.init_from"]
 
 
 def _take_over(
@@ -459,63 +478,3 @@ def render_adapter(lora: Any, base: str) -> dict[str, Any]:
         "init_lora_weights": True,
         "inference_mode": True,
     }
-
-
-# What a file would not say
-
-
-def check_rendered(m: Any, lora: Any = None) -> None:
-    """Raises ConfigError naming every option of a config.Model, and of a config.Lora if given, that
-    differs from its default and that render(), or render_adapter(), does not write: what is
-    computed elsewhere would differ."""
-    written: set[str] = set()
-    render(Recorded(m, written), 1, "float32", {})
-    written |= {"init_from", "freeze"}  # where weights come from, and which are trained
-    problems = _not_written("model", m, written, "config.json", "render()")
-    if lora:
-        written = set()
-        render_adapter(Recorded(lora, written), "")
-        written |= {"init_from", "base_dtype"}  # where weights come from, and how they are stored
-        problems += _not_written("lora", lora, written, ADAPTER, "render_adapter()")
-    if problems:
-        raise ConfigError(*problems)
-
-
-class Recorded:
-    """Options that record which of them are read: names is {"dim", "rope_scaling.factor", ...}."""
-
-    def __init__(self, options: Any, names: set[str], table: str = ""):
-        self.options = options
-        self.names = names
-        self.table = table
-
-    def __getattr__(self, key: str) -> Any:
-        name = self.table + key
-        self.names.add(name)
-        value = getattr(self.options, key)
-        if is_dataclass(value):
-            return Recorded(value, self.names, f"{name}.")
-        return value
-
-
-def _not_written(
-    section: str, options: Any, written: set[str], file: str, function: str
-) -> list[str]:
-    """A problem for each option that differs from its default and that function does not write."""
-    return [
-        f"[{section}] {name} = {toml(value)}: is not written into {file}, without which others "
-        f"would compute something else; write it in extras/huggingface/config.py: {function}"
-        for name, value in _changed_options(options, written)
-    ]
-
-
-def _changed_options(options: Any, written: set[str], table: str = "") -> Iterator[tuple[str, Any]]:
-    """(name, value) of each option that differs from its default and is not among `written`."""
-    for f in fields(options):
-        name = table + f.name
-        value = getattr(options, f.name)
-        if name not in written:
-            if value != f.default:
-                yield name, value
-        elif is_dataclass(value):
-            yield from _changed_options(value, written, f"{name}.")

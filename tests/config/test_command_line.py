@@ -35,6 +35,7 @@ COMMAND_LINES = [
     ("train", [TINY, "other.toml"], "other.toml: unknown; CONFIG comes first"),
     ("train", [TINY, "\u2013-train.steps=3"], "train.steps=3: unknown"),
     ("train", [TINY, "x\x1b[31mred"], r"x\\x1b\[31mred: unknown"),
+    ("train", ["."], "cannot be read"),
     ("train", [f"{TINY}\r"], r"tiny.toml\\r: cannot be read"),
     ("train", [TINY, "--train.steps\r=3"], r"steps\\r = 3: unknown option; did you mean train.st"),
     ("train", [TINY, "--train.steps=100\r"], r'steps = "100\\r": must be an integer'),

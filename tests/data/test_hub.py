@@ -43,7 +43,7 @@ configs:
 CHILD = """
 import json, sys, time
 import config
-from data.source import Position, Source, SourceFile, list_files
+from data.source import Position, SourceReader, SourceFile, list_files
 
 time.sleep = lambda seconds: None  # between the tries of the hub's library
 for line in sys.stdin:
@@ -55,7 +55,7 @@ for line in sys.stdin:
         if not answer["files"]:
             answer["files"], answer["commit"] = list_files(d, request["revision"])
         files = [SourceFile(*file) for file in answer["files"]]
-        source = Source(d, files, Position(*request["position"]))
+        source = SourceReader(d, files, Position(*request["position"]))
         answer["texts"] = []
         for text in source:
             answer["texts"].append(text)

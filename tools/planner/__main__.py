@@ -141,6 +141,8 @@ def world_sizes(text: str) -> list[int]:
 def main(argv: list[str]) -> int:
     args, cfg = parse(argv)
     cfg = formats.complete(cfg, is_plan=True)
+    # what follows from the format, for the variants that advice.py loads
+    args.overrides.append(f"--data.document_mask={config.toml(cfg.data.document_mask)}")
     return FINISHED if dry_run(cfg, args) else DOES_NOT_FIT
 
 

@@ -21,7 +21,8 @@ from parallel.materialize import shard_shape_and_offset
 from parallel.verify import check_optimizer
 from tests import cases, forks, theory
 from tests.conftest import make_config, needs_extra
-from tests.test_training import plain_loop, weights, with_data
+from tests.conftest import saved_tensors as weights
+from tests.test_training import plain_loop, with_data
 
 # 3 and 4 do not divide the rows; of the keys' four, the last of three ranks has none
 MODEL = {"dim": 46, "n_heads": 4, "n_kv_heads": 2, "head_dim": 2, "ffn_dim": 76}

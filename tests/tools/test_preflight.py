@@ -1,0 +1,112 @@
+"""What a machine lacks for a run, made up."""
+
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from model.build import meta_model
+from run.command import Ranks
+from tests.conftest import make_config, run_tool
+from tools import preflight
+from tools.preflight import GIB
+
+pytestmark = pytest.mark.quick
+
+ONE = Ranks(nodes=1, local=1, restarts=0, job="")
+
+
+def test_open_files_of_many_ranks(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 1024))
+    assert not [*preflight.open_files(make_config(), Ranks(31, 8, 0, ""))]
+    (text,) = preflight.open_files(make_config(), Ranks(32, 8, 0, ""))
+    assert text.startswith("RLIMIT_NOFILE = 1024: rank 0 of 256 opens 1054 files")
+
+
+def test_least_limit_of_memory_counts(monkeypatch, tmp_path):
+    (tmp_path / "memory.max").write_text(str(2**20))
+    monkeypatch.setattr(preflight, "control_groups", lambda _: [tmp_path])
+    assert preflight.memory_limit() == (2**20, f"control group {tmp_path}")
+    (text,) = preflight.host_memory(make_config(), ONE)
+    assert "0.0 GiB of memory, and the ranks here need 0.3 GiB or more" in text
+    (tmp_path / "memory.max").write_text("max")
+    assert preflight.memory_limit()[1] == "this machine"
+    assert not [*preflight.host_memory(make_config(), ONE)]
+
+
+@pytest.mark.parametrize(
+    "free, existing, outcome",
+    [
+        (3.1, 0, "fits"),
+        (2.9, 0, "warning"),
+        (2.1, 1, "fits"),
+        (0.9, 0, "error"),
+        (0.5, 1, "warning"),
+    ],
+)
+def test_room_for_the_checkpoints_that_are_kept(
+    monkeypatch, tmp_path, capsys, free, existing, outcome
+):
+    """Two, and the oldest until the newest is complete."""
+    cfg = make_config(
+        run={"output_dir": str(tmp_path), "name": "r"},
+        train={"steps": 10},
+        checkpoint={"save_every_steps": 2, "keep_last": 2},
+    )
+    for number in range(existing):
+        (tmp_path / f"r/checkpoints/step-{number + 1:08d}").mkdir(parents=True)
+    monkeypatch.setattr(preflight, "checkpoint_bytes", lambda cfg: GIB)
+    usage = SimpleNamespace(total=100 * GIB, free=free * GIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    problems = [*preflight.disk(cfg, ONE)]
+    warning = capsys.readouterr().err
+    assert (bool(problems), bool(warning)) == (outcome == "error", outcome == "warning")
+    for text in filter(None, [*problems, warning]):
+        assert f"keep_last = 2: 3 checkpoints of 1.0 GiB, {existing} of which exist" in text
+
+
+def test_sizes_are_those_of_the_model():
+    cfg = make_config()
+    parameters = sum(p.numel() for p in meta_model(cfg.model).parameters())
+    assert 0.95 * 16 * parameters < preflight.states_bytes(cfg) <= 16 * parameters
+    assert 0.95 * 12 * parameters < preflight.checkpoint_bytes(cfg) <= 12 * parameters
+
+
+def test_port_of_the_first_node_is_taken(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "localhost")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setattr(preflight, "rendezvous_port", lambda job: port)
+        (text,) = preflight.first_node(make_config(), Ranks(2, 1, 0, "7"))
+    assert f"the first, localhost, at port {port}: Address already in use" in text
+    assert not [*preflight.first_node(make_config(), Ranks(2, 1, 0, "7"))]
+    assert not [*preflight.first_node(make_config(), ONE)]
+
+
+def test_command_lists_every_problem_and_leaves_a_wrong_configuration_to_the_launcher(
+    monkeypatch, write_config, tmp_path, capsys
+):
+    def lacking(*_: Any):
+        yield "no memory"
+
+    monkeypatch.setattr(preflight, "host_memory", lacking)
+    monkeypatch.setattr(preflight, "open_files", lacking)
+    assert run_tool(preflight.main, write_config()) == 2
+    assert capsys.readouterr().err.splitlines() == ["no memory"] * 2
+    assert run_tool(preflight.main, write_config(), "--eval-only") == 2
+    assert capsys.readouterr().err.splitlines() == ["no memory"]
+    (tmp_path / "wrong.toml").write_text("[model]\ndim = 0\n")
+    assert run_tool(preflight.main, tmp_path / "wrong.toml") == 0
+
+
+def test_needs_no_torch(write_config):
+    """It starts before each launch."""
+    code = "import sys; from tools import preflight; preflight.main(sys.argv[1:]); "
+    code += "sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, write_config(checkpoint={})], check=False)
+    assert done.returncode == 0

@@ -1,0 +1,55 @@
+"""Lists the tools, and starts one by its short name.
+
+python -m tools                          each name, with what it is for
+python -m tools report outputs/tiny      as ./run_train.sh -m report outputs/tiny
+"""
+
+import ast
+import pathlib
+import runpy
+import sys
+
+TOOLS = pathlib.Path(__file__).parent
+REPO = TOOLS.parent
+
+
+def module_of(name: str) -> str:
+    """The module of a short name. report is tools.report, and data.show is tools.show; any other
+    module has its own name."""
+    short_name = name.removeprefix("data.")
+    path = TOOLS / short_name.replace(".", "/")
+    if path.with_suffix(".py").exists() or (path / "__main__.py").exists():
+        return f"tools.{short_name}"
+    return name
+
+
+def tools() -> dict[str, str]:
+    """What each tool is for, by its short name: the first sentence of its file."""
+    purposes = {}
+    for folder in (REPO, REPO / "data", REPO / "checkpoint", TOOLS, *TOOLS.glob("*/")):
+        for path in sorted(folder.glob("*.py")):
+            text = path.read_text()
+            is_part = folder not in (REPO, TOOLS) and (folder / "__main__.py").exists()
+            if not text.endswith("run_tool(main)\n") or (is_part and path.stem != "__main__"):
+                continue
+            name = ".".join(path.relative_to(REPO).with_suffix("").parts)
+            name = name.removeprefix("tools.").removesuffix(".__main__")
+            docstring = ast.get_docstring(ast.parse(text)) or ""
+            purposes[name] = docstring.replace("\n", " ").split(". ")[0].rstrip(".")
+    return purposes
+
+
+def main(name: str, words: list[str]) -> None:
+    if name == "generate" and "--chat" in words:
+        name = "chat"
+    sys.argv[:] = [name, *words]
+    runpy.run_module(module_of(name), run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main(sys.argv[1], sys.argv[2:])
+    else:
+        print("Tools, of which -m NAME --help says more:")
+        for tool, purpose in tools().items():
+            print(f"  {tool:18} {purpose}")

@@ -1,0 +1,1 @@
+"""From other set-ups."""

@@ -1,0 +1,181 @@
+"""What a machine or a cluster lacks for a run, reported before it would end the run.
+
+    ./run_train.sh -m preflight CONFIG [--section.key=value ...]
+
+run_train.sh starts this before each launch. It prints warnings, and exits with 2 and a line for
+each problem that would end the run: which limit, what value, what to do. Needs no torch.
+"""
+
+import math
+import os
+import resource
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+
+import config
+from checkpoint import catalog
+from config import ConfigError
+from run.command import Ranks, first_host, rendezvous_port
+from system.machine import control_groups, visible_gpus
+from system.processes import print_error
+
+GIB = 2**30
+# Open files of rank 0, of so many ranks: its store has a connection to each, and so has each of the
+# process groups that every run makes. Measured; those of NCCL, tp and cp come on top.
+FILES_OF_RANK = 4
+FILES = 30
+RANK_BYTES = GIB // 4  # of a rank without a model, at least: 0.5 GiB were measured
+CONNECT_SECONDS = 3.0
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def open_files(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
+    """The hard limit, to which each rank raises its own, against what gloo opens."""
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = FILES_OF_RANK * ranks.total + FILES
+    if limit != resource.RLIM_INFINITY and needed > limit:
+        yield (
+            f"RLIMIT_NOFILE = {limit}: rank 0 of {ranks.total} opens {needed} files and more; raise "
+            f"the hard limit: ulimit -Hn {2 * needed}, or LimitNOFILE={2 * needed} of the service "
+            "that starts jobs"
+        )
+
+
+def first_node(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
+    """A job's other nodes connect to its first, which runs this process, by SLURM's name for it."""
+    if ranks.nodes == 1 or not ranks.job:
+        return
+    name = first_host(os.environ.get("SLURM_JOB_NODELIST", ""))
+    port = rendezvous_port(ranks.job)
+    try:
+        address = socket.getaddrinfo(name, port, socket.AF_INET, socket.SOCK_STREAM)[0][4]
+        with socket.create_server(address) as listener:
+            socket.create_connection(listener.getsockname(), CONNECT_SECONDS).close()
+    except OSError as error:
+        yield (
+            f"SLURM_JOB_NODELIST: the other nodes will not reach the first, {name}, at port {port}: "
+            f"{error.strerror}; it needs an address of its own in DNS or /etc/hosts, no firewall "
+            "before that port, and nobody who listens there (else submit again: another job, another "
+            "port)"
+        )
+
+
+def host_memory(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
+    """The least that the ranks of this machine need, against the least of its limits."""
+    limit, source = memory_limit()
+    share = ranks.local / ranks.total  # of the states, if they are sharded over all ranks
+    needed = ranks.local * RANK_BYTES
+    on_gpus = cfg.run.device == "cuda" or (cfg.run.device == "auto" and visible_gpus() > 0)
+    if not on_gpus or cfg.parallel.cpu_offload:
+        needed += states_bytes(cfg) * share
+    elif cfg.checkpoint and cfg.checkpoint.async_save:
+        needed += checkpoint_bytes(cfg) * share
+    if needed > limit:
+        yield (
+            f"{source}: {gib(limit)} of memory, and the ranks here need {gib(needed)} or more; ask "
+            "for more (sbatch --mem=0: all of the node's; docker run --memory), or train on more "
+            "nodes"
+        )
+
+
+def memory_limit() -> tuple[float, str]:
+    """(bytes that the processes of this machine may use, which limit that is)."""
+    limits = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")]
+    for group in control_groups("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # of version 2, and of 1
+            with suppress(OSError, ValueError):  # "max": no limit
+                limits.append((int((group / name).read_text()), f"control group {group}"))
+    return min(limits)
+
+
+def disk(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
+    """Room for the run's checkpoints."""
+    if not cfg.checkpoint:
+        return
+    root = catalog.root_of(cfg)  # may be a link to another disk
+    folder = root.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    usage = shutil.disk_usage(folder)
+    existing = len(catalog.steps(root))
+    count = most_checkpoints(cfg)
+    size = checkpoint_bytes(cfg)
+    if not usage.total or max(1, count - existing) * size <= usage.free:  # total 0: object storage
+        return
+    text = (
+        f"[checkpoint] keep_last = {cfg.checkpoint.keep_last or 'all'}: {count} checkpoints of "
+        f"{gib(size)}, {existing} of which exist, and {gib(usage.free)} are free in {folder}; lower "
+        "keep_last, or name another run.output_dir"
+    )
+    if size > usage.free and not existing:
+        yield text
+    else:
+        print_error(f"warning: {text}")
+
+
+def most_checkpoints(cfg: config.Config) -> int:
+    """How many a run has at the same time, at most: the oldest is removed once the newest is
+    complete."""
+    c = cfg.checkpoint
+    assert c
+    saves = math.ceil(cfg.train.steps / c.save_every_steps) if c.save_every_steps else 1
+    if not c.keep_last:
+        return saves
+    milestones = cfg.train.steps // c.keep_every_steps if c.keep_every_steps else 0
+    return min(saves, c.keep_last + milestones + 1)
+
+
+def matrix_elements(m: config.Model) -> int:
+    block = 2 * m.dim * m.width_per_head * (m.n_heads + m.n_kv_heads) + 3 * m.dim * m.ffn_dim
+    tables = 1 if m.tie_embeddings else 2
+    return m.n_layers * block + tables * m.vocab_size * m.dim
+
+
+def moments_bytes(o: config.Optim) -> int:
+    """Of the optimizer's state, per element; muon has one moment of most matrices."""
+    moments = 1 if o.name == "muon" else 2
+    return moments * BYTES[o.state_dtype]
+
+
+def states_bytes(cfg: config.Config) -> float:
+    """Parameters, gradients and optimizer state on all ranks together, of the matrices, at least."""
+    elements = matrix_elements(cfg.model)
+    if cfg.lora:
+        return 0.5 * elements  # the base alone, in 4 bits
+    if cfg.model.freeze:
+        return 4 * elements
+    return (4 + 4 + moments_bytes(cfg.optim)) * elements
+
+
+def checkpoint_bytes(cfg: config.Config) -> float:
+    """What is saved: what is trained, with the optimizer's state. Adapters, or what is not frozen,
+    are little, and count as nothing."""
+    if cfg.lora or cfg.model.freeze:
+        return 0
+    return (4 + moments_bytes(cfg.optim)) * matrix_elements(cfg.model)
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:,.1f} GiB"
+
+
+def main(argv: list[str]) -> int:
+    args = config.parse_arguments(argv)
+    try:
+        cfg = config.load(args.config, args.overrides)
+        ranks = Ranks.from_environment()
+    except ConfigError:  # the launch reports it
+        return 0
+    checks = [open_files, first_node]
+    if not args.eval_only:  # it has no gradients and no optimizer state, and writes nothing
+        checks += [host_memory, disk]
+    problems = [problem for check in checks for problem in check(cfg, ranks)]
+    if problems:
+        raise ConfigError(*problems)
+    return 0
+
+
+if __name__ == "__main__":
+    config.run_tool(main)

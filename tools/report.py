@@ -1,0 +1,644 @@
+"""A page about one or several runs: curves, evaluation, sample text, environment, configuration.
+
+    ./run_train.sh -m report outputs/tiny                       writes outputs/tiny/report.html
+    ./run_train.sh -m report outputs/a outputs/b --out compared.html
+
+A run's page is also written at its end. The page is one file that loads nothing and runs no script.
+"""
+
+import argparse
+import contextlib
+import datetime
+import functools
+import html
+import json
+import math
+import pathlib
+import re
+import shlex
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import config
+from config import ConfigError, run_tool
+from system.files import read_json, write_atomic
+from system.processes import print_line
+from tools.svg import short, ticks
+
+
+class Quantity(NamedTuple):
+    """What the page draws over steps."""
+
+    key: str  # of a training row
+    title: str
+    unit: str = ""
+    from_zero: bool = False
+    logarithmic: bool = False  # where the values span more than two powers of ten
+
+
+QUANTITIES = (
+    Quantity("loss_mean", "Loss", "nats per token"),
+    Quantity("lr", "Learning rate", from_zero=True),
+    Quantity("grad_norm", "Gradient norm", "before clipping", logarithmic=True),
+    Quantity(
+        "tokens_per_second_per_device",
+        "Throughput",
+        "tokens per second and device",
+        from_zero=True,
+    ),
+    Quantity("peak_memory_gib", "Peak memory", "GiB", from_zero=True),
+)
+# What a training row has besides; any other number is a metric of a fork, and drawn as well.
+OTHER_KEYS = {
+    *[
+        "step",
+        "loss",
+        "tokens",
+        "mfu",
+        "step_seconds",
+        "data_seconds",
+        "own_seconds",
+        "epochs",
+        "batch_digest",
+    ]
+}
+WIDTH = 1000  # of a curve in units of its drawing: about the pixels of a wide screen
+COLORS = 4  # of the style sheet; further runs have the same ones, dashed
+
+# Of rank 0's log: the beginning of a record, and the records that the page shows.
+TIME = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
+LAUNCHED = re.compile(TIME + r".*: ([\d,]+ parameters on .*), [a-z]+[0-9]+$", re.M)
+RESUMED = re.compile(TIME + r".* tokens per step = .*; resuming after step (\d+)$", re.M)
+SAVED = re.compile(TIME + r"saved .*step-(\d+)$", re.M)
+STEP = re.compile(TIME + r"step (\d+)", re.M)
+SAMPLE = re.compile(TIME + rf"a sample:\n(.*?)(?={TIME}|\Z)", re.M | re.S)
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c2024; --soft: #5f6b76; --line: #d9dee3; --page: #fff }
+.c0 { color: #1f6feb } .c1 { color: #d9480f } .c2 { color: #0b8457 } .c3 { color: #a626a4 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e9ec; --soft: #9aa5b1; --line: #353c44; --page: #14171a }
+  .c0 { color: #62a8ff } .c1 { color: #ff9455 } .c2 { color: #45c992 } .c3 { color: #d98ae6 } }
+body { margin: 0 auto; padding: 1rem; max-width: 1240px; background: var(--page); color: var(--ink);
+  font: 15px/1.45 system-ui, sans-serif }
+h1 { font-size: 1.5rem; margin: 0 0 .5rem; overflow-wrap: anywhere }
+h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
+.charts { display: grid; gap: 1rem 2rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)) }
+figure { margin: 0; padding: 0 14px 40px 54px } figure:first-child { grid-column: 1 / -1 }
+figcaption { margin: 0 0 10px -54px; font-weight: 600 }
+small { font: 13px system-ui, sans-serif; margin-left: .4em }
+small, .note, td:first-child { color: var(--soft) } svg text { font-size: 12px; fill: var(--soft) }
+figure > svg { display: block; width: 100%; height: 190px; overflow: visible }
+figure:first-child > svg { height: 300px }
+.grid { stroke: var(--line) } .axis { stroke: var(--soft) }
+path { fill: none; stroke: currentColor; stroke-width: 1.5; stroke-opacity: .85;
+  stroke-linejoin: round; stroke-linecap: round; vector-effect: non-scaling-stroke }
+path.dots { stroke-width: 7; stroke-opacity: 1 }
+.dashed { stroke-dasharray: 6 4; border-style: dashed } .thin { stroke-width: 1; opacity: .5 }
+.saved { stroke: currentColor; stroke-width: 2 }
+.resumed { stroke: currentColor; stroke-dasharray: 2 3 }
+.key { display: inline-block; width: 1.6em; border-width: 3px 0 0; vertical-align: middle;
+  margin-right: .4em }
+.key:not(.dashed) { border-style: solid } .names span { margin-right: 1.2em; white-space: nowrap }
+.scroll { overflow-x: auto } table { border-collapse: collapse; font-size: 14px; min-width: 50% }
+td { vertical-align: top; padding: 3px 16px 3px 0; border-bottom: 1px solid var(--line) }
+td + td { min-width: 8.5em; overflow-wrap: anywhere }
+@media (max-width: 600px) { table { font-size: 12px; min-width: 100% }
+  td { padding-right: 8px } td:first-child { overflow-wrap: anywhere; min-width: 5em }
+  td + td { min-width: 5.5em } }
+pre { overflow-x: auto; padding: 10px; border: 1px solid var(--line); font-size: 13px }
+summary { color: var(--soft); cursor: pointer }
+"""
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title><style>{style}</style></head>
+<body>
+{body}
+</body></html>
+"""
+
+
+Point = tuple[float, float | None]  # step, value
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run's folder holds."""
+
+    folder: pathlib.Path
+    train: list[dict]  # rows of metrics.jsonl, ascending by step; tables flattened
+    evaluations: list[dict]
+    options: dict[str, Any]  # by their dotted names
+    log: str  # rank 0's, to which each launch appends
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def resumed(self) -> list[int]:
+        """The steps after which launches resumed."""
+        return sorted({int(step) for step in RESUMED.findall(self.log)})
+
+    @property
+    def saved(self) -> list[int]:
+        """The steps of checkpoints, also of those that were deleted since."""
+        return sorted({int(step) for step in SAVED.findall(self.log)})
+
+    @property
+    def samples(self) -> dict[str, str]:
+        """The newest sample text of each step, "" before the first."""
+        texts = {}
+        for match in SAMPLE.finditer(self.log):
+            steps = STEP.findall(self.log, 0, match.start())
+            texts[steps[-1] if steps else ""] = match[1]
+        return texts
+
+    def steps_of_rows(self) -> list[int]:
+        """How many steps each training row counts: those since the row before."""
+        steps = [row["step"] for row in self.train]
+        return [
+            step - before for before, step in zip([steps[0] - 1, *steps] if steps else [], steps)
+        ]
+
+    def curve(self, key: str) -> list[Point]:
+        """A number of the training rows over steps. A mean loss stands in the middle of its steps,
+        next to the validation loss of the same steps."""
+        points = []
+        for row, steps in zip(self.train, self.steps_of_rows()):
+            shift = (steps - 1) / 2 if key == "loss_mean" else 0
+            points.append((row["step"] - shift, as_number(row.get(key))))
+        return points
+
+    def validation(self) -> list[Point]:
+        return [(row["step"], as_number(row.get("loss"))) for row in self.evaluations]
+
+
+def read_run(folder: pathlib.Path) -> Run:
+    """Raises ConfigError if the folder is not a run's, or has no rows."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: is not a folder; name a run's, such as outputs/tiny")
+    rows = read_rows(folder / "metrics.jsonl")
+    if not rows:
+        raise ConfigError(f"{folder}: metrics.jsonl is missing, or has no rows yet")
+    options = {}
+    with contextlib.suppress(ConfigError):
+        options = config.flatten(config.read_toml(str(folder / "config.toml")))
+    log = ""
+    with contextlib.suppress(OSError):
+        log = (folder / "logs" / "rank-0.log").read_text(errors="replace")
+    train = [row for row in rows if row["kind"] == "train"]
+    evaluations = [row for row in rows if row["kind"] == "eval"]
+    return Run(folder, train, evaluations, options, log)
+
+
+def read_rows(path: pathlib.Path) -> list[dict]:
+    """The rows of a metrics.jsonl, ascending by step. Skips a last line that is incomplete."""
+    rows = []
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                rows.append(config.flatten(json.loads(line)))
+    return sorted(rows, key=lambda row: row["step"])
+
+
+def as_number(value: Any) -> float | None:
+    """None if the value is not a finite number."""
+    is_number = type(value) in (int, float) and abs(value) < 1e300
+    return value if is_number else None
+
+
+# Drawing. A curve is drawn in a square of WIDTH x WIDTH units, which stretches to the page. Text
+# keeps its size.
+
+
+class Scale(NamedTuple):
+    """Which steps and values a chart shows. Positions are fractions of its width and height."""
+
+    first: float  # step at the left
+    last: float  # step at the right
+    low: float  # value at the bottom, of its logarithm if `logarithmic`
+    high: float  # at the top
+    logarithmic: bool
+
+    def across(self, step: float) -> float:
+        """The position of a step, from the left."""
+        return (step - self.first) / (self.last - self.first)
+
+    def down(self, value: float) -> float:
+        """The position of a value, from the top."""
+        if self.logarithmic:
+            value = math.log10(value)
+        return (self.high - value) / (self.high - self.low)
+
+
+def draw(quantity: Quantity, runs: list[Run]) -> str:
+    """A figure of a quantity over steps; "" if no run has it."""
+    curves = []  # (CSS classes, points)
+    for i, run in enumerate(runs):
+        curves.append((color_of(i), run.curve(quantity.key)))
+        if quantity.key == "loss_mean":
+            curves.append((f"{color_of(i)} thin", run.validation()))
+            curves.append((f"{color_of(i)} dots", run.validation()))
+    points = [point for _, curve in curves for point in curve]
+    values = [value for _, value in points if value is not None]
+    if not values:
+        return ""
+    scale = scale_of(quantity, [step for step, _ in points], values)
+    shapes = draw_axes(scale)
+    for i, run in enumerate(runs):
+        shapes += draw_marks(scale, run.saved, f"{color_of(i)} saved", top="97%")
+        shapes += draw_marks(scale, run.resumed, f"{color_of(i)} resumed", top="0")
+    paths = [draw_curve(scale, css_class, curve) for css_class, curve in curves]
+    unit = f"{quantity.unit}, logarithmic" if scale.logarithmic else quantity.unit
+    title = html.escape(quantity.title)
+    return (
+        f"<figure><figcaption>{title}<small>{unit}</small></figcaption>"
+        f'<svg role="img" aria-label="{title} over steps">{"".join(shapes)}'
+        f'<svg width="100%" height="100%" viewBox="0 0 {WIDTH} {WIDTH}" '
+        f'preserveAspectRatio="none" overflow="visible">{"".join(paths)}</svg>'
+        "</svg></figure>"
+    )
+
+
+def color_of(i: int) -> str:
+    """The CSS classes of run i."""
+    if i < COLORS:
+        return f"c{i}"
+    return f"c{i % COLORS} dashed"
+
+
+def scale_of(quantity: Quantity, steps: list[float], values: list[float]) -> Scale:
+    first = min(steps) if min(steps) > 1 else 0
+    last = max(*steps, first + 1)
+    low = min(values)
+    high = max(values)
+    logarithmic = quantity.logarithmic and low > 0 and high > 100 * low
+    if logarithmic:
+        low = math.log10(low)
+        high = math.log10(high)
+    elif quantity.from_zero:
+        low = min(low, 0)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1
+    return Scale(
+        first, last, low if quantity.from_zero else low - margin, high + margin, logarithmic
+    )
+
+
+def draw_axes(scale: Scale) -> list[str]:
+    """The line under the curves, a horizontal line for each tick's value, and the numbers."""
+    shapes = ['<line class="axis" x2="100%" y1="100%" y2="100%"/>']
+    # on a logarithmic scale only powers of ten
+    for tick in ticks(scale.low, scale.high, whole=scale.logarithmic):
+        value = 10.0**tick if scale.logarithmic else tick
+        y = f"{scale.down(value):.2%}"
+        shapes.append(
+            f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/><text x="-8" y="{y}" dy="4" '
+            f'text-anchor="end">{short(value)}</text>'
+        )
+    for step in ticks(scale.first, scale.last, whole=True):
+        x = f"{scale.across(step):.2%}"
+        shapes.append(f'<text x="{x}" y="100%" dy="18" text-anchor="middle">{short(step)}</text>')
+    shapes.append('<text x="100%" y="100%" dy="34" text-anchor="end">step</text>')
+    return shapes
+
+
+def draw_marks(scale: Scale, steps: Iterable[int], css_class: str, top: str) -> list[str]:
+    """A vertical line from `top` to the axis at each step that the scale shows. Steps so close that
+    they share a position share a line."""
+    visible = [step for step in steps if scale.first <= step <= scale.last]
+    positions = {f"{scale.across(step):.1%}" for step in visible}
+    return [
+        f'<line class="{css_class}" x1="{x}" x2="{x}" y1="{top}" y2="100%"/>'
+        for x in sorted(positions)
+    ]
+
+
+def draw_curve(scale: Scale, css_class: str, curve: list[Point]) -> str:
+    """A path through the points, broken where a value is None. The class "dots" draws only the
+    points."""
+    connected = "dots" not in css_class
+    commands = []
+    pen_down = False
+    for step, value in thinned(curve):
+        if value is None:
+            pen_down = False
+            continue
+        point = f"{scale.across(step) * WIDTH:.1f},{scale.down(value) * WIDTH:.1f}"
+        # h0 draws a dot, which shows where no line follows
+        commands.append(f"L{point}" if pen_down else f"M{point}h0")
+        pen_down = connected
+    return f'<path class="{css_class}" d="{"".join(commands)}"/>' if commands else ""
+
+
+def thinned(curve: list[Point]) -> list[Point]:
+    """Of many points the lowest and the highest of each of WIDTH stretches; gaps are lowest."""
+    size = math.ceil(len(curve) / WIDTH)
+    if size <= 2:
+        return curve
+    drawn = []
+    for begin in range(0, len(curve), size):
+        stretch = curve[begin : begin + size]
+        drawn += sorted({min(stretch, key=gap_first), max(stretch, key=gap_first)})
+    return drawn
+
+
+def gap_first(point: Point) -> tuple[bool, float]:
+    return point[1] is not None, point[1] or 0.0
+
+
+# Tables. A column is a run's values by their labels.
+
+
+def escaped(value: Any) -> str:
+    return html.escape(str(value))
+
+
+def format_value(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if type(value) is int:
+        return f"{value:,}"
+    return str(value)
+
+
+def as_column(values: dict) -> dict[str, str]:
+    """A column of these values, without the empty ones."""
+    column = {}
+    for label, value in config.flatten(values).items():
+        if value not in (None, "", {}):
+            column[label] = format_value(value)
+    return column
+
+
+def all_labels(columns: list[dict[str, str]]) -> list[str]:
+    """The labels of all columns, in the order in which they first occur."""
+    labels: dict[str, None] = {}
+    for column in columns:
+        labels |= dict.fromkeys(column)
+    return list(labels)
+
+
+def table(columns: list[dict[str, str]], names: list[str], labels: list[str]) -> str:
+    """A column of values for each run, under the runs' names if there are several."""
+    rows = []
+    if len(names) > 1:
+        rows.append(["", *names])
+    for label in labels:
+        rows.append([label, *(column.get(label, "-") for column in columns)])
+    lines = []
+    for row in rows:
+        cells = [f"<td>{escaped(cell)}</td>" for cell in row]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+
+
+def summary(run: Run) -> dict[str, str]:
+    """The column at the page's top."""
+    status = read_json(run.folder / "status.json")
+    last = run.train[-1] if run.train else {}
+    evaluation = run.evaluations[-1] if run.evaluations else {}
+    rates = [value for _, value in run.curve("tokens_per_second_per_device") if value is not None]
+    peaks = [value for _, value in run.curve("peak_memory_gib") if value is not None]
+    launches = LAUNCHED.findall(run.log)
+    step = max(status.get("step") or 0, last.get("step", 0))
+    state = str(status.get("state", "unknown")).replace("preempted", "stopped")
+    return as_column(
+        {
+            "state": f"{state} at step {step} of {run.options.get('train.steps', '?')}",
+            "time": status.get("time"),
+            "training, without saves and evaluations": training_time(run),
+            "model": launches[-1] if launches else None,
+            label_of_loss(run): last.get("loss_mean"),
+            "validation loss": evaluation.get("loss"),
+            "bits per byte": evaluation.get("bits_per_byte"),
+            "tokens": last.get("tokens"),
+            "epochs": last.get("epochs"),
+            "mfu": last.get("mfu"),
+            "tokens per second and device, median": round(statistics.median(rates))
+            if rates
+            else None,
+            "peak memory, GiB": round(max(peaks), 2) if peaks else None,
+            "launches": len(launches) or None,
+            "resumed after steps": run.resumed[-5:] or None,
+            "saves": len(run.saved),
+        }
+    )
+
+
+def training_time(run: Run) -> str | None:
+    """Of all launches, as hours, minutes and seconds."""
+    seconds = 0.0
+    for row, steps in zip(run.train, run.steps_of_rows()):
+        seconds += steps * (as_number(row.get("step_seconds")) or 0)
+    return str(datetime.timedelta(seconds=round(seconds))) if run.train else None
+
+
+def label_of_loss(run: Run) -> str:
+    """Of the last row's loss: over how many steps it is the mean."""
+    steps = run.steps_of_rows()
+    return f"loss, mean of the last {steps[-1]} steps" if steps else "loss"
+
+
+def plan(run: Run) -> dict[str, str]:
+    """The dry run's prediction next to what was measured; {} without a plan."""
+    return as_column(read_json(run.folder / "plan.json"))
+
+
+def environment(run: Run) -> dict[str, str]:
+    """environment.json, with the size of its diff instead of the diff, and the command as its user
+    typed it."""
+    launch = read_json(run.folder / "environment.json")
+    diff = str(launch.get("uncommitted") or "").splitlines()
+    uncommitted = f"a diff of {len(diff)} lines, in environment.json" if diff else ""
+    shown = launch | {"uncommitted": uncommitted, "command": typed_command(launch)}
+    for name in ("code", "earlier"):  # hashes of files; the launches before
+        shown.pop(name, None)
+    return as_column(shown)
+
+
+def typed_command(launch: dict) -> str:
+    """The command of a launch's environment.json, which has that of a rank."""
+    words = launch.get("command")
+    if not isinstance(words, list):
+        return ""
+    command = shlex.join(["./run_train.sh", *map(str, words[1:])])
+    ranks = launch.get("ranks")
+    hosts = launch.get("hosts")
+    if type(ranks) is int and isinstance(hosts, list) and hosts and ranks > len(hosts):
+        return f"NPROC={ranks // len(hosts)} {command}"
+    return command
+
+
+# The page
+
+
+def page(runs: list[Run]) -> str:
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(run.folder) for run in runs]
+    title = escaped(" · ".join(names))
+    options = [{name: config.toml(value) for name, value in run.options.items()} for run in runs]
+    differing = []
+    equal = []
+    for name in all_labels(options):
+        is_equal = len({values.get(name) for values in options}) == 1
+        (equal if is_equal else differing).append(name)
+    summaries = [summary(run) for run in runs]
+    evaluations = [
+        as_column({**run.evaluations[-1], "kind": None}) if run.evaluations else {} for run in runs
+    ]
+    charts = [draw(quantity, runs) for quantity in (*QUANTITIES, *other_quantities(runs))]
+
+    sections = [f"<h1>{title}</h1>"]
+    if len(runs) > 1:
+        sections.append(legend(names))
+    sections += [
+        table(summaries, names, all_labels(summaries)),
+        section("Options that differ", options, names, differing),
+        "<h2>Curves</h2><p class=note>Dots: validation. A mean loss is drawn in the middle of its "
+        "steps. Dotted vertical lines: a launch resumed there. Small ticks on the axis: saves.</p>"
+        f'<div class="charts">{"".join(charts)}</div>',
+        section("Last evaluation", evaluations, names),
+        section("Plan and measurement", [plan(run) for run in runs], names),
+        *(sample_texts(run, name) for run, name in zip(runs, names)),
+        section("Environment of the newest launch", [environment(run) for run in runs], names),
+        section(
+            "Options that are equal" if len(runs) > 1 else "Configuration",
+            options[:1],
+            names[:1],
+            equal,
+        ),
+    ]
+    return PAGE.format(title=title, style=STYLE, body="\n".join(sections))
+
+
+def other_quantities(runs: list[Run]) -> list[Quantity]:
+    """The metrics of a fork: numbers of the training rows that no other run has."""
+    known = OTHER_KEYS | {quantity.key for quantity in QUANTITIES}
+    names: dict[str, None] = {}
+    for run in runs:
+        for row in run.train:
+            for key in row.keys() - known - names.keys():
+                if as_number(row[key]) is not None and not key.startswith("slowest_rank."):
+                    names[key] = None
+    return [Quantity(name, name) for name in sorted(names)]
+
+
+def legend(names: list[str]) -> str:
+    """The color of each run."""
+    entries = []
+    for i, name in enumerate(names):
+        entries.append(f'<span><i class="key {color_of(i)}"></i>{escaped(name)}</span>')
+    return f"<p class=names>{''.join(entries)}</p>"
+
+
+def section(
+    heading: str,
+    columns: list[dict[str, str]],
+    names: list[str],
+    labels: list[str] | None = None,
+) -> str:
+    """A table with a heading, of all labels by default; "" if it would be empty."""
+    if labels is None:
+        labels = all_labels(columns)
+    if not labels:
+        return ""
+    return f"<h2>{heading}</h2>{table(columns, names, labels)}"
+
+
+def sample_texts(run: Run, name: str) -> str:
+    """The newest sample text, and those before it to be opened."""
+    texts = [*run.samples.items()]
+    if not texts:
+        return ""
+    lines = [f"<h2>Sample text of {escaped(name)}</h2>"]
+    for step, text in reversed(texts):
+        pre = f"<pre>{escaped(text)}</pre>"
+        if (step, text) == texts[-1]:
+            lines.append(f"<p class=note>After step {step}</p>{pre}")
+        else:
+            lines.append(f"<details><summary>After step {step}</summary>{pre}</details>")
+    return "".join(lines)
+
+
+def write_report(folders: list[pathlib.Path], out: pathlib.Path | None = None) -> pathlib.Path:
+    """Writes the page, by default into the first run's folder, and returns its path. Raises
+    ConfigError with the problems of all folders."""
+    runs = config.together(*(functools.partial(read_run, folder) for folder in folders))
+    out = out or folders[0] / "report.html"
+    try:
+        # names and texts may hold lone surrogates
+        write_atomic(out, page(runs).encode(errors="replace"))
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written: {error.strerror}") from None
+    return out
+
+
+def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
+    """The commands that a user may want after a run, in at most four lines."""
+    folder = str(config.run_folder(cfg))
+    commands = []
+    if cfg.log.tensorboard:
+        commands.append(
+            command_line("curves", "-m", "tensorboard.main", "--logdir", cfg.run.output_dir)
+        )
+    if cfg.checkpoint is not None:
+        if cfg.data.has_conversations:
+            prompt = ["--chat"]
+        elif cfg.data.source == "python-stdlib":
+            prompt = ["--prompt", "def "]
+        else:
+            prompt = ["--prompt", "The "]
+        if any(config.run_folder(cfg).glob("tokenizer.*")):  # token files need none
+            commands.append(command_line("text from it", "-m", "generate", folder, *prompt))
+
+        # without schedule_steps the learning rate's schedule is as long as the run
+        is_stretched = cfg.optim.schedule_steps is None and cfg.optim.schedule != "constant"
+        purpose = "more steps, a longer schedule" if is_stretched else "more steps"
+        words = config.words_without("--train.steps=", "--checkpoint.resume=")
+        if cfg.checkpoint.resume != "auto":  # the file's, perhaps
+            words.append("--checkpoint.resume=auto")
+        commands.append(command_line(purpose, *words, f"--train.steps={2 * cfg.train.steps}"))
+
+        if config.has_extra("huggingface"):
+            commands.append(
+                command_line("export", "-m", "huggingface", "export", folder, f"{folder}-hf")
+            )
+    text = f"finished: {report or folder}"
+    if commands:
+        text += "; " + "\n".join(commands)
+    return text
+
+
+def command_line(purpose: str, *words: str) -> str:
+    return f"{purpose}: {shlex.join(['./run_train.sh', *words])}"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="run_train.sh -m report", description=__doc__.splitlines()[0]
+    )
+    # one line, as every error here
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
+    parser.add_argument("runs", type=pathlib.Path, nargs="+", metavar="RUN", help="a run's folder")
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        metavar="FILE.html",
+        help="default: report.html in the first RUN",
+    )
+    args = parser.parse_args(argv)
+    print_line(str(write_report(args.runs, args.out)))
+    return 0
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -1,0 +1,72 @@
+"""Prints what a run reads in a step: each sample as text, document by document.
+
+    ./run_train.sh -m data.show configs/tiny.toml --step 3
+
+The samples of all ranks together, in their order.
+"""
+
+import io
+import sys
+from collections.abc import Iterator
+
+import config
+from config import ConfigError, run_tool
+from data import formats
+from data.dataset import Dataset, open_dataset
+from data.row_format import row_format
+from data.tokenizer import Tokenizer
+from data.tokens import Span
+from system.processes import print_line, printable
+
+
+def samples(cfg: config.Config, step: int) -> Iterator[str]:
+    """Yields the text to print for each sample of a step (from 1). Raises ConfigError."""
+    dataset = open_dataset(cfg)
+    source = dataset.missing(step)
+    if source:
+        raise ConfigError(
+            f"--step {step}: its text is not prepared yet ({source.progress()}); `python -m "
+            "data.prepare CONFIG` prepares it"
+        )
+    if not dataset.tokenizer_files:
+        raise ConfigError("[data] tokenizer: is needed to print token files as text")
+    tokenizer = Tokenizer(dataset.tokenizer_files[0].parent)
+    rows = row_format(cfg.data)
+    batch_size = cfg.train.global_batch_size
+    for number in range((step - 1) * batch_size, step * batch_size):
+        span = dataset.span(number)
+        lines = [heading(dataset, step, number, span)]
+        for line in rows.lines(span, tokenizer):
+            lines.append(printable(line))
+        yield "\n".join(lines)
+
+
+def heading(dataset: Dataset, step: int, number: int, span: Span) -> str:
+    """Names a sample: where the order took it from."""
+    position = dataset.position(number)
+    sources = dataset.data.sources
+    of_source = f" of {sources[position.source].source}" if sources else ""
+    last = span.stop - 1  # a target only
+    return (
+        f"=== step {step}, sample {number}: epoch {position.epoch}{of_source}, window "
+        f"{position.window}, tokens {span.start} to {last}"
+    )
+
+
+def main(argv: list[str]) -> int:
+    parser = config.argument_parser()
+    parser.add_argument("--step", type=int, default=1)
+    args, cfg = config.from_command_line(argv, __doc__, parser)
+    cfg = formats.complete(cfg)
+    if args.step < 1:
+        raise ConfigError(f"--step {args.step}: steps count from 1")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # None: closed
+        # for characters that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
+    for text in samples(cfg, args.step):
+        print_line(text)
+    return 0
+
+
+if __name__ == "__main__":
+    run_tool(main)
