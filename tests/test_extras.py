@@ -71,7 +71,6 @@ def test_core_reads_a_mixture_of_growing_text(core, write_config, tmp_path):
     "extra, options",
     [
         ("float8", ["--parallel.float8=rowwise"]),
-        ("planner", ["--dry-run"]),
         ("optimizers", ["--optim.name=muon"]),
         ("optimizers", ["--optim.state_dtype=bfloat16"]),
         ("reports", ["--profile.at_step=1", "--profile.steps=1"]),
