@@ -6,11 +6,11 @@ Shapes: T tokens, S cached positions, K key/value heads, E head dimension, V voc
 """
 
 import argparse
-import itertools
 import json
 import math
 import pathlib
 import random
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator
@@ -21,12 +21,23 @@ from torch import Tensor
 import config
 from checkpoint import catalog, compare, load
 from config import ConfigError, run_tool
+from data.dataset import Dataset
 from data.tokenizer import Tokenizer
+from metrics import log
 from model.attention import attention
 from model.build import meta_model
-from model.llama import Llama
+from model.llama import Llama, parameter_count
+from parallel.fsdp import reshard
 from parallel.materialize import initialize_buffers, materialize
+from parallel.mesh import World
+from parallel.ranks import all_gather_objects
 from system.processes import printable
+
+# of the sample that a run logs
+SAMPLE_TOKENS = 64
+SAMPLE_TEMPERATURE = 0.8
+MIN_SAMPLED_STEPS = 100  # after fewer, the text would be noise
+MAX_SAMPLED_PARAMETERS = 20e9  # each token all-gathers all of them
 
 
 class KVCache:
@@ -104,6 +115,54 @@ def encode(tokenizer, prompt: str) -> list[int]:
     return ids
 
 
+@torch.no_grad()
+def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset, step: int) -> None:
+    """Logs text that the sharded model generates after a step: a forward pass over all tokens for
+    each new one. Collective.
+
+    Logs none after few steps, of conversations, or without a tokenizer that can encode the prompt;
+    with tp or cp, and of a large model, the command that generates from the checkpoint.
+    """
+    if step < MIN_SAMPLED_STEPS or cfg.data.has_conversations or not dataset.tokenizer_files:
+        return
+    is_code = "python-stdlib" in (dataset.names or [cfg.data.source])
+    prompt = "def " if is_code else "The "
+    if world.tp * world.cp > 1 or parameter_count(model) > MAX_SAMPLED_PARAMETERS:
+        words = ["./run_train.sh", "-m", "generate", str(config.run_folder(cfg))]
+        log.info("a sample: %s", shlex.join([*words, "--prompt", prompt]))
+        return
+    tokenizer = tokenizer_for(prompt, dataset)
+    are_loaded = all(all_gather_objects(tokenizer is not None))
+    if tokenizer is None or not are_loaded:
+        return
+    ids = encode(tokenizer, prompt)
+    new: list[int] = []
+    draws = random.Random(cfg.run.seed)
+    model.eval()
+    with torch.compiler.set_stance("force_eager"):  # each length would trigger a recompilation
+        for _ in range(SAMPLE_TOKENS):
+            window = [*ids, *new][-cfg.train.seq_len :]
+            logits = model(torch.tensor([window], device=world.device))[0, -1]  # (V)
+            new.append(choose(logits, SAMPLE_TEMPERATURE, draws.random()))
+    reshard(model)
+    model.train()
+    end = next((i for i, token in enumerate(new) if token in tokenizer.eos), len(new))
+    log.info("a sample:\n%s", printable(tokenizer.decode([*ids, *new[:end]])))
+
+
+def tokenizer_for(prompt: str, dataset: Dataset) -> Tokenizer | None:
+    """The data's tokenizer; None if it cannot be loaded or encode the prompt."""
+    try:
+        tokenizer = Tokenizer(dataset.tokenizer_files[0].parent)
+        tokenizer.encode([prompt])
+    except (ImportError, ConfigError):
+        return None
+    return tokenizer
+
+
+# The tool
+
+
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m generate", description=__doc__.splitlines()[0])
     # one line, as every error here
@@ -164,19 +223,20 @@ def load_base(folder: pathlib.Path, cfg: config.Config, device: torch.device) ->
     return model
 
 
-def print_stream(tokenizer, ids: list[int], steps: Iterator[int]) -> None:
+def print_stream(tokenizer: Tokenizer, ids: list[int], steps: Iterator[int]) -> None:
     """Prints the text as it grows, up to the first EOS token."""
     ids = list(ids)
     written = 0  # characters
     try:
-        for new in itertools.chain([[]], ([token] for token in steps)):  # first the prompt alone
-            if new and new[0] in tokenizer.eos:
-                break
-            ids += new
+        while True:
             # hold back an incomplete UTF-8 character, which decodes as this one
             text = tokenizer.decode(ids).rstrip("\N{REPLACEMENT CHARACTER}")
             print(printable(text[written:]), end="", flush=True)
             written = len(text)
+            token = next(steps, None)
+            if token is None or token in tokenizer.eos:
+                break
+            ids.append(token)
     finally:
         print(printable(tokenizer.decode(ids)[written:]), flush=True)
 

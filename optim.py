@@ -3,8 +3,8 @@
 import logging
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, Protocol, TypeGuard
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,8 @@ from model.llama import after_weight_update, named_parameters
 
 log = logging.getLogger("train")
 
-NORM_ROW = 4096  # elements whose squares are added up in float32
 TARGETLESS_LIMIT = 100  # steps without a target in a row that end a run
+SPIKE_WINDOW = 128  # steps that a spike is compared with
 
 
 def learning_rate(o: config.Optim, end: int, step: int) -> float:
@@ -108,12 +108,12 @@ class ShardedAdamW(torch.optim.AdamW):
 
 
 class FiniteGuard:
-    """Keeps non-finite gradients out of the weights, without waiting for the device.
+    """Keeps updates that would do harm out of the weights, without waiting for the device: that of
+    a gradient that is not finite and, with train.skip_spikes, that of a spike.
 
     torch's fused optimizers leave weights and state untouched if `found_inf` is set. The host reads
     this flag one step late, and before every save. Optimizers of other kinds ignore the flag: for
     them the host waits, and skips their step.
-
     """
 
     def __init__(
@@ -122,61 +122,121 @@ class FiniteGuard:
         device: torch.device,
         limit: int,
         progress: "Progress",
+        skip_spikes: float | None = None,
     ):
-        """limit: updates in a row that may be skipped; one more stops the run. progress: counts the
-        skipped updates, all but the last."""
+        """limit: updates in a row that may be skipped because of their gradient; one more stops the
+        run. progress: counts the skipped updates, all but the last."""
         self.limit = limit
         self.progress = progress
+        self.spikes: SpikeDetector | None = None
+        if skip_spikes is not None:
+            self.spikes = SpikeDetector(skip_spikes, device, progress)
         self.found_inf = torch.zeros((), device=device)
-        self.on_host = torch.zeros((), pin_memory=device.type == "cuda")
+        # the flag; with a SpikeDetector, the figures of observe()
+        self.on_host = torch.zeros(5 if self.spikes else 1, pin_memory=device.type == "cuda")
         # a CPU's event does nothing: the host's copies are synchronous
         self.copied = torch.get_device_module(device).Event()
         self.pending_step: int | None = None  # whose flag is being copied
-        self.optimizer_skips = False
-        if scales_by_itself(optimizer):
-            self.optimizer_skips = True
-            optimizer.found_inf = self.found_inf
+        self.optimizer_skips = scales_by_itself(optimizer)
+        if self.optimizer_skips:
+            optimizer.found_inf = self.found_inf  # pyrefly: ignore[missing-attribute]
 
-    def may_update(self, step: int, norm: Tensor) -> bool:
+    def may_update(self, step: int, norm: Tensor, loss: Tensor | None = None) -> bool:
         """Whether to call the optimizer's step(); the same on all ranks.
 
-        norm: the gradient norm over all ranks, which is non-finite if any gradient is.
+        norm: the gradient norm over all ranks, which is non-finite if any gradient is. loss: this
+        rank's summand of the global batch's mean loss, for train.skip_spikes.
         """
-        self.check()
-        self.found_inf.copy_(~norm.isfinite())
-        self.on_host.copy_(self.found_inf, non_blocking=True)
+        self._count_skipped()
+        figures = (~norm.isfinite()).float()[None]
+        if self.spikes:
+            assert loss is not None
+            figures = self.spikes.observe(norm, loss)
+        self.found_inf.copy_(figures[0])
+        self.on_host.copy_(figures, non_blocking=True)
         self.copied.record()
         self.pending_step = step
         return self.optimizer_skips or not self._wait_for_flag()
 
     def _wait_for_flag(self) -> bool:
         self.copied.synchronize()
-        return bool(self.on_host.item())
+        return bool(self.on_host[0].item())
 
     def check(self) -> None:
-        """Counts the last update if it was skipped: waits for it.
+        """Counts the last update if it was skipped, and completes `progress` for a checkpoint: waits
+        for the device.
 
         Raises FloatingPointError if more updates in a row were skipped than the limit.
         """
-        if self.pending_step is None:
-            return
+        self._count_skipped()
+        if self.spikes:
+            self.progress.skipped_spikes, self.progress.recent = self.spikes.state()
+
+    def _count_skipped(self) -> None:
         step = self.pending_step
+        if step is None:
+            return
         self.pending_step = None
         if not self._wait_for_flag():
             self.progress.skipped_in_a_row = 0
             return
+        if self.spikes:
+            _, norm, loss, norm_limit, loss_limit = self.on_host.tolist()
+            if math.isfinite(norm):
+                self.progress.skipped_in_a_row = 0
+                log.warning(
+                    f"step {step}: a spike, skipped: gradient norm {norm:.4g} (limit "
+                    f"{norm_limit:.4g}), loss {loss:.4g} (limit {loss_limit:.4g})"
+                )
+                return
         self.progress.skipped_in_a_row += 1
         self.progress.skipped_steps += 1
-        if self.progress.skipped_in_a_row <= self.limit:
-            return
-        if self.limit:
-            advice = f"train.skip_nonfinite = {self.limit} steps in a row were skipped already"
-        else:
-            advice = "train.skip_nonfinite = N would skip up to N such steps in a row"
-        raise FloatingPointError(
-            f"step {step}: the gradient is not finite, the weights were left as they were before "
-            f"it; {advice}"
-        )
+        if self.progress.skipped_in_a_row > self.limit:
+            raise FloatingPointError(
+                f"step {step}: the gradient is not finite, the weights were left as they were "
+                f"before it; train.skip_nonfinite = {self.limit} such steps in a row may be skipped"
+            )
+
+
+class SpikeDetector:
+    """Detects an update whose loss or gradient norm is more than train.skip_spikes standard
+    deviations above its mean over the last SPIKE_WINDOW steps.
+
+    It is the rule of OLMo-core's SkipStepOptimizer. That a spike is cured by leaving out the
+    batches around it: https://arxiv.org/abs/2204.02311, section 5.1. Everything stays on the device.
+    A spike counts in the window, too: of a new level at most 1 / (1 + deviations^2) of the window is
+    skipped.
+    """
+
+    def __init__(self, deviations: float, device: torch.device, progress: "Progress"):
+        """progress: of the checkpoint that the run resumes from."""
+        self.deviations = deviations
+        self.skipped = torch.tensor(float(progress.skipped_spikes), device=device)
+        # (steps, 2): gradient norm and loss. NaN: until the window is full, nothing is a spike.
+        self.window = torch.full((SPIKE_WINDOW, 2), math.nan, dtype=torch.float64, device=device)
+        if progress.recent:
+            recent = torch.tensor(progress.recent, dtype=torch.float64)
+            self.window[-len(recent) :] = recent
+
+    def observe(self, norm: Tensor, loss: Tensor) -> Tensor:
+        """(is the step to be skipped, gradient norm, loss, the limits of both) of a step, as
+        FiniteGuard.may_update() has it. Collective."""
+        loss = loss.clone()
+        dist.all_reduce(loss)
+        values = torch.stack([norm, loss.to(norm.device)]).double()  # (2)
+        std, mean = torch.std_mean(self.window, dim=0)  # (2) each
+        limits = mean + self.deviations * std
+        is_finite = values.isfinite().all()
+        is_spike = is_finite & (values > limits).any()
+        longer = torch.cat([self.window, values[None]])
+        self.window = torch.where(is_finite, longer[1:], self.window)
+        self.skipped += is_spike
+        return torch.cat([(is_spike | ~is_finite)[None], values, limits]).float()
+
+    def state(self) -> tuple[int, list[list[float]]]:
+        """(updates skipped so far, the window) for a checkpoint; waits for the device."""
+        is_filled = ~self.window[:, 0].isnan()
+        return int(self.skipped.item()), self.window[is_filled].tolist()
 
 
 class NoTargets(Exception):
@@ -195,6 +255,9 @@ class Progress:
     tokens: int = 0  # trained on; batch size and sequence length may have changed on the way
     skipped_steps: int = 0  # their gradient was not finite (FiniteGuard)
     skipped_in_a_row: int = 0
+    skipped_spikes: int = 0  # SpikeDetector
+    # (gradient norm, loss) of up to SPIKE_WINDOW steps, the last one last; with train.skip_spikes
+    recent: list[list[float]] = field(default_factory=list)
     targetless_steps: int = 0  # no token had a loss: nothing was updated
     targetless_in_a_row: int = 0
 
@@ -218,13 +281,6 @@ class Progress:
                 "train.seq_len, or look at the data: ./run_train.sh -m data.show CONFIG "
                 f"--step {step}"
             )
-        if self.targetless_steps.bit_count() == 1:  # 1, 2, 4, 8, ...
-            log.warning(
-                "step %d: no token of the batch has a loss, nothing was updated "
-                "(such steps so far: %d)",
-                step,
-                self.targetless_steps,
-            )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -232,14 +288,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-class ScalesByItself(Protocol):
-    """An optimizer whose step() divides gradients by grad_scale, and skips if found_inf is set."""
-
-    grad_scale: Tensor
-    found_inf: Tensor
-
-
-def scales_by_itself(optimizer: torch.optim.Optimizer) -> TypeGuard[ScalesByItself]:
+def scales_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step() divides gradients by `grad_scale`, and skips if `found_inf` is set."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's flag
 
 
@@ -257,7 +307,7 @@ def clip_gradients(
         return norm
     scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # as torch.nn.utils.clip_grad_norm_ does
     if scales_by_itself(optimizer):
-        optimizer.grad_scale = scale
+        optimizer.grad_scale = scale  # pyrefly: ignore[missing-attribute]
     else:
         gradients = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
         torch._foreach_div_(gradients, scale)
@@ -268,7 +318,9 @@ def clip_gradients(
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The norm of all these parameters' gradients over all ranks, a float32 scalar on their device.
 
-    All-reduces one number for each set of mesh dimensions that gradients are sharded over.
+    All-reduces one number for each set of mesh dimensions that gradients are sharded over. torch's
+    clip_grad_norm_ fails on gradients of several meshes, and on a CPU adds up in one float32: off by
+    2e-4 at eight million elements.
     """
     # local gradients, by the process groups that they are sharded over
     sharded: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
@@ -279,7 +331,10 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         return torch.zeros(())
     squares = []
     for groups, gradients in sharded.items():
-        square = _sum_of_squares(gradients)
+        # a GPU adds up in a tree
+        dtype = torch.float64 if gradients[0].device.type == "cpu" else None
+        norms = torch.stack(torch._foreach_norm(gradients, 2.0, dtype))
+        square = norms.double().square().sum()
         for group in groups:
             dist.all_reduce(square, group=group)
         squares.append(square)
@@ -301,23 +356,3 @@ def _sharded_over(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
         if mesh.size(dim) > 1 and not placement.is_replicate():
             groups.append(mesh.get_group(dim))
     return tuple(groups)
-
-
-def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    """The sum of squares of all elements, a float64 scalar on their device.
-
-    On a CPU, torch's float32 norm accumulates in one float32: off by 1e-5 at a million elements, by
-    2e-4 at eight million. Its float64 norm is twenty times slower. So there it is float32 norms of
-    short rows, summed in float64.
-    """
-    if tensors[0].device.type != "cpu":
-        return torch.nn.utils.get_total_norm(tensors).double().square()
-    norms = []
-    for t in tensors:
-        flat = t.reshape(-1)
-        rows = len(flat) // NORM_ROW
-        rest = flat[rows * NORM_ROW :]
-        flat = flat[: rows * NORM_ROW].view(rows, NORM_ROW)
-        norms.append(torch.linalg.vector_norm(flat, dim=1))  # (rows)
-        norms.append(torch.linalg.vector_norm(rest, dim=0, keepdim=True))  # (1)
-    return torch.cat(norms).double().square().sum()

@@ -23,7 +23,8 @@ from checkpoint.checkpointer import Checkpointer
 from config import Config
 from data.dataset import open_dataset
 from data.loader import Batch, Loader
-from evaluate import evaluate_if_due, evaluate_newest
+from evaluate import Evaluation, evaluate_newest
+from generate import log_sample
 from metrics import Recorder
 from model.build import meta_model
 from model.llama import Llama
@@ -69,12 +70,15 @@ def train(cfg: Config, world: World, run: Run) -> None:
     units = verify(model, optimizer, cfg.parallel, world)
 
     warnings = run.begin(checkpointer)  # takes the run's folder: from here on, things are written
-    recorder = Recorder(cfg, world, run.folder, start, model, run.seconds)
-    recorder.log_start(model, unit_table(units), dataset, warnings)
-    guard = FiniteGuard(optimizer, device, cfg.train.skip_nonfinite, progress)
+    recorder = Recorder(cfg, world, run.folder, start, model, dataset, run.seconds)
+    recorder.log_start(model, unit_table(units), warnings)
+    guard = FiniteGuard(
+        optimizer, device, cfg.train.skip_nonfinite, progress, cfg.train.skip_spikes
+    )
     loader = Loader(dataset, world, start + 1)
+    evaluation = Evaluation(cfg, model, world, dataset, run)
     # the launch before may have been stopped after this step's save, before its evaluation
-    evaluate_if_due(start, model, cfg, world, dataset, run, recorder)
+    evaluation.after(start, recorder)
 
     # until all steps are trained, or all ranks agree to stop
     for step in run.steps(start + 1, cfg.train.steps, loader):
@@ -90,7 +94,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
         recorder.log_step(step, progress.tokens, batch, sums, scalars)
         # after a signal to any rank all stop after the same step, this one or the next
         run.agree_to_continue()
-        evaluate_if_due(step, model, cfg, world, dataset, run, recorder)
+        evaluation.after(step, recorder)
         # every save_every_steps, at the last step, and when stopping
         if checkpointer.is_due(step, run.stops):
             with run.phase("save"):
@@ -102,6 +106,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     loader.close()
     if not run.stops:
         checkpointer.purge()  # removes what keep_last and keep_every_steps do not keep
+        log_sample(model, cfg, world, dataset, run.step)
     recorder.close()
 
 
@@ -145,11 +150,16 @@ def training_step(
     # Without a target in the global batch, all ranks leave weights and optimizer state as they are:
     # the gradients are zero, but weight decay and momentum would still change the weights.
     # A fused optimizer is always called: the device leaves weights and state alone if the norm is
-    # not finite. For any other, the host waits for the norm, and skips the step.
-    if batch.valid_tokens and guard.may_update(step, grad_norm):
+    # not finite, or the step a spike. For any other, the host waits for the flag, and skips the
+    # step.
+    loss = sums["loss"] / (max(1, batch.valid_tokens) * world.tp)  # tp ranks have the same sum
+    if batch.valid_tokens and guard.may_update(step, grad_norm, loss):
         optimizer.step()
     optimizer.zero_grad()
-    return sums, {"grad_norm": grad_norm, "lr": lr}
+    scalars = {"grad_norm": grad_norm, "lr": lr}
+    if guard.spikes:
+        scalars["skipped_spikes"] = guard.spikes.skipped  # so far
+    return sums, scalars
 
 
 if __name__ == "__main__":

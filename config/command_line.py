@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}; --help shows what there is")
 
 
-def argument_parser() -> argparse.ArgumentParser:
+def argument_parser() -> Parser:
     """Of a command line that begins with a CONFIG. A tool adds its flags; parse_arguments() takes
     the options."""
     parser = Parser(prog="run_train.sh", add_help=False, allow_abbrev=False)
@@ -36,11 +36,9 @@ def argument_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_arguments(
-    argv: list[str], parser: argparse.ArgumentParser | None = None
-) -> argparse.Namespace:
+def parse_arguments(argv: list[str], parser: Parser | None = None) -> argparse.Namespace:
     """Parses the command line of train.py, or by its parser that of a tool that takes a CONFIG.
-    Exits with 2 if it is invalid."""
+    Raises ConfigError."""
     if parser is None:
         parser = argument_parser()
         parser.add_argument("--eval-only", action="store_true")
@@ -55,10 +53,7 @@ def parse_arguments(
 
 
 def from_command_line(
-    argv: list[str],
-    usage: str,
-    parser: argparse.ArgumentParser | None = None,
-    resolved: bool = False,
+    argv: list[str], usage: str, parser: Parser | None = None, resolved: bool = False
 ) -> tuple[argparse.Namespace, Config]:
     """A program's arguments and configuration. parser: of a tool, see parse_arguments(). resolved:
     the file is one that load_resolved() reads.

@@ -303,6 +303,11 @@ class Train(Section):
         1.0, "clip the gradient norm to this", aka="clip_grad grad_clip gradient_clip_val"
     )
     skip_nonfinite: NonNegativeInt = option(0, "steps in a row with NaN or inf to skip; 0: none")
+    skip_spikes: PositiveFloat | None = option(
+        None,
+        "skip a step this many standard deviations above the last 128; absent: none",
+        aka="sigma_factor",
+    )
 
     def rules(self, cfg: "Config") -> Rules:
         if self.micro_batch_size and self.global_batch_size % self.micro_batch_size:
@@ -402,9 +407,7 @@ class Parallel(Section):
         "float32", "of gradient reduction", resume="recipe", aka="mixed_precision_reduce"
     )
     output_dtype: Dtype | None = option(None, "between units; absent: param_dtype", resume="recipe")
-    keep_fp32: tuple[str, ...] = option(
-        (), "patterns of units to compute in float32, such as 'blocks.[01]'", resume="recipe"
-    )
+    keep_fp32: tuple[str, ...] = option((), "units in float32, as 'blocks.[01]'", resume="recipe")
     replicated: tuple[str, ...] = option(
         (), "patterns of frozen parameters to keep whole on every rank", aka="ignored_params"
     )
@@ -489,15 +492,11 @@ class Lora(Section):
     rank: PositiveInt = option(16, "rank of the adapters", resume="shape", aka="lora_r r")
     alpha: PositiveFloat | None = option(None, "adapters scale by alpha / rank; absent: 2 x rank")
     # load() replaces "all-linear" by the names
-    targets: Projections | Literal["all-linear"] = option(
-        PROJECTIONS, "projections that get an adapter", resume="shape"
-    )
+    targets: Projections | Literal["all-linear"] = option(PROJECTIONS, "adapted", resume="shape")
     base_dtype: Literal["bfloat16", "float32", "nf4"] = option(
         "bfloat16", "dtype of the frozen weights", aka="load_in_4bit"
     )
-    init_from: Path | None = option(
-        None, "a PEFT adapter folder to start from; sets rank, alpha and targets", resume="free"
-    )
+    init_from: Path | None = option(None, "PEFT folder; sets rank, alpha, targets", resume="free")
 
     @property
     def scale(self) -> float:
@@ -578,7 +577,7 @@ class Log(Section):
     )
     tensorboard: bool = option(True, "also write tensorboard/")
     tracker: Literal["wandb", "trackio"] | None = option(
-        None, "also send rows there", extra="reports", aka="report_to wandb_log wandb_project"
+        None, "also send rows there", aka="report_to wandb_log wandb_project"
     )
 
 
@@ -608,7 +607,7 @@ class Config:
     checkpoint: Checkpoint | None = section("free")
     eval: Eval | None = section("free")
     log: Log = section("free")
-    profile: Profile | None = section("free", extra="reports")
+    profile: Profile | None = section("free", extra="profiler")
 
 
 SCHEMA = Schema(Config)

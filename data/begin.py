@@ -190,19 +190,9 @@ def _compare(folder: pathlib.Path, data: config.Data, recorded: list, read: list
     added = sorted(now.keys() - {path for path, *_ in recorded})
     if added and len(added) < len(now):  # else all of them were moved
         raise _changed(folder, f"{added[0]} was added")
-    newer = []
-    for path, size, time_modified in read:
-        current = now.get(path, SourceFile(path, size, time_modified))
-        if current.size != size:
+    for path, size, _ in read:
+        if path in now and now[path].size != size:
             raise _changed(folder, f"{path} was changed")
-        if current.time != time_modified:
-            newer.append(path)
-    if newer:
-        others = f" (and {len(newer) - 1} more files)" if len(newer) > 1 else ""
-        processes.warn_once(
-            f"{newer[0]}{others}: has another time than when {folder} was begun, and the same size: "
-            "taken for unchanged"
-        )
 
 
 def _changed(folder: pathlib.Path, problem: str) -> ConfigError:

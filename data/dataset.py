@@ -207,10 +207,10 @@ class Dataset:
         streams = [source.stream for source in self.sources if source.stream]
         return row_format(self.data).notes(streams)
 
-    def epochs(self, step: int) -> float | dict[str, float | None] | None:
-        """How often the text has been read after a step; of a mixture, by source. None where it is
-        not known yet how much text there is."""
-        periods = step * self.train.global_batch_size / self.mixture.period
+    def epochs(self, tokens: int) -> float | dict[str, float | None] | None:
+        """How often the text has been read once the run has read so many tokens; of a mixture, by
+        source. None where it is not known yet how much text there is."""
+        periods = tokens / self.train.seq_len / self.mixture.period
         epochs = []
         for source, weight in zip(self.sources, self.mixture.weights):
             samples = source.order.epoch_length

@@ -72,7 +72,9 @@ def sources_of(data: config.Data, vocab_size: int) -> list[config.Data]:
     trained = common_tokenizer(data, vocab_size)
     sources = separated(data)
     if trained:
-        sources = [replace(source, tokenizer=config.Path(str(trained))) for source in sources]
+        sources = [
+            replace(source, tokenizer=config.option.Path(str(trained))) for source in sources
+        ]
     return sources
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import config
 from config import ConfigError, RowFormat
 from data import folder as folders
-from data.source import Source, list_files, local_paths
+from data.source import SourceReader, list_files, local_paths
 from system.processes import print_error
 
 
@@ -49,7 +49,7 @@ def format_of(
         if name or is_plan:
             return name or "text"
     files, _ = list_files(data)
-    _, row = next(Source(data, files).rows(), ("", {data.text_field: ""}))
+    _, row = next(SourceReader(data, files).rows(), ("", {data.text_field: ""}))
     formats = formats_with(row)
     if isinstance(row.get(data.text_field), str):
         formats.insert(0, "text")

@@ -34,7 +34,6 @@ class Batch:
     valid_tokens: int  # valid targets of the full step, over all data ranks
     # of this rank's samples; the sum over data ranks modulo DIGEST_MODULUS is the step's
     digest: int
-    epochs: Any = None  # Dataset.epochs() after the step
 
 
 class Loader:
@@ -85,12 +84,7 @@ class Loader:
             rows, documents = read(spans, train.seq_len, has_mask)
             digest += sum(map(sample_digest, numbers, rows))
             micro_batches.append(rank_tensors(rows, documents, self.world))
-        return Batch(
-            micro_batches,
-            self._valid_tokens(step),
-            digest % DIGEST_MODULUS,
-            self.dataset.epochs(step),
-        )
+        return Batch(micro_batches, self._valid_tokens(step), digest % DIGEST_MODULUS)
 
     def _valid_tokens(self, step: int) -> int:
         """The targets of a step that have a loss, over all data ranks.

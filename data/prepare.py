@@ -11,19 +11,17 @@ hashes.
 
 import collections
 import contextlib
+import errno
 import itertools
 import multiprocessing
 import os
 import pathlib
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-
-from tqdm import tqdm
 
 import config
 from config import ConfigError
@@ -32,10 +30,10 @@ from data.begin import begin_all, check_files, file_now, take_lock, validation_s
 from data.folder import manifest_of
 from data.order import HELD_OUT_OF
 from data.row_format import Encoded, row_format
-from data.source import Position, Source, SourceFile
+from data.source import Position, SourceFile, SourceReader
 from data.writer import TokenWriter, check_hashes
 from system.machine import usable_cores
-from system.processes import die_with_parent, print_error
+from system.processes import FINISHED, die_with_parent, print_error
 
 BATCH_CHARACTERS = 1 << 18  # per task of a thread, rounded up to full documents
 AHEAD = 3  # batches per thread that are read ahead
@@ -52,17 +50,14 @@ class Batch:
     preparation: "Preparation"
     documents: list[str] = field(default_factory=list)
     position: Position = Position()  # of the source, after the last document
-    share_read: float = 1.0  # of the source, from 0 to 1
     # why the documents cannot be tokenized or, of the last batch, no more can be read
     problem: ConfigError | OSError | None = None
 
 
-def prepare(
-    data: config.Data, vocab_size: int, workers: int | None = None, has_bar: bool = False
-) -> list[pathlib.Path]:
+def prepare(data: config.Data, vocab_size: int, workers: int | None = None) -> list[pathlib.Path]:
     """Begins missing folders of token files, checks existing ones, and completes them. Returns
-    them, by source. vocab_size: of the model. workers: threads that tokenize. has_bar: shows bars
-    of progress, else lines. Raises ConfigError and OSError."""
+    them, by source. vocab_size: of the model. workers: threads that tokenize. Raises ConfigError
+    and OSError."""
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # threads of ours take one core each
     sources = begin_all(data, vocab_size)
     while True:
@@ -75,7 +70,7 @@ def prepare(
                 lock = take_lock(folder)
                 if lock:
                     stack.callback(lock.release)
-                    preparation = Preparation(folder, source, has_bar)
+                    preparation = Preparation(folder, source)
                     stack.callback(preparation.close)
                     preparations.append(preparation)
             if preparations:
@@ -152,7 +147,8 @@ def encoded_in_order(pool: Executor, batches: Iterator[Batch]) -> Iterator[tuple
         except ConfigError as error:
             batch.problem = error
         except BrokenProcessPool:
-            raise OSError("a process that tokenizes was killed (out of memory?)") from None
+            problem = "a process that tokenizes was killed (out of memory?)"
+            raise OSError(errno.ENOMEM, problem) from None
         yield batch, encoded
 
 
@@ -160,7 +156,7 @@ class Preparation:
     """A folder whose text this process prepares: batches() are tokenized, and then given to write()
     in their order."""
 
-    def __init__(self, folder: pathlib.Path, data: config.Data, has_bar: bool):
+    def __init__(self, folder: pathlib.Path, data: config.Data):
         """Raises ConfigError and OSError."""
         self.folder = folder
         self.data = data
@@ -173,14 +169,6 @@ class Preparation:
         self._note_changes()
         self.next_record = 0.0  # by time.monotonic()
         self.next_line = time.monotonic() + LOG_SECONDS
-        self.bar = tqdm(
-            desc=self.data.source[-24:],
-            initial=self.manifest["tokens"]["train"],
-            unit=" tokens",
-            unit_scale=True,
-            leave=False,
-            disable=not (has_bar and sys.stderr and sys.stderr.isatty()),
-        )
 
     def _note_changes(self) -> None:
         """What was not read yet may have changed. If the file that reading stopped in has, as when
@@ -200,12 +188,14 @@ class Preparation:
     def batches(self) -> Iterator[Batch]:
         """What is left to tokenize: first the text of a validation source. Each source ends with a
         batch without documents."""
-        source = Source(self.data, self.files, Position(*self.manifest["position"]))
+        source = SourceReader(self.data, self.files, Position(*self.manifest["position"]))
         if self.validation and not self.manifest["validation"]:
-            yield from self._batches(Source(self.validation, self.manifest["validation_files"]))
+            yield from self._batches(
+                SourceReader(self.validation, self.manifest["validation_files"])
+            )
         yield from self._batches(source)
 
-    def _batches(self, source: Source) -> Iterator[Batch]:
+    def _batches(self, source: SourceReader) -> Iterator[Batch]:
         """Each batch is of one file."""
         batch = Batch(self)
         last = Batch(self, position=Position(len(source.files)))
@@ -214,7 +204,6 @@ class Preparation:
             for document in source:
                 is_new_file = source.position.file != batch.position.file
                 if size >= BATCH_CHARACTERS or (batch.documents and is_new_file):
-                    batch.share_read = source.share_read()
                     yield batch
                     if self.is_full():
                         return
@@ -256,7 +245,7 @@ class Preparation:
         elif self.writer.is_due or time.monotonic() > self.next_record:
             self.writer.record()
             self.next_record = time.monotonic() + RECORD_SECONDS
-        self._log(batch)
+        self._log()
 
     def _append(self, encoded: Encoded, is_validation: bool) -> None:
         """is_validation: of the text of data.validation."""
@@ -288,21 +277,18 @@ class Preparation:
         check_files(self.folder, self.manifest, self.data)
         self.writer.complete()
         tokens = self.manifest["tokens"]
-        with tqdm.external_write_mode():
-            print_error(
-                f"prepared {self.folder}: {tokens['train']:,} tokens to train on, "
-                f"{tokens['heldout']:,} for validation"
-            )
+        print_error(
+            f"prepared {self.folder}: {tokens['train']:,} tokens to train on, "
+            f"{tokens['heldout']:,} for validation"
+        )
 
-    def _log(self, batch: Batch) -> None:
-        tokens = self.manifest["tokens"]["train"]
-        share = min(1.0, max(batch.share_read, tokens / self.limit))
-        if share:
-            self.bar.total = round(tokens / share)
-        self.bar.update(tokens - self.bar.n)
-        if self.bar.disable and time.monotonic() > self.next_line:
+    def _log(self) -> None:
+        if time.monotonic() > self.next_line:
             self.next_line = time.monotonic() + LOG_SECONDS
-            print_error(f"{self.data.source}: {tokens:,} tokens prepared, {share:.0%}")
+            tokens = self.manifest["tokens"]["train"]
+            file = self.manifest["position"][0] + 1
+            progress = f"{tokens:,} tokens prepared, file {file} of {len(self.files)}"
+            print_error(f"{self.data.source}: {progress}")
 
     def keep(self) -> None:
         """Records what came before a wrong row, if there is text to train on."""
@@ -310,7 +296,6 @@ class Preparation:
             self.writer.record()
 
     def close(self) -> None:
-        self.bar.close()
         self.writer.close()
 
 
@@ -325,24 +310,11 @@ def main(argv: list[str]) -> int:
         os.nice(19)
         with contextlib.suppress(OSError):  # Linux's priority of a session next to others
             pathlib.Path("/proc/self/autogroup").write_text("19")
-    try:
-        cfg = formats.complete(cfg)
-        if not ranks:
-            check_complete(cfg.data, cfg.model.vocab_size)
-        workers = worker_count(*ranks)
-        prepare(cfg.data, cfg.model.vocab_size, workers, has_bar=not any(ranks))
-    except ConfigError as error:
-        print_error(str(error))
-        return 2
-    except KeyboardInterrupt:
-        print_error("stopped; the same command resumes here")
-        return 130
-    except OSError as error:
-        print_error(
-            f"{error.filename or 'data'}: {error.strerror or error}; the same command resumes"
-        )
-        return 1
-    return 0
+    cfg = formats.complete(cfg)
+    if not ranks:
+        check_complete(cfg.data, cfg.model.vocab_size)
+    prepare(cfg.data, cfg.model.vocab_size, worker_count(*ranks))
+    return FINISHED
 
 
 def check_complete(data: config.Data, vocab_size: int) -> None:

@@ -14,13 +14,12 @@ from config import ConfigError
 from data.begin import begin_all
 from data.folder import is_prepared
 from data.row_format import row_format
-from system.processes import print_error, python_command
+from system.processes import INPUT_IS_WRONG, print_error, python_command
 
 FIRST_PAUSE = 1.0  # seconds between two starts; doubles each time
 LONGEST_PAUSE = 60.0
 POLL_SECONDS = 0.05
-TEXT_IS_WRONG = 2  # exit code
-MAIN = "import sys; from data.prepare import main; sys.exit(main(sys.argv[1:]))"
+MAIN = "from config import run_tool; from data.prepare import main; run_tool(main)"
 
 
 class Preparer:
@@ -63,7 +62,7 @@ class Preparer:
         self.exit_code = self.child.poll()
         if self.exit_code in (None, 0):
             return False
-        if self.exit_code == TEXT_IS_WRONG:
+        if self.exit_code == INPUT_IS_WRONG:
             return True
         if time.monotonic() > self.next_start:
             print_error(

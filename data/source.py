@@ -52,7 +52,7 @@ class Position(NamedTuple):
     row: int = 0  # the last that was read
 
 
-class Source:
+class SourceReader:
     """The documents of a source, from a position on. After each, `position` is its own."""
 
     def __init__(
@@ -61,7 +61,6 @@ class Source:
         self.data = data
         self.files = files
         self.position = position or Position()
-        self.open_file: IO[bytes] | None = None  # the one that is read
         self.format = row_format(data)
 
     def __iter__(self) -> Iterator[str]:
@@ -83,8 +82,8 @@ class Source:
             skip = self.position.row if number == self.position.file else 0
             row_number = skip
             try:
-                with open_file(path) as self.open_file:
-                    for row_number, row in read_rows(self.open_file, path, columns, skip):
+                with open_file(path) as file:
+                    for row_number, row in read_rows(file, path, columns, skip):
                         if is_plain_text(path):
                             row = {self.data.text_field: row}
                         if not isinstance(row, dict):
@@ -96,15 +95,6 @@ class Source:
                 raise ConfigError(f"{path}: {error}") from None
             except Exception as error:
                 raise unreadable(path, error, f"rows from {row_number + 1} on: ") from None
-
-    def share_read(self) -> float:
-        """About how much of the source was read, from 0 to 1, as if its files were equally long."""
-        share_of_file = 0.0
-        if self.open_file and not self.open_file.closed:
-            raw = getattr(self.open_file, "raw", None)
-            size = self.files[self.position.file].size or getattr(raw, "size", 0)
-            share_of_file = self.open_file.tell() / max(1, size)
-        return min(1.0, (self.position.file + share_of_file) / len(self.files))
 
 
 def open_file(path: str) -> IO[bytes]:

@@ -7,7 +7,7 @@ A module that owns parameters declares, by name,
 
     init       how they begin: see model/init.py. Standard deviations are torchtitan's
                (https://github.com/pytorch/torchtitan).
-    tp_dims    for a parameter that is not in parallel/tensor.py: TP_PLAN, the dimension that tensor
+    tp_dims    for a parameter that parallel/tensor.py does not place, the dimension that tensor
                parallelism shards, such as 0 for one value per head. None: every rank holds all of
                it, and computes with its own tokens, heads or features.
 

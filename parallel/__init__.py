@@ -5,7 +5,7 @@ mesh.py                    which ranks replicate, shard, and split sequences and
 fsdp.py                    FSDP2: units, mixed precision, resharding, prefetch
 materialize.py             from the meta device to each rank's shards
 verify.py                  start-up checks that the model is sharded as configured
-activation_checkpoint.py   what backward recomputes; eager_attention.py: FlexAttention there
+activation_checkpoint.py   what backward recomputes
 tensor.py                  tensor parallelism: where each matrix is sharded
 context.py                 context parallelism: attention over sharded sequences
 collectives.py             differentiable collectives of the two

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import config
 from model.llama import Block, Linear, Llama
 from parallel.collectives import ops
+from parallel.torch_patches import silence_advice_on_policies
 
 aten = torch.ops.aten
 LINEAR_MATMULS = {aten.mm.default, aten.addmm.default}
@@ -102,6 +103,7 @@ def checkpoint_selectively(
 ) -> nn.Module:
     """The block, wrapped. compiled: whether it will be compiled. always_save: operators whose output
     both modes save in any case."""
+    silence_advice_on_policies()
     every = KEEP_EVERY[recompute]
     matmuls = set(LINEAR_MATMULS)
     for layer in block.modules():

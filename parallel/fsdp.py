@@ -44,8 +44,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 import config
-from config import ConfigError
-from model.llama import Llama, named_parameters
+from model.llama import Llama
 from parallel.activation_checkpoint import first_in_backward
 from parallel.mesh import World, fsdp_mesh
 from parallel.replicated import cast_at_access, replicated_parameters
@@ -75,12 +74,6 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
 
     Parameters become DTensors on fsdp_mesh(world), except replicated ones.
     """
-    scalars = [name for name, param in named_parameters(model) if param.ndim == 0]
-    if scalars:
-        raise ConfigError(
-            f"{', '.join(scalars[:3])}: FSDP2 cannot shard a parameter without dimensions; give it "
-            "one: torch.empty(1)"
-        )
     mesh = fsdp_mesh(world)
     replicated = replicated_parameters(model, p)
     for name, modules in units(model):

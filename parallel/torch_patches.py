@@ -6,6 +6,7 @@ Each names the versions that need it, and the test that fails without it.
 import contextlib
 import datetime
 import functools
+import logging
 import platform
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +35,7 @@ def shorten_nccl_timeout(seconds: float) -> None:
 
     In all versions a group keeps the timeout that it was made with, and NCCL records what it waits
     for (its flight recorder) only when that is over.
-    Test: test_torch_patches.py, test_nccl_times_out_before_the_watchdog.
+    Test: parallel/test_torch_patches.py, test_nccl_times_out_before_the_watchdog.
     """
     if not dist.is_nccl_available():
         return
@@ -49,7 +50,7 @@ def report_wait_for_nodes() -> None:
     """Has torchrun report that it waits for the torchrun of other nodes.
 
     In all versions it waits without a word, for up to ten minutes.
-    Test: test_torch_patches.py, test_torchrun_reports_that_it_waits_for_other_nodes.
+    Test: parallel/test_torch_patches.py, test_torchrun_reports_that_it_waits_for_other_nodes.
     """
     from torch.distributed.elastic.rendezvous import RendezvousInfo
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
@@ -71,7 +72,7 @@ def allow_integer_parameters() -> Iterator[None]:
 
     torch 2.11 creates every sharded parameter with requires_grad=True, which fails for integers,
     before it copies the original's flag. Later versions do not need this.
-    Test: test_torch_patches.py, test_frozen_integers_are_sharded.
+    Test: parallel/test_torch_patches.py, test_frozen_integers_are_sharded.
     """
     # pyrefly: ignore[unsupported-operation]  # TorchVersion allows it
     if torch.__version__ >= (2, 12):
@@ -93,7 +94,7 @@ def share_classes(model: nn.Module) -> None:
     In all versions torch creates a class for each parametrized module (parametrize.py:
     _inject_new_class), and torch.compile would compile a graph for each class. Tensor parallelism
     and casts of replicated parameters parametrize modules.
-    Tests: test_torch_patches.py, test_modules_parametrized_alike_share_a_class;
+    Tests: parallel/test_torch_patches.py, test_modules_parametrized_alike_share_a_class;
     parallel/test_fsdp.py, test_all_blocks_share_one_compiled_graph.
     """
     shared: dict[tuple, type] = {}
@@ -104,6 +105,15 @@ def share_classes(model: nn.Module) -> None:
             module.__class__ = shared.setdefault(alike, module_class)
 
 
+def silence_advice_on_policies() -> None:
+    """Silences what torch logs of each selective checkpointing policy that it compiles.
+
+    All versions advise not to change a tensor in place. No block does.
+    Test: parallel/test_torch_patches.py, test_advice_on_compiled_policies_is_silenced.
+    """
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+
 def shield_compilers(signals: Iterable[signal.Signals]) -> None:
     """Has Inductor and Triton start their compiling processes with these signals blocked, those that
     ask a run to stop.
@@ -111,7 +121,7 @@ def shield_compilers(signals: Iterable[signal.Signals]) -> None:
     scancel, for one, sends them to all processes of a job, of which the rank alone is to act on
     them. In all versions, a compiler or worker that dies of one fails the rank, which would have
     saved and stopped, or leaves it waiting for a kernel.
-    Test: test_torch_patches.py, test_a_stop_does_not_reach_what_compiles.
+    Test: parallel/test_torch_patches.py, test_a_stop_does_not_reach_what_compiles.
     """
     from torch._inductor import cpp_builder
     from torch._inductor.compile_worker.subproc_pool import SubprocPool

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 
 import config
 from config import ConfigError
-from run import SIGNALS
 from run.watchdog import Report
 from system.machine import usable_cores, visible_gpus
-from system.processes import die_with_parent, print_error, python_command
+from system.processes import SIGNALS, die_with_parent, print_error, python_command
 
 TRAIN = str(pathlib.Path(__file__).parent.parent / "train.py")
 CONFIG = "config.toml"  # the configuration in a launch's folder

@@ -12,8 +12,7 @@ import os
 import signal
 from typing import Any
 
-from run import SIGNALS, listen
-from system.processes import FINISHED, INPUT_IS_WRONG, STOPPED
+from system.processes import FINISHED, INPUT_IS_WRONG, SIGNALS, STOPPED, listen
 
 
 def quit_early(number: int, frame: Any) -> None:
@@ -40,9 +39,10 @@ from checkpoint.manifest import RemovedCheckpoint, again
 from config import Config, ConfigError, together
 from data import formats
 from data.folder import is_prepared
-from data.preparer import TEXT_IS_WRONG, Preparer, trains_meanwhile
+from data.preparer import Preparer, trains_meanwhile
 from run.command import CONFIG, LAUNCH, Ranks, requeue, resume_newest
 from run.folder import ENDING_SECONDS, FolderClaim, lock, read_status
+from run.follower import followed
 from run.watchdog import BEFORE, END, Report, read_reports
 from system.machine import visible_gpus
 from system.processes import die_with_parent, print_error, print_line
@@ -74,8 +74,9 @@ def launch(argv: list[str]) -> int:
         lambda: check_prepared(cfg.data, cfg.model.vocab_size, ranks.job, argv),
     )
     preparer.begin(cfg)
-    code = attempts.train()
-    preparer.close()
+    with followed(cfg, argv):
+        code = attempts.train()
+        preparer.close()
     if code == STOPPED and ranks.job and attempts.end:
         requeue(ranks.job, attempts.end)
     return code
@@ -231,7 +232,7 @@ class Attempts:
         else:
             code = failed[0].exit_code if failed else max(1, returned)
             self.is_final = any(report.final for report in failed)
-        is_text_wrong = code == STOPPED and self.preparer.exit_code == TEXT_IS_WRONG
+        is_text_wrong = code == STOPPED and self.preparer.exit_code == INPUT_IS_WRONG
         if is_text_wrong:
             code = INPUT_IS_WRONG
         if code in (FINISHED, STOPPED):

@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import pathlib
-import resource
 import shlex
 import socket
 import sys
@@ -36,18 +35,23 @@ from parallel.ranks import (
     rank_and_size,
 )
 from parallel.torch_patches import set_default_timeout, shield_compilers
-from run import SIGNALS
 from run.command import LAUNCH, check_not_one_of_several
 from run.run import Run
 from run.watchdog import END, Watchdog
 from system.machine import NVIDIA, has_driver
-from system.processes import FINISHED, INPUT_IS_WRONG, STOPPED, print_error
+from system.processes import (
+    FINISHED,
+    INPUT_IS_WRONG,
+    SIGNALS,
+    STOPPED,
+    print_error,
+    raise_file_limit,
+)
 
 EXIT_SECONDS = 60.0  # for the end of process group and compile workers, which may hang
 # paths may differ: each node may have a local copy
 ON_THIS_NODE = ("data.path", "data.tokenizer", "model.init_from", "lora.init_from")
 INTERFACES = "GLOO_SOCKET_IFNAME"  # the variable that names gloo's network interfaces
-MACOS_FILES = 10_240  # its OPEN_MAX, as many as a process may open there
 
 
 def main(args: Namespace, cfg: Config, train: Callable, evaluate: Callable) -> NoReturn:
@@ -98,7 +102,7 @@ def distributed(cfg: Config) -> Iterator[World]:
     if device.type == "cuda":
         config.check_for_gpus(cfg)
     check_interfaces()
-    raise_file_limit()
+    raise_file_limit()  # gloo keeps a connection to each other rank of each group
     # FlexAttention is compiled on a GPU even if blocks are not
     if cfg.parallel.compile or (device.type == "cuda" and config.masks_attention(cfg)):
         shield_compilers(SIGNALS)
@@ -189,16 +193,6 @@ def check_interfaces() -> None:
             f"{INTERFACES}={named}: this machine's network interfaces are {', '.join(existing)}; "
             "name one that reaches the other nodes, or unset it"
         )
-
-
-def raise_file_limit() -> None:
-    """Raises this process's limit of open files, usually 1,024, to the hard one: gloo keeps a
-    connection to each other rank of each group."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY:  # on macOS, which allows no process that many
-        hard = max(soft, MACOS_FILES)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def exit_failed(error: BaseException, run: Run | None, watchdog: Watchdog) -> NoReturn:

@@ -3,7 +3,8 @@
 import contextlib
 import errno
 import gc
-import os
+import json
+import platform
 import shutil
 import signal
 import time
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 import config
-import metrics
 from checkpoint import catalog
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.save import SaveFailed
@@ -25,13 +25,15 @@ from data.dataset import PreparedSource
 from data.loader import Loader
 from metrics import log
 from parallel.mesh import World
-from parallel.ranks import on_rank_zero
+from parallel.ranks import all_gather_objects, on_rank_zero
 from parallel.torch_patches import shorten_nccl_timeout
-from run import listen
+from run import resume
+from run.environment import changed_code, environment, start_logging
 from run.folder import ENDING_SECONDS, FolderClaim
 from run.stop import Agreement
 from run.watchdog import Watchdog
-from system.files import write_if_possible
+from system.files import read_json, write_if_possible
+from system.processes import listen
 
 WAIT_SECONDS = 0.2  # between the ranks' agreements while they wait for text
 LOG_WAIT_SECONDS = 2.0  # a longer wait is logged
@@ -91,8 +93,10 @@ class Run:
         dist.barrier()
         warnings = on_rank_zero(lambda: self._take_folder(checkpointer))
         self._enter("set-up")
-        color = os.isatty(1) and not os.environ.get("NO_COLOR")  # no-color.org
-        metrics.start_logging(self.folder, self.world.rank, color)
+        start_logging(self.folder, self.world.rank)
+        hosts = all_gather_objects(platform.node())
+        if self.claim:
+            warnings += [*self._record_launch(hosts), *resume.changes(self.cfg, self.start)]
         return warnings
 
     def _take_folder(self, checkpointer: Checkpointer) -> list[str]:
@@ -110,6 +114,20 @@ class Run:
             write_if_possible(self.folder / path.name, path.read_bytes())
         self.claim = claim
         return warnings
+
+    def _record_launch(self, hosts: list[str]) -> Iterator[str]:
+        """Writes environment.json, on rank 0. Yields warnings. hosts: the host of each rank."""
+        path = self.folder / "environment.json"
+        before = read_json(path)
+        launch = environment(hosts, self.world.device)
+        launch["earlier"] = [*before.pop("earlier", []), before] if before else []
+        write_if_possible(path, json.dumps(launch, indent=2))
+        yield from changed_code(before.get("code", {}), launch["code"])
+        if self.cfg.log.tracker and not self.launch:
+            yield (
+                f"log.tracker = {self.cfg.log.tracker}: without the launcher no row is sent; to send "
+                f"them: ./run_train.sh -m follow {self.folder}"
+            )
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -130,9 +148,7 @@ class Run:
         if phase in SLOW_PHASES:
             seconds = self.cfg.run.start_timeout_seconds
         if phase in ("save", "restore"):
-            # may wait for the previous save, and then verify every checkpoint that it keeps
-            kept = self.cfg.checkpoint.keep_last if self.cfg.checkpoint else 0
-            seconds = self.cfg.run.start_timeout_seconds * (2 + (kept or 0))
+            seconds = self.cfg.run.start_timeout_seconds * 2  # may wait for the previous save
         self.watchdog.begin(phase, seconds, step)
 
     def steps(self, first: int, last: int, loader: Loader) -> Iterator[int]:
@@ -140,7 +156,7 @@ class Run:
         a rank cannot read its next batch, raises why after the step before was saved."""
         traced = contextlib.nullcontext
         if self.cfg.profile:
-            from extras.reports.profiler import Profiler
+            from extras.profiler.profiler import Profiler
 
             traced = Profiler(self.cfg.profile, self.folder, self.world, first).traced
         self.loader = loader

@@ -136,10 +136,7 @@ def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
     except filelock.Timeout:
         raise
     except (OSError, NotImplementedError) as error:
-        warn_without_locks(path.parent, error)
+        warn_once(
+            f"{path.parent}: no locks on this file system, nothing keeps a second run out: {error}"
+        )
     return held
-
-
-def warn_without_locks(folder: pathlib.Path, error: Exception) -> None:
-    """Prints, once in this process, that a folder's file system has no locks."""
-    warn_once(f"{folder}: no locks on this file system, nothing keeps a second run out: {error}")

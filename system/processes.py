@@ -1,19 +1,27 @@
-"""Processes: their exit codes, what they print, and how one ends with its parent."""
+"""Processes: their exit codes, what they print, the signals that stop them, and how one ends with
+its parent."""
 
+import contextlib
 import functools
 import os
 import pathlib
 import platform
+import resource
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 # exit codes
 FINISHED = 0
 INPUT_IS_WRONG = 2
-DOES_NOT_FIT = 3
 STOPPED = 75  # EX_TEMPFAIL: start again to resume
+
+MACOS_FILES = 10_240  # its OPEN_MAX, as many as a process may open there
+
+# signals that ask to stop
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def printable(text: str) -> str:
@@ -55,6 +63,24 @@ def warn_once(text: str) -> None:
 def process_name() -> str:
     """Names this process among those that share a disk: in the names of temporary files."""
     return f"{platform.node()}-{os.getpid()}"
+
+
+def listen(handler: Callable) -> None:
+    """Installs the handler of all signals that ask to stop, and unblocks them."""
+    for number in SIGNALS:
+        # under nohup it is ignored, and stays so
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def raise_file_limit() -> None:
+    """Raises this process's limit of open files, usually 1,024, to the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:  # on macOS, which allows no process that many
+        hard = max(soft, MACOS_FILES)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def python_command(statements: str) -> list[str]:

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub of others
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 
 import config
@@ -384,6 +387,19 @@ def rows(folder: pathlib.Path, kind: str = "train") -> list[dict]:
     """Those of a run that may still write: a row without its line end is not one yet."""
     *lines, _being_written = (folder / "metrics.jsonl").read_text().split("\n")
     return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def saved_tensors(folder: pathlib.Path, step: int) -> dict[str, Tensor]:
+    """Every tensor of a run's checkpoint, read by DCP alone."""
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    tensors = {}
+    stored: dict[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
+    for name, item in stored.items():
+        tensors[name] = torch.empty(item.size, dtype=item.properties.dtype)
+    with warnings.catch_warnings():  # a single process is intended
+        warnings.simplefilter("ignore")
+        dcp.load(tensors, checkpoint_id=path, no_dist=True)
+    return tensors
 
 
 def content(folder: pathlib.Path) -> dict[pathlib.Path, bytes | None]:

@@ -1,17 +1,16 @@
-"""Generation against transformers, against recomputing every token, against definitions; and what the tool prints."""
+"""Generation against transformers, against recomputing every token, against definitions; a run's sample; the tool."""
 
+import copy
 import dataclasses
 import json
 import math
-import os
 import pathlib
 import random
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,12 +20,14 @@ import generate as tool
 from checkpoint import catalog, load
 from config import ConfigError
 from data.tokenizer import Tokenizer
-from generate import Cache, choose, encode, generate, print_stream
+from generate import choose, encode, generate, print_stream
+from metrics import log
 from model.build import build_model
-from model.llama import Llama
+from model.llama import Llama, named_parameters
 from system.processes import printable
-from tests import cases, forks
-from tests.conftest import REPO, make_config, run_tool, seal
+from tests import forks
+from tests.conftest import build, full, make_config, mesh_for, run_tool, seal
+from tests.distributed import distributed
 from tests.model.test_llama import SCALING, reference, with_weights_of
 
 CPU = torch.device("cpu")
@@ -36,15 +37,6 @@ MODELS = [
     {"n_kv_heads": 1, "head_dim": 20},
     {"rope_scaling": SCALING, "tie_embeddings": True, "head_dim": 32},
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """These models are too small for several, which wait for one another on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def varied(m: config.Model) -> tuple[Llama, torch.nn.Module]:
@@ -96,34 +88,13 @@ def test_greedy_equals_transformers(changes):
         assert list(generate(ours, prompt, 32, 64, CPU)) == expected
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("changes", MODELS, ids=str)
-def test_cached_logits_equal_those_of_the_whole_row(changes):
-    m = make_config(model=changes).model
-    ours, _ = varied(m)
-    (row,) = torch.tensor(prompts_of([24]))
-    cache = Cache(m.n_layers)
-    with torch.no_grad():
-        whole = ours(row[None])[0]
-        tokens = row[:7]
-        for last in range(6, 23):
-            logits = ours(tokens[None], cache=cache)
-            assert logits.shape == (1, 1, m.vocab_size)
-            assert torch.allclose(logits[0, 0], whole[last], atol=1e-5, rtol=1e-5)
-            tokens = row[last + 1 : last + 2]
-
-
 def test_blocks_with_terms_of_the_loss_generate():
     with forks.routed():
         ours = build_model(make_config().model).eval()
         for parameter in ours.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
-        rows = torch.tensor(prompts_of([9]))
-        cache = Cache(2)
-        with torch.no_grad():
-            ours(rows[:, :8], cache=cache)
-            logits = ours(rows[:, 8:], cache=cache)
-            assert torch.allclose(logits[:, 0], ours(rows)[:, 8], atol=1e-5)
+        expected = recomputed(ours, [1, 2, 3], 8, 64, 0.0, 0)
+        assert [*generate(ours, [1, 2, 3], 8, 64, CPU)] == expected
 
 
 @pytest.mark.quick
@@ -131,10 +102,11 @@ def test_blocks_with_terms_of_the_loss_generate():
 def test_cached_text_equals_text_recomputed(temperature):
     """Without a cache; one prompt is longer than the context, and some become so."""
     ours, _ = varied(make_config().model)
+    cached = copy.deepcopy(ours)
     for prompt in prompts_of([3, 1, 8, 20, 6]):
         for context in (8, 7, 1000):
-            found = list(generate(ours, prompt, 20, context, CPU, temperature, seed=7))
-            assert found == recomputed(ours, prompt, 20, context, temperature, 7)
+            text = list(generate(cached, prompt, 20, context, CPU, temperature, seed=7))
+            assert text == recomputed(ours, prompt, 20, context, temperature, 7)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
@@ -167,7 +139,7 @@ class Bytes:
         return [list(text.encode()) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
-        return bytes(i for i in ids if i > 1).decode(errors="replace")
+        return bytes(i for i in ids if 1 < i < 256).decode(errors="replace")
 
 
 def test_text_appears_in_whole_characters(capsys):
@@ -186,25 +158,89 @@ def test_what_is_there_is_shown_when_interrupted(capsys):
     assert capsys.readouterr().out == "a4\n"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_spread_model_writes_what_a_plain_one_does(on_ranks, ranks):
-    """Over tp and cp too, where a single token cannot be cut."""
-    options = [
-        {"parallel": {"recompute": "full", "compile": True}},
-        {
-            "parallel": {"recompute": "selective", "prefetch_forward": 0},
-            "model": {"tie_embeddings": True},
-        },
-        {"parallel": {"reshard_after_forward": False, "cpu_offload": True}},
-    ]
-    if ranks == 4:
-        options = [{"parallel": mesh} for mesh in ({"tp": 2}, {"cp": 2}, {"cp": 2, "tp": 2})]
-    for rank in on_ranks(ranks, cases.generated, options, prompts_of([5, 30, 2]), 24):
-        for spread_greedy, spread_sampled, greedy, sampled in rank:
-            assert spread_greedy == greedy and spread_sampled == sampled and greedy != sampled
+# A run's sample
+
+SAMPLED = [
+    {"parallel": {"recompute": "full", "compile": True}},
+    {"parallel": {"prefetch_forward": 0}, "model": {"tie_embeddings": True}},
+    {"parallel": {"reshard_after_forward": False, "cpu_offload": True}},
+]
 
 
-# The tool itself.
+@pytest.mark.parametrize("ranks", [1, 2])
+@distributed()
+def test_sample_is_that_of_the_plain_model(world, ranks, prepared, caplog, monkeypatch):
+    """Of the newest seq_len tokens, up to EOS; the model goes on in training mode, with its shards."""
+    monkeypatch.setattr(log, "propagate", True)
+    caplog.set_level("INFO")
+    dataset: Any = SimpleNamespace(names=["a", "b"], tokenizer_files=[prepared / "tokenizer.model"])
+    tokenizer = Tokenizer(prepared)
+    for sections in SAMPLED:
+        cfg = make_config(**sections, train={"seq_len": 8})
+        model = build(cfg, mesh_for(cfg, world))
+        plain = Llama(cfg.model)
+        weights = {name: full(p) for name, p in named_parameters(model)}
+        plain.load_state_dict(weights, strict=not cfg.model.tie_embeddings)
+        caplog.clear()
+        tool.log_sample(model, cfg, world, dataset, 100)
+        ids = encode(tokenizer, "The ")
+        new: list[int] = []
+        draws = random.Random(0)
+        for _ in range(tool.SAMPLE_TOKENS):
+            window = torch.tensor([[*ids, *new][-8:]])
+            with torch.no_grad():
+                new.append(choose(plain(window)[0, -1], 0.8, draws.random()))
+        end = new.index(tokenizer.eos[0]) if tokenizer.eos[0] in new else None
+        assert caplog.messages == [f"a sample:\n{printable(tokenizer.decode(ids + new[:end]))}"]
+        assert model.training
+
+
+@pytest.mark.parametrize(
+    "sections, names, step, words",
+    [
+        ({}, [], 99, None),
+        ({"data": {"source": "python-stdlib"}}, [], 100, "def "),
+        ({"data": {"source": "t.jsonl"}}, [], 100, "The "),
+        ({"data": {"source": "t.jsonl"}}, ["a", "python-stdlib"], 100, "def "),
+        ({"data": {"source": "python-stdlib"}}, ["a", "b"], 100, "The "),
+        ({"parallel": {"tp": 2}}, ["a", "b"], 100, "The "),
+    ],
+)
+@distributed(ranks=2)
+def test_sample_begins_as_its_data_does(
+    world, sections, names, step, words, tmp_path, caplog, monkeypatch
+):
+    """With tp the command is logged instead, and of few steps nothing."""
+    monkeypatch.setattr(log, "propagate", True)
+    caplog.set_level("INFO")
+    dataset: Any = SimpleNamespace(names=names, tokenizer_files=[tmp_path / "t"])
+    cfg = make_config(**sections, run={"output_dir": str(tmp_path), "name": "r"})
+    ours = mesh_for(cfg, world)
+    model = build(cfg, ours)
+    if ours.tp == 1:
+        monkeypatch.setattr(tool, "Tokenizer", lambda folder: Bytes())
+    tool.log_sample(model, cfg, ours, dataset, step)
+    (*before, message) = caplog.messages or [""]
+    command = f"a sample: ./run_train.sh -m generate {tmp_path}/r --prompt 'The '"
+    expected = command if ours.tp > 1 else f"a sample:\n{words}"
+    assert not before and message.startswith(expected if words else "")
+
+
+@pytest.mark.parametrize("able", [[0], [1], []])
+@distributed(ranks=2)
+def test_all_ranks_sample_or_none_does(world, able, monkeypatch):
+    """Where some have no tokenizer: a rank that generated alone would wait."""
+    if world.rank not in able:
+        monkeypatch.setattr(tool, "Tokenizer", mock.Mock(side_effect=ConfigError("none")))
+    else:
+        monkeypatch.setattr(tool, "Tokenizer", lambda folder: Bytes())
+    dataset: Any = SimpleNamespace(names=[], tokenizer_files=[pathlib.Path("tokenizer.model")])
+    cfg = make_config()
+    with mock.patch.object(Llama, "forward", side_effect=AssertionError):
+        tool.log_sample(build(cfg, world), cfg, world, dataset, 100)
+
+
+# The tool
 
 
 @pytest.fixture(scope="module")
@@ -275,61 +311,26 @@ def test_tool_commands_no_terminal(checkpoint, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments, expected",
+    "arguments, words",
     [
-        (["--tokens", "0"], "--tokens 0: must be at least 1"),
-        (["--tokens", "many"], "many"),
-        (["--temperature", "-1"], "--temperature -1.0: must be at least 0"),
-        (["--temperature", "nan"], "nan: must"),
-        (["--temperature", "inf"], "--temperature inf"),
-        (["--seed", "x"], "--seed"),
-        (["--colour"], "--colour"),
+        (["--prompt", "a", "--tokens", "0"], "--tokens 0: must be at least 1"),
+        (["--prompt", "a", "--temperature", "-1"], "--temperature -1.0: must be at least 0"),
+        (["--prompt", "a", "--temperature", "nan"], "nan: must"),
+        (["--prompt", "a", "--temperature", "inf"], "--temperature inf"),
+        (["--prompt", "a", "--colour"], "--colour"),
+        ([], "--prompt"),
     ],
     ids=str,
 )
-def test_bad_values_are_one_line(checkpoint, capsys, arguments, expected):
-    code, text, errors = run(capsys, checkpoint, "--prompt", "a", *arguments)
-    assert code == 2 and text == "" and expected in errors and errors.count("\n") == 1, errors
+def test_invalid_arguments_are_one_line(checkpoint, capsys, arguments, words):
+    code, text, errors = run(capsys, checkpoint, *arguments)
+    assert code == 2 and text == "" and words in errors and errors.count("\n") == 1
 
 
-def test_a_missing_prompt_checkpoint_or_tokenizer_is_one_line(
-    checkpoint, saved_by_two, tmp_path, capsys
-):
-    for arguments, expected in (
-        ([checkpoint], "--prompt"),
-        ([tmp_path, "--prompt", "a"], str(tmp_path)),
-        ([saved_by_two[0], "--prompt", "a"], "tokenizer"),
-    ):
-        code, text, errors = run(capsys, *arguments)
-        assert code == 2 and text == "" and expected in errors and errors.count("\n") == 1, errors
-
-
-def test_interrupted_it_ends_its_line(checkpoint):
-    """By Ctrl-C, on a terminal that has ASCII only, when the prompt has been printed."""
-    # sampled, an EOS token comes soon
-    command = [
-        sys.executable,
-        "-m",
-        "generate",
-        checkpoint,
-        "--prompt",
-        "\N{SNOWMAN}",
-        f"--tokens={10**6}",
-        "--temperature=0",
-    ]
-    process = subprocess.Popen(
-        command,
-        cwd=REPO,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},  # a shell's background job ignores it
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert process.stdout.read(6) == r"\u2603"
-    process.send_signal(signal.SIGINT)
-    text, errors = process.communicate(timeout=300)
-    assert process.returncode == 130 and text.endswith("\n") and not errors, errors
+def test_missing_checkpoint_or_tokenizer_is_one_line(saved_by_two, tmp_path, capsys):
+    for folder, words in ((tmp_path, str(tmp_path)), (saved_by_two[0], "tokenizer")):
+        code, text, errors = run(capsys, folder, "--prompt", "a")
+        assert code == 2 and text == "" and words in errors and errors.count("\n") == 1
 
 
 def test_what_no_model_can_take_is_one_line():

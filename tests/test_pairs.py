@@ -23,7 +23,7 @@ from data.prepare import prepare
 from model.build import meta_model
 from tests import cases, plain
 from tests.conftest import REPO, lacks, make_config, rows, words
-from tests.test_training import weights
+from tests.conftest import saved_tensors as weights
 
 pytestmark = [pytest.mark.first, pytest.mark.slow]
 

@@ -2,14 +2,9 @@
 
 import fnmatch
 import json
-import os
 import platform
 import shlex
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from unittest import mock
 
 import pytest
@@ -22,7 +17,6 @@ from checkpoint.catalog import read_state
 from config import IGNORE, ConfigError
 from data.dataset import open_dataset
 from data.folder import manifest_of, write_manifest
-from data.order import rank_samples
 from model.llama import Llama, add_terms
 from optim import build_optimizer, learning_rate
 from parallel import mesh
@@ -30,55 +24,19 @@ from parallel.materialize import materialize
 from run.rank import distributed
 from tests import cases, forks
 from tests.conftest import (
-    REPO,
-    available,
     launch,
     loader_of,
     make_config,
     needs_extra,
     prepare_one,
     rows,
-    seal,
+    saved_tensors,
 )
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 
 # 4 ranks divide neither 50 nor 75 nor 323
 UNEVEN = {"dim": 50, "n_heads": 5, "n_kv_heads": 1, "ffn_dim": 75, "vocab_size": 323}
-# tests/test_pairs.py has the options of all parts of the code, two by two
-CASES = {
-    "plain": {},
-    "tied": {"model": {"tie_embeddings": True}},
-    "uneven": {"model": UNEVEN},
-    "qk norm": {"model": {"qk_norm": True}},
-    # AdamW divides a gradient's size out again, but for one that is small against its eps
-    "clipped": {"train": {"max_grad_norm": 0.2}, "optim": {"eps": 1e-2}},
-    "bfloat16 states": {"optim": {"state_dtype": "bfloat16", "betas": [0.9, 0.999]}},
-    "frozen": {"model": {"freeze": ["embedding*", "*q_proj.weight", "blocks.0.*"]}},
-    "document mask": {"data": {"document_mask": True}, "parallel": {"recompute": 2}},
-    "compiled": {"parallel": {"compile": True, "recompute": "selective"}},
-}
-CASES = available(CASES)
-ON_FOUR = {  # ranks
-    "hybrid": {"parallel": {"dp_replicate": 2}},
-    "hybrid deferred": {
-        "parallel": {"dp_replicate": 2, "sync_every_micro_batch": False},
-        "train": {"micro_batch_size": 1},
-    },
-    "hybrid kept": {"parallel": {"dp_replicate": 2, "reshard_after_forward": False}},
-    "two ahead": {"parallel": {"prefetch_forward": 2, "prefetch_backward": 2}},
-}
-# the others compute what the plain case does
-OF_ITS_OWN = (
-    "tied",
-    "uneven",
-    "qk norm",
-    "clipped",
-    "bfloat16 states",
-    "frozen",
-    "document mask",
-)
-SAME_AS = {name: name if name in OF_ITS_OWN else "plain" for name in (*CASES, *ON_FOUR)}
 
 
 @pytest.fixture(scope="module")
@@ -184,59 +142,6 @@ def plain_loop(cfg: config.Config, weights: dict | None = None, optimizer_of=Non
     return found
 
 
-# compiled, four ranks tell nothing that two do not
-RUNS = [
-    *((ranks, name) for ranks in (1, 2, 4) for name in CASES if (ranks, name) != (4, "compiled")),
-    *((4, name) for name in ON_FOUR),
-]
-QUICK = [
-    (2, "plain"),
-    (2, "uneven"),
-    (2, "frozen"),
-    (2, "document mask"),
-    (4, "hybrid deferred"),
-]
-
-
-@pytest.fixture(scope="module")
-def trained(request, on_ranks, corpus, folders, tmp_path_factory):
-    """{ranks: {name: rows}} of those RUNS that the tests which were chosen look at."""
-    users = [
-        item
-        for item in request.session.items
-        if item.module is request.module and "trained" in item.fixturenames
-    ]
-    one_each = all(hasattr(item, "callspec") for item in users)
-    wanted = (
-        [(p["ranks"], p["name"]) for p in (item.callspec.params for item in users)]
-        if one_each
-        else RUNS
-    )
-    output, found = str(tmp_path_factory.mktemp("outputs")), {}
-    for ranks in {ranks for ranks, _ in wanted}:
-        chosen = {
-            name: with_data({**CASES, **ON_FOUR}[name], corpus, folders)
-            for n, name in wanted
-            if n == ranks
-        }
-        found[ranks] = on_ranks(ranks, cases.train_all, chosen, output)[0]
-    return found
-
-
-@pytest.mark.parametrize(
-    "ranks, name",
-    [pytest.param(*run, marks=[pytest.mark.quick] if run in QUICK else []) for run in RUNS],
-)
-def test_every_split_equals_the_plain_loop(trained, ranks, name, corpus, folders):
-    expected = plain_loop(make_config(**with_data(CASES[SAME_AS[name]], corpus, folders)))
-    found = trained[ranks][name]
-    assert [row["step"] for row in found] == [1, 2, 3, 4]
-    for ours, theirs in zip(found, expected):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
-        assert ours["batch_digest"] == theirs["batch_digest"]
-
-
 # Of a fork whose blocks have terms of the loss (tests/forks.py). Sizes that four ranks do not divide.
 ROUTED = {"dim": 46, "n_heads": 4, "n_kv_heads": 2, "head_dim": 6, "ffn_dim": 76}
 TERMS = [  # ranks, their meshes
@@ -280,7 +185,7 @@ def test_terms_of_a_block_are_exact_on_any_mesh(
         folder = tmp_path / f"{ranks}/{name.replace(' ', '-')}"
         (evaluated,) = rows(folder, "eval")
         assert evaluated["loss"] == pytest.approx(validation_loss, rel=1e-5), name
-        saved = weights(folder, 4)
+        saved = saved_tensors(folder, 4)
         for key, tensor in last.items():
             assert (saved[key] - tensor).norm() < 1e-5 * tensor.norm(), (name, key)
 
@@ -312,7 +217,7 @@ def test_a_run_without_a_target_changes_neither_weights_nor_optimizer(
         (None, None, 0.0)
     ] * 2
     assert all(row["lr"] > 0 for row in found)
-    fresh, trained = Llama(make_config().model), weights(tmp_path / f"{ranks}/none", 2)
+    fresh, trained = Llama(make_config().model), saved_tensors(tmp_path / f"{ranks}/none", 2)
     materialize(fresh, 0, torch.device("cpu"))
     for name, parameter in fresh.named_parameters():
         assert torch.equal(trained.pop(f"model.{name}"), parameter)
@@ -347,7 +252,7 @@ def test_steps_without_a_target_are_as_if_left_out(
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
         assert ours["batch_digest"] == theirs["batch_digest"]
     folder = tmp_path / f"{ranks}/run"
-    trained = weights(folder, 20)
+    trained = saved_tensors(folder, 20)
     for parameter, tensor in expected_weights.items():
         assert (trained[parameter] - tensor).norm() <= 1e-5 * tensor.norm(), parameter
     updates = [tensor.item() for key, tensor in trained.items() if key.endswith(".step")]
@@ -458,69 +363,14 @@ def test_a_step_on_a_gpu_waits_for_nothing(prepared, corpus, tmp_path):
     assert len(done) == cfg.train.steps
 
 
-def test_cases_differ_where_they_should(trained, corpus, folders):
-    first = {name: trained[1][name][0]["loss"] for name in ("plain", "tied", "uneven")}
-    assert len(set(first.values())) == 3
-    unclipped = {**CASES["clipped"], "train": {"max_grad_norm": "off"}}
-    last = plain_loop(make_config(**with_data(unclipped, corpus, folders)))[-1]["loss"]
-    assert trained[1]["clipped"][-1]["loss"] != pytest.approx(last, rel=1e-4)
-
-
-def test_row_has_what_the_contract_names(trained):
-    row = trained[2]["plain"][-1]
-    assert {
-        "kind",
-        "step",
-        "loss",
-        "grad_norm",
-        "lr",
-        "tokens",
-        "tokens_per_second_per_device",
-        "mfu",
-        "step_seconds",
-        "data_seconds",
-        "peak_memory_gib",
-        "slowest_rank",
-        "batch_digest",
-    } <= row.keys()
-    assert (
-        row["tokens"] == 4 * 8 * 32
-        and row["mfu"] is None
-        and "slowest_rank" not in trained[1]["plain"][-1]
-    )
-
-
-def test_evaluation_is_in_evaluation_mode_and_training_after_it_is_not(
-    on_ranks, corpus, folders, tmp_path
-):
-    sections = with_data(
-        {"eval": {"every_steps": 2, "batches": 1}, "train": {"steps": 3}}, corpus, folders
-    )
-    assert on_ranks(1, cases.modes_of, sections, str(tmp_path))[0] == {(True, True), (False, False)}
-    assert [row["step"] for row in rows(tmp_path / "modes", "eval")] == [2, 3]
-
-
 # Through run_train.sh
 
 LONG = {
     "train": {"steps": 20},
     "optim": {"schedule_steps": 20},
     "checkpoint": {"save_every_steps": 6},
+    "eval": {},
 }
-
-
-def weights(folder, step: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, read by DCP alone."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import FileSystemReader
-
-    path = folder / "checkpoints" / f"step-{step:08d}"
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
-    found = {
-        name: torch.empty(item.size, dtype=item.properties.dtype) for name, item in stored.items()
-    }
-    dcp.load(found, checkpoint_id=path, no_dist=True)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -554,6 +404,11 @@ def test_a_run_leaves_what_the_contract_names(straight):
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
         f"step-{step:08d}" for step in (6, 12, 18, 20)
     ]
+    assert {
+        *("kind", "step", "loss", "loss_mean", "grad_norm", "lr", "tokens", "mfu", "epochs"),
+        *("tokens_per_second_per_device", "step_seconds", "data_seconds", "own_seconds"),
+        *("peak_memory_gib", "batch_digest"),
+    } == rows(folder)[-1].keys()
     assert "step 20/20" in done.stdout
     assert "a sample:" not in done.stdout  # after 20 steps it would be noise
     assert config.load(str(folder / "config.toml")).train.steps == 20
@@ -608,49 +463,6 @@ def test_a_run_of_a_hundred_steps_ends_with_a_sample_and_with_commands_that_work
     assert done.stdout.splitlines()[-1] == f"finished: {folder}/other/report.html"
 
 
-def forget_options(checkpoint) -> None:
-    """As it would be if it had been saved before these options were added."""
-    state = json.loads((checkpoint / "state.json").read_text())
-    for section, key in (
-        ("model", "tie_embeddings"),
-        ("data", "document_mask"),
-        ("train", "skip_nonfinite"),
-    ):
-        del state["config"][section][key]
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    seal(checkpoint)
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.quick)])
-def test_stopping_and_going_on_changes_nothing(straight, tmp_path, corpus, prepared, ranks):
-    folder, _ = straight
-    path = tmp_path / "cut.toml"
-    sections = {**LONG, "data": {"source": str(corpus), "path": str(prepared)}}
-    path.write_text(
-        config.to_toml(make_config(**sections, run={"name": "cut", "output_dir": str(tmp_path)}))
-    )
-    assert launch(path, "--train.steps=12").returncode == 0
-    forget_options(tmp_path / "cut/checkpoints/step-00000012")
-    done = launch(path, nproc=ranks)
-    assert done.returncode == 0 and "resuming after step 12" in done.stdout, (
-        done.stdout + done.stderr
-    )
-    ours, theirs = rows(tmp_path / "cut"), rows(folder)
-    assert [row["step"] for row in ours] == list(range(1, 21))
-    assert [row["batch_digest"] for row in ours] == [row["batch_digest"] for row in theirs]
-    assert [row["lr"] for row in ours] == [row["lr"] for row in theirs]
-    losses = [row["loss"] for row in ours], [row["loss"] for row in theirs]
-    if ranks == 1:
-        assert losses[0] == losses[1]
-        mine, whole = weights(tmp_path / "cut", 20), weights(folder, 20)
-        assert mine.keys() == whole.keys() and all(
-            torch.equal(mine[name], whole[name]) for name in mine
-        )
-        assert all(whole[name] == 20 for name in whole if name.endswith(".step"))
-    else:
-        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
 @pytest.mark.quick
 @needs_extra("optimizers")
 def test_bfloat16_states_resume_bitwise(on_ranks, corpus, prepared, tmp_path):
@@ -665,22 +477,11 @@ def test_bfloat16_states_resume_bitwise(on_ranks, corpus, prepared, tmp_path):
         for steps in cuts:
             found = on_ranks(1, cases.train_to, steps, sections, str(tmp_path / name))[0]
     assert len(found) == 6
-    whole, again = (weights(tmp_path / name / "r", 6) for name in ("straight", "cut"))
+    whole, again = (saved_tensors(tmp_path / name / "r", 6) for name in ("straight", "cut"))
     assert whole.keys() == again.keys() and all(
         torch.equal(whole[name], again[name]) for name in whole
     )
     assert any(t.dtype == torch.bfloat16 for t in whole.values())
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_finished_run_is_left_alone(straight, ranks):
-    folder, _ = straight
-    before = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*")}
-    done = launch(folder / "config.toml", "--run.name=straight", nproc=ranks)
-    assert done.returncode == 0 and "finished; train.steps = 20 asks for no more" in done.stdout, (
-        done.stdout + done.stderr
-    )
-    assert {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*")} == before
 
 
 def test_eval_only_prints_a_row_and_writes_nothing(straight):
@@ -691,7 +492,7 @@ def test_eval_only_prints_a_row_and_writes_nothing(straight):
         done = launch(folder / "config.toml", "--run.name=straight", "--eval-only", nproc=ranks)
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout.splitlines()[-1]))
-    assert found[0]["kind"] == "eval" and found[0]["step"] == 20
+    assert [found[0]] == rows(folder, "eval")
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-5)
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
 
@@ -706,53 +507,3 @@ def test_generate_from_a_run(straight):
     ]
     assert texts[0].returncode == 0 and texts[0].stdout.startswith("the cat"), texts[0].stderr
     assert texts[0].stdout == texts[1].stdout and texts[0].stderr == ""
-
-
-@pytest.mark.quick
-def test_a_failure_on_one_rank_is_told_and_ends_all(write_config, tmp_path):
-    """One id beyond the vocabulary, in a sample that rank 1 alone reads."""
-    path, copy = write_config("broken"), tmp_path / "data"
-    cfg = config.load(str(path))
-    shutil.copytree(cfg.data.path, copy)
-    numbers = rank_samples(1, 8, 2, 1, 2)[0]
-    window = open_dataset(cfg).position(numbers[0]).window
-    tokens = bytearray((copy / "train.bin").read_bytes())
-    tokens[2 * (window * 32 + 5) + 1] = 0x7F
-    (copy / "train.bin").write_bytes(tokens)
-    done = launch(path, f"--data.path={copy}", nproc=2)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "failed first on rank 1, step 1, phase data:\n" in done.stderr, done.stderr
-    assert done.stderr.splitlines()[-1].startswith(
-        f"{copy}/train.bin: token {window * 32 + 5} has id"
-    ), done.stderr
-    status = json.loads((tmp_path / "outputs/broken/status.json").read_text())
-    assert status["state"] == "failed" and status["exit_code"] == 2
-
-
-def test_a_killed_run_is_marked_failed_and_goes_on(write_config, tmp_path):
-    path = write_config("killed", train={"steps": 100000}, checkpoint={"save_every_steps": 3})
-    folder = tmp_path / "outputs/killed"
-
-    process = subprocess.Popen(
-        [REPO / "run_train.sh", path],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHON": sys.executable, "NPROC": "1"},
-    )
-    for _ in range(600):
-        if (folder / "checkpoints/step-00000003").exists():
-            break
-        time.sleep(0.1)
-    children = subprocess.run(
-        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
-    ).stdout.split()
-    for child in children:
-        os.kill(int(child), signal.SIGKILL)
-    assert process.wait(30) not in (0, 2, 75)
-    assert json.loads((folder / "status.json").read_text())["state"] == "failed"
-    newest = max(int(p.name[5:]) for p in (folder / "checkpoints").glob("step-????????"))
-    done = launch(path, f"--train.steps={newest + 2}", f"--optim.schedule_steps={newest + 2}")
-    assert done.returncode == 0 and f"resuming after step {newest}" in done.stdout, (
-        done.stdout + done.stderr
-    )
-    assert [row["step"] for row in rows(folder)] == list(range(1, newest + 3))

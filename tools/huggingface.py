@@ -29,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import config
-from checkpoint import catalog, compare, load, save
+from checkpoint import catalog, compare, load, manifest, save
 from config import ConfigError, together
 from data import hub
 from data.tokenizer import TOKENIZERS, Tokenizer
@@ -513,6 +513,8 @@ def export_command(args: argparse.Namespace, checkpoint: Path, folder: Path) -> 
         export_adapter(saved, folder, args.dtype)
     else:
         export_model(saved, folder, args.dtype, int(args.shard_gib * GIB))
+    if not checkpoint.exists():  # else its tokenizer may be missing without a word
+        raise manifest.removed(checkpoint)
 
 
 def main(argv: list[str]) -> int:

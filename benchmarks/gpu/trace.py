@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.step import build, random_batch, synchronize
 from config import Config
-from extras.reports.profiler import DEVICE, STEPS, Event, read, time_by_row
+from extras.profiler.profiler import DEVICE, STEPS, Event, read, time_by_row
 from parallel.fsdp import unshard_first_units
 from parallel.mesh import World
 from train import training_step

@@ -22,7 +22,7 @@ from benchmarks.gpu.measure import Work
 from benchmarks.gpu.trace import by_kernel
 from benchmarks.kernels import TIMINGS, milliseconds
 from benchmarks.step import build, step_of
-from extras.reports.profiler import Event
+from extras.profiler.profiler import Event
 from tests import cases
 from tests.conftest import REPO, make_config
 

@@ -161,6 +161,22 @@ def test_large_file_has_a_hash_for_each_64_mib(tmp_path, monkeypatch):
     assert catalog.wrong_sizes(folder) == problems
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16, 50])
+def test_file_is_hashed_part_by_part_while_it_is_written(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(manifest, "PART", 8)
+    monkeypatch.setattr(manifest, "CHUNK", 4)
+    content = bytes(range(size))
+    hashed = manifest.HashedFile(tmp_path / "file")
+    for begin in range(0, size, 11):
+        assert hashed.write(content[begin : begin + 11]) == len(content[begin : begin + 11])
+    hashed.file.close()
+    assert (tmp_path / "file").read_bytes() == content
+    parts = [content[begin : begin + 8] for begin in range(0, size, 8)]
+    digests = [hashlib.sha256(part).hexdigest() for part in parts]
+    assert hashed.entry() == {"size": size, "sha256": digests} == manifest.entry_of(content)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 16])
 def test_each_file_is_hashed_by_exactly_one_rank(saved, tmp_path, ranks):
     folder = shutil.copytree(saved[2][0], tmp_path / "step-00000003")

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 import config
+from data.prepare import prepare
 from tests.checkpoint.conftest import flip_last_byte
-from tests.conftest import content, rows, train_run
+from tests.conftest import content, launch, make_config, rows, train_run
 from tests.distributed import run_on_ranks
 
 
@@ -116,10 +117,42 @@ def test_what_a_killed_run_left_undone_is_done(run):
         assert json.loads(status.read_text())["state"] == "finished"
 
 
-def test_refused_run_changes_nothing(run):
+def test_tokens_of_another_tokenizer_are_a_warning_where_other_data_is_allowed(
+    run, corpus, tmp_path
+):
     run(checkpoint={})
-    before = content(run.folder)
-    changes = {"train": {"steps": 5}, "model": {"ffn_dim": 96}}
-    with pytest.raises(pytest.fail.Exception, match="ConfigError"):
-        run(checkpoint={"allow_changed": ["model.ffn_dim"]}, **changes)
-    assert content(run.folder) == before
+    other = tmp_path / "other.jsonl"
+    lines = corpus.read_text().splitlines(keepends=True)
+    other.write_text("".join(lines[: len(lines) * 3 // 4]))
+    data = {"source": str(other), "path": str(tmp_path / "other")}
+    cfg = make_config(data=data)
+    prepare(cfg.data, cfg.model.vocab_size)
+    allowing = {"allow_changed": ["data.source"]}
+    run(data=data, train={"steps": 5}, checkpoint=allowing)
+    log = (run.folder / "logs/rank-0.log").read_text()
+    assert log.count("is not the tokenizer that") == 1
+
+
+def test_refused_launch_says_why_and_changes_nothing(write_config, tmp_path):
+    path = write_config("r", checkpoint={"save_every_steps": 2, "keep_last": 2})
+    assert launch(path).returncode == 0
+    before = content(tmp_path / "outputs")
+    shapes = ["--model.ffn_dim=96", '--checkpoint.allow_changed=["model.ffn_dim"]']
+    for arguments, message in [
+        (["--checkpoint.resume=3"], "resume = 3"),
+        (["--checkpoint.resume=never"], "never"),
+        (["--train.seq_len=16"], "train.seq_len = 16"),
+        ([f"--run.output_dir={path}"], "Not a directory"),
+        (["--checkpoint=off"], "[checkpoint] is off"),
+        (["--run.device=cuda", "--checkpoint.resume=3"], "resume = 3"),  # and of the device
+        (["--train.steps=9", *shapes], "this model's is torch.float32 [96"),
+        (["--eval-only", "--model.norm_eps=0.5"], "model.norm_eps = 0.5"),
+        (["--train.steps=9", '--model.freeze=["embedding.*"]'], "start another run"),
+    ]:
+        done = launch(path, *arguments)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+    done = launch(path, "--eval-only", "--checkpoint.resume=2", nproc=2)
+    assert json.loads(done.stdout.splitlines()[-1])["step"] == 2, done.stderr
+    assert content(tmp_path / "outputs") == before

@@ -59,7 +59,7 @@ FILES = {
     "key twice": ("steps = 4", "steps = 4\nsteps = 5", "TOML"),
     "5,000 digits": ("steps = 4", f"steps = {'9' * 5000}", r"TOML: Exceeds the limit"),
     "byte order mark": (r"\A", "\ufeff", "byte order mark"),
-    "escape": (r"\A", '"a\\u001bb" = 1\n', "unknown option"),
+    "not UTF-8": (r"\Z", "# \udcff", "UTF-8"),
     "nothing": ("(?s).*", "# a comment\n", "is empty"),
     "one table for a list": (r"sources = \[\]", "[data.sources]", r"\[\[data.sources\]\]"),
 }
@@ -69,17 +69,9 @@ FILES = {
 def test_wrong_file_is_refused_by_name(line, replacement, words, tmp_path):
     path = tmp_path / "wrong.toml"
     text = re.sub(line, lambda _: replacement, BASE, count=1)
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     with refuses(re.escape(f"{path}: "), words):
         config.load(str(path))
-
-
-def test_unreadable_file_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "latin1.toml").write_bytes(b"# \xff\n")
-    for name in ("missing.toml", "", ".", "latin1.toml"):
-        with refuses("cannot be read"):
-            config.load(name)
 
 
 # words of the command line, an option, its value
@@ -93,10 +85,8 @@ OVERRIDES = [
     ('parallel.keep_fp32=["blocks.*"]', "parallel.keep_fp32", ("blocks.*",)),
     ("data.source=true", "data.source", "true"),
     ("data.source=/date=2024/x#1.jsonl", "data.source", "/date=2024/x#1.jsonl"),
-    ("run.name=7", "run.name", "7"),
     ("model.rope_scaling={factor=8} model.rope_scaling.factor=4", "model.rope_scaling.factor", 4.0),
     ("model.rope_scaling.factor=8 model.rope_scaling=off", "model.rope_scaling", None),
-    ("eval.every_steps=5 eval=off", "eval", None),
     ("eval=off eval.every_steps=5", "eval.every_steps", 5),
     ("eval.batches=3 eval=off eval.every_steps=5", "eval.batches", None),
 ]

@@ -119,7 +119,7 @@ def test_batches_hold_the_tokens_of_the_order(configure, long_text):
     loaders = [Loader(dataset, data_rank(rank, 2), 3) for rank in range(2)]
     batches = [next(loader) for loader in loaders]
     for rank, batch in enumerate(batches):
-        assert batch.valid_tokens == 64 * 9999 and batch.epochs == 3 * 64 / 2000
+        assert batch.valid_tokens == 64 * 9999
         for number, (inputs, targets) in enumerate(batch.micro_batches):
             for row in range(4):
                 sample = 128 + number * 8 + rank * 4 + row
@@ -271,11 +271,11 @@ def test_samples_are_the_same_while_text_is_prepared_as_afterwards(configure):
             True,
             False,
         ]
-        assert dataset.epochs(1) is None
+        assert dataset.epochs(64 * 9999) is None
         spans.append([dataset.span(number)[1:] for number in range(windows)])
     assert [stream.length for stream in dataset.validation] == [1000]
     record(cfg, 6, complete=True)
-    assert dataset.covers(1000) and dataset.epochs(1) == 64 / 2000
+    assert dataset.covers(1000) and dataset.epochs(64 * 9999) == 64 / 2000
     complete = open_dataset(cfg)
     for some in spans:
         assert some == [complete.span(number)[1:] for number in range(len(some))]
@@ -309,7 +309,7 @@ def test_at_every_record_of_the_writer_samples_are_those_of_the_complete_text(
     prepare(cfg.data, cfg.model.vocab_size)
     assert len({*records}) == 8 < len(records)
     complete = open_dataset(cfg)
-    assert complete.epochs(len(samples)) == 1
+    assert complete.epochs(len(samples) * cfg.train.seq_len) == 1
     for number, tokens in samples.items():
         stream, start, stop = complete.span(number)
         assert stream.read(start, stop).tolist() == tokens
@@ -392,7 +392,7 @@ def test_a_mixture_waits_for_the_source_that_a_step_needs(configure, tmp_path):
     needed = [dataset.mixture.count(1, 4 * step) for step in range(2000)]
     last = max(step for step, count in enumerate(needed) if count <= (BORDER - 1) // 9999)
     assert dataset.covers(1) and dataset.covers(last) and not dataset.covers(last + 1)
-    assert dataset.epochs(9) == {"finished": 32 / 2000, "growing": None}
+    assert dataset.epochs(9 * 4 * 9999) == {"finished": 32 / 2000, "growing": None}
     positions = [dataset.position(number) for number in range(9)]
     assert sorted(position.source for position in positions) == [0] * 8 + [1]
 

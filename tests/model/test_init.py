@@ -14,7 +14,6 @@ from model.build import meta_model
 from model.init import Fill, constant, normal
 from model.llama import Llama
 from parallel.activation_checkpoint import apply_activation_checkpointing
-from parallel.fsdp import apply_fsdp
 from parallel.materialize import materialize
 from parallel.mesh import World
 from parallel.tensor import check_tp_plan
@@ -105,14 +104,6 @@ def test_a_buffer_without_a_declaration_is_refused():
     model.blocks[1].register_buffer("table", torch.empty(3, device="meta"), persistent=False)
     with refuses(r"blocks\.1\.table: nothing declares"):
         materialize(model, 0, CPU)
-
-
-@pytest.mark.quick
-@distributed(ranks=1)
-def test_a_parameter_without_dimensions_is_refused(world):
-    model = with_norm(None, gate=torch.empty(()))
-    with refuses(r"head\.norm\.gate: ", r"torch\.empty\(1\)"):
-        apply_fsdp(model, make_config().parallel, world)
 
 
 def tensor_parallel(world: World) -> World:

@@ -10,7 +10,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 import config
 from model.build import meta_model
-from model.llama import Llama, RMSNorm, flops_per_token, parameter_count, rope_tables
+from model.llama import (
+    Llama,
+    RMSNorm,
+    flops_per_token,
+    named_parameters,
+    parameter_count,
+    rope_tables,
+)
+from parallel.replicated import replicated_parameters
 from tests.conftest import REPO, is_near, make_config, refuses, shipped_configs, token_ids
 from tests.reference import fresh_model
 
@@ -165,6 +173,8 @@ def test_flops_per_token():
     wide = meta_model(make_config(model={"head_dim": 20}).model)  # heads x head_dim is not dim
     matrices = parameter_count(wide) - 320 * 48 - 5 * 48
     assert flops_per_token(wide, 32) == 6 * matrices + 6 * 2 * 4 * 20 * 32
+    frozen = meta_model(make_config(model={"freeze": ["*q_proj*"]}).model)  # no gradient of its own
+    assert flops_per_token(untied, 32) - flops_per_token(frozen, 32) == 2 * 2 * 48 * 48
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -228,3 +238,18 @@ def test_norm_has_the_dtype_of_its_weight():
 def test_freeze_must_match_some_and_not_all(freeze, words):
     with refuses(r"\[model\] freeze: ", words):
         meta_model(make_config(model={"freeze": freeze}).model)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("pattern", ["embedding.weight", "head.weight", "*d.weight"])
+def test_a_tied_matrix_is_matched_by_each_of_its_names(pattern):
+    """Or refused, where units are named."""
+    cfg = make_config(
+        model={"tie_embeddings": True, "freeze": [pattern]}, parallel={"replicated": [pattern]}
+    )
+    model = meta_model(cfg.model)
+    frozen = {name for name, p in named_parameters(model) if not p.requires_grad}
+    assert frozen == {"embedding.weight"}
+    assert replicated_parameters(model, cfg.parallel) == {model.head.weight}
+    with refuses("keep_fp32", r"embedding\+head"):
+        make_config(model={"tie_embeddings": True}, parallel={"keep_fp32": [pattern]})

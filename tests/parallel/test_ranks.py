@@ -15,6 +15,10 @@ from tests.conftest import refuses
 from tests.distributed import distributed
 
 
+class NoDisk(ConfigError):
+    """No disk is there."""
+
+
 @pytest.mark.quick
 @distributed(ranks=3)
 def test_error_of_one_rank_is_raised_on_all(world):
@@ -27,6 +31,17 @@ def test_error_of_one_rank_is_raised_on_all(world):
         on_each_rank(work)
     assert on_each_rank(lambda: world.rank) == world.rank
     assert on_rank_zero(lambda: world.rank) == 0
+
+
+@pytest.mark.quick
+@distributed(ranks=2)
+def test_error_keeps_its_type_and_several_ranks_their_problems(world):
+    def work() -> None:
+        raise NoDisk("no disk", f"on rank {world.rank}")
+
+    with pytest.raises(NoDisk) as caught:
+        on_each_rank(work)
+    assert caught.value.problems == ("no disk", "on rank 0", "on rank 1")
 
 
 @pytest.mark.quick

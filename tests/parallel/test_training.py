@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from typing import Any
 from unittest import mock
 
@@ -16,8 +17,10 @@ from optim import FiniteGuard, Progress, build_optimizer
 from parallel.context import shard_sequences
 from parallel.fsdp import reshard, unshard_first_units
 from parallel.mesh import World, fsdp_mesh
+from parallel.verify import verify_sharding
 from tests import forks
 from tests.conftest import (
+    REPO,
     build,
     compiled_by,
     gradients_of,
@@ -25,6 +28,7 @@ from tests.conftest import (
     is_near,
     make_config,
     mesh_for,
+    needs_extra,
     token_ids,
 )
 from tests.distributed import distributed
@@ -254,6 +258,21 @@ def test_ranks_of_cp_and_tp_share_a_data_rank(world):
         assert ours.fsdp_size == replicate * shard * cp
         sharding = fsdp_mesh(ours)
         assert dict(zip(sharding.mesh_dim_names or (), sharding.shape)) == dims
+
+
+@needs_extra("float8")
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@distributed(fake=True)
+def test_documented_meshes_parallelize(world, ranks):
+    """The commands of the table in docs/fsdp2.md."""
+    pattern = rf"^\| .+ \| `NPROC={ranks} ./run_train.sh (\S+) (.+?)`"
+    commands = re.findall(pattern, (REPO / "docs/fsdp2.md").read_text(), re.MULTILINE)
+    assert commands
+    for path, options in commands:
+        small = "--model.n_layers=1 --run.device=cpu --parallel.param_dtype=float32"
+        cfg = config.load(str(REPO / path), [*options.split(), *small.split()])
+        ours = mesh_for(cfg, world)
+        assert verify_sharding(build(cfg, ours), cfg.parallel, ours), options
 
 
 @distributed(ranks=2)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import config
-from data.preparer import TEXT_IS_WRONG
 from run import launch
 from run.command import Ranks, first_host, requeue
 from run.watchdog import END, Report
@@ -336,7 +335,7 @@ def test_what_a_restart_may_help_is_started_again(tmp_path, first, started_again
 
 def test_wrong_text_after_a_save_is_invalid_input(tmp_path, capsys):
     stopped = ([(report(0, **ENDED, exit_code=75), "")], 0)
-    code, status = outcome(tmp_path, stopped, text=TEXT_IS_WRONG)
+    code, status = outcome(tmp_path, stopped, text=2)
     assert (code, status["exit_code"]) == (2, 2)
     assert "the same command resumes" in capsys.readouterr().err
 

@@ -2,11 +2,9 @@
 
 import argparse
 import os
-import resource
 import sys
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -86,18 +84,6 @@ def test_network_interfaces_that_are_not_there_are_refused(monkeypatch, names, r
         return
     with refuses(f"GLOO_SOCKET_IFNAME={names}".replace("^", r"\^"), "interfaces are .*lo"):
         check_interfaces()
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("unlimited", [False, True])
-def test_as_many_files_may_be_open_as_the_hard_limit_allows(monkeypatch, unlimited):
-    hard = resource.RLIM_INFINITY if unlimited else 4096  # unlimited on macOS
-    limits = mock.Mock()
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (24, hard))
-    monkeypatch.setattr(resource, "setrlimit", limits)
-    rank.raise_file_limit()
-    expected = 10_240 if unlimited else 4096
-    limits.assert_called_once_with(resource.RLIMIT_NOFILE, (expected, expected))
 
 
 @pytest.mark.quick

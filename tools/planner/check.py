@@ -24,7 +24,7 @@ def plan_of(folder: pathlib.Path) -> dict:
     gpu = known_as(launch["gpu"], launch["gpu_memory_gib"])
     gpus_per_node = launch["ranks"] // len(launch["hosts"])
     asked = Asked(DEVICES[gpu] if gpu else None, gpus_per_node=gpus_per_node)
-    return plan(config.load(str(folder / "config.toml")), launch["ranks"], asked)
+    return plan(config.load_resolved(str(folder / "config.toml")), launch["ranks"], asked)
 
 
 def compare(planned: dict, row: dict) -> tuple[dict[str, str], list[str]]:

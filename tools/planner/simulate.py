@@ -170,16 +170,19 @@ def extrapolated(step: Step, states: list[ModuleState], shorter: Shorter, blocks
     # bytes on the device by kind and by pool, before each phase
     live = plus(Counter(), on_device, copies)
     in_pools = plus(Counter(), of_pools, copies)
+    # reductions between micro-batches, by what they are in the shorter step: FSDP2 keeps those of
+    # replicated units until the next micro-batch has reduced, and drops all at once
+    left = {0: 0}
     for before, phase in with_copies(step.phases, middle, copies):
+        if phase.name in ("batch", "update"):
+            reductions = left.setdefault(before.end["reductions"], live["reductions"])
+            in_pools["reduce-scatter"] += reductions - live["reductions"]
+            live["reductions"] = reductions
         # a phase changes memory as it does in the shorter step
         offset = plus(live, before.end, -1)
         offset_of_pools = plus(in_pools, before.end_of_pools, -1)
         live = plus(phase.end, offset)
         in_pools = plus(phase.end_of_pools, offset_of_pools)
-        if not phase.end["reductions"]:
-            # FSDP2 drops those of all replicated units at once, after backward
-            in_pools["reduce-scatter"] -= live["reductions"]
-            live["reductions"] = 0
         name = phase.name
         direction, _, block = name.partition(" block ")
         if block:

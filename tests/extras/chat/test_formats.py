@@ -15,7 +15,7 @@ import pytest
 import config
 from data import formats
 from data.folder import manifest_of
-from data.source import Source, list_files
+from data.source import SourceReader, list_files
 from extras.chat.conversations import Chat
 from extras.chat.messages import from_document
 from tests.conftest import make_config, refuses, words
@@ -471,7 +471,7 @@ def configured(tokenizer, tmp_path) -> Callable[..., config.Config]:
 
 
 def documents(cfg: config.Config) -> list[str]:
-    return list(Source(cfg.data, list_files(cfg.data)[0]))
+    return list(SourceReader(cfg.data, list_files(cfg.data)[0]))
 
 
 def mask_of(rendered: dict, without_loss: tuple[int, ...]) -> list[bool]:

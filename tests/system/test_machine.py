@@ -1,9 +1,10 @@
-"""How many cores a process may use, in a container too."""
+"""The cores that a process may use, in a container too."""
 
 import pytest
 
-from data.prepare import worker_count
 from system.machine import control_groups, usable_cores
+
+pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize(
@@ -22,11 +23,6 @@ def test_cores_are_those_that_a_container_may_use(name, content, cores, tmp_path
     monkeypatch.setattr("system.machine.control_groups", lambda *_: [tmp_path / "inner", tmp_path])
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {*range(64)})
     assert usable_cores() == cores
-
-
-def test_the_ranks_cores_are_not_for_threads_that_tokenize(monkeypatch):
-    monkeypatch.setattr("data.prepare.usable_cores", lambda: 192)
-    assert [worker_count(ranks) for ranks in (0, 150, 192)] == [64, 42, 1]
 
 
 def test_control_groups_are_those_of_the_process_and_around_it(tmp_path, monkeypatch):

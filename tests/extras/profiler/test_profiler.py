@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import config
-from extras.reports import profiler
-from extras.reports.profiler import Profiler, read, row_of, table, time_by_row
+from extras.profiler import profiler
+from extras.profiler.profiler import Profiler, read, row_of, table, time_by_row
 
 BACKWARD = "autograd::engine::evaluate_function: "
 CPU = [  # category, name, thread, begin and end in ms

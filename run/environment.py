@@ -1,0 +1,117 @@
+"""What a launch ran on (environment.json), and the log of each of its ranks."""
+
+import hashlib
+import logging
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from metrics import log
+from system import processes
+
+REPO = pathlib.Path(__file__).parent.parent
+GIT_SECONDS = 10.0  # a network's disk may hang, or a repository be huge
+DIFF_BYTES = 2**16  # a larger diff is left out: each launch keeps its own
+
+
+def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
+    """The machines, versions and code of a launch. hosts: the host of each rank."""
+    gpu = None
+    gpu_memory_gib = None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        gpu = properties.name
+        gpu_memory_gib = properties.total_memory / 2**30
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "commit": git("rev-parse", "HEAD"),
+        "uncommitted": git("diff", "HEAD"),
+        "code": code(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hosts": sorted(set(hosts)),
+        "machine": platform.machine(),
+        "gpu": gpu,
+        "gpu_memory_gib": gpu_memory_gib,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "ranks": len(hosts),
+    }
+
+
+def git(*words: str) -> str | None:
+    """The output of a git command in this repository, or how large it is; None if it fails or
+    hangs."""
+    try:
+        with tempfile.TemporaryFile() as output:
+            subprocess.run(
+                ["git", *words],
+                cwd=REPO,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.DEVNULL,
+                timeout=GIT_SECONDS,
+                check=True,
+            )
+            size = os.fstat(output.fileno()).st_size
+            if size > DIFF_BYTES:
+                return f"{words[0]} of {size:,} bytes left out"
+            output.seek(0)
+            return output.read().decode(errors="replace").strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def code() -> dict[str, str]:
+    """A hash of each of this repository's files that this process has imported, by path."""
+    hashes = {}
+    for module in list(sys.modules.values()):
+        path = pathlib.Path(getattr(module, "__file__", None) or "/")
+        is_ours = path.is_relative_to(REPO) and "site-packages" not in path.parts
+        if is_ours and path.is_file():  # it may have been removed since
+            digest = hashlib.blake2b(path.read_bytes(), digest_size=8)
+            hashes[str(path.relative_to(REPO))] = digest.hexdigest()
+    return dict(sorted(hashes.items()))
+
+
+def changed_code(before: dict[str, str], now: dict[str, str]) -> Iterator[str]:
+    """A warning if a launch has other code than the launch before."""
+    changed = [path for path, digest in before.items() if now.get(path, digest) != digest]
+    if changed:
+        yield f"other code than the launch before: {', '.join(changed)} (environment.json)"
+
+
+def start_logging(folder: pathlib.Path, rank: int) -> None:
+    """Every rank logs to logs/rank-N.log; rank 0 also to the console, the others redirect stdout
+    and stderr to it."""
+    path = folder / "logs" / f"rank-{rank}.log"
+    try:
+        path.parent.mkdir(exist_ok=True)
+        # appends, also after another program has truncated the file
+        in_file = logging.FileHandler(path)
+    except OSError as error:  # a full disk
+        processes.print_error(f"{path}: {error.strerror}; this launch has none")
+        in_file = logging.FileHandler(os.devnull)
+    in_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    # a full disk or a closed terminal is no reason to stop, nor to print tracebacks
+    logging.raiseExceptions = False
+    log.handlers = [in_file]
+    if rank == 0:
+        log.handlers.append(logging.StreamHandler(sys.stdout))
+        return
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        # pyrefly: ignore[missing-attribute]  # it is open
+        os.dup2(in_file.stream.fileno(), stream.fileno())

@@ -1,0 +1,212 @@
+"""What follows a run: rows at a tracker, the report at the end, whatever happens to the launch."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import config
+from tests.conftest import REPO, launch, run_tool, train_run
+from tests.distributed import distributed
+from tools import follow, tracker
+from tools.follow import Followed
+
+# A package that keeps what it gets, hangs, or fails.
+FAKE = """
+import json, os, pathlib, time
+
+class Run:
+    def __init__(self, name):
+        self.path = pathlib.Path(os.environ["FAKE_STORE"], name)
+
+    def log(self, data, step):
+        if os.environ.get("FAKE_TRACKER") == "hangs":
+            time.sleep(100)
+        with self.path.open("a") as file:
+            file.write(json.dumps({"at": step, **data}) + "\\n")
+
+    def finish(self):
+        self.path.with_suffix(".finished").touch()
+
+def init(project, config, resume, name=None, id=None, dir=None):
+    assert (project, resume, config["run"]["name"]) == ("fsdp2", "allow", "r")
+    if os.environ.get("FAKE_TRACKER") == "fails":
+        raise ConnectionError("no route\\nto host")
+    return Run(id or name)
+"""
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch) -> pathlib.Path:
+    """Where the packages keep what they get."""
+    (tmp_path / "packages").mkdir()
+    for name in ("wandb", "trackio"):
+        (tmp_path / "packages" / f"{name}.py").write_text(FAKE)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    monkeypatch.setenv("FAKE_STORE", str(tmp_path / "store"))
+    (tmp_path / "store").mkdir()
+    return tmp_path / "store"
+
+
+def sent(store: pathlib.Path) -> list[dict]:
+    """The rows of the one run at the tracker."""
+    (path,) = (path for path in store.iterdir() if path.suffix != ".finished")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def row(step: int, kind: str = "train") -> dict:
+    return {"kind": kind, "step": step, "loss": step / 8, "batch_digest": 5, "mfu": None}
+
+
+def run_folder(tmp_path: pathlib.Path, name: str) -> pathlib.Path:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r/config.toml").write_text(f'[run]\nname = "r"\n[log]\ntracker = "{name}"\n')
+    return tmp_path / "r"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_each_row_is_sent_once_over_launches(tmp_path, store, name):
+    """The second launch resumes from an earlier step, and evaluates the step it was stopped after."""
+    folder = run_folder(tmp_path, name)
+    tracker.send(folder, [row(1), row(2, "eval"), {**row(3), "slowest_rank": {"rank": 2}}])
+    tracker.send(folder, [row(1), row(2), row(2, "eval"), row(3), row(3, "eval"), row(4)])
+    steps = [(r["at"], r.get("train/loss"), r.get("eval/loss")) for r in sent(store)]
+    assert steps == [
+        (1, 0.125, None),
+        (2, None, 0.25),
+        (3, 0.375, None),
+        (3, None, 0.375),
+        (4, 0.5, None),
+    ]
+    assert sent(store)[2] == {"at": 3, "train/loss": 0.375, "train/slowest_rank.rank": 2}
+
+
+@pytest.mark.quick
+def test_rows_are_read_as_they_are_written(tmp_path, monkeypatch):
+    """Also where ranks that start again have dropped the last ones, and written others since."""
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0.01)
+    path = tmp_path / "metrics.jsonl"
+    run = Followed(tmp_path, 0, threading.Event())
+    rows = run.rows()
+
+    def write(*steps: int, end: str = "\n") -> None:
+        with path.open("a") as file:
+            file.write("".join(json.dumps({"step": step}) + end for step in steps))
+
+    def read(count: int) -> list[int]:
+        return [next(rows)["step"] for _ in range(count)]
+
+    threading.Timer(0.1, write, [1, 2]).start()
+    assert read(2) == [1, 2]
+    write(3, end="")
+    threading.Timer(0.1, write, [4]).start()  # in the same line
+    threading.Timer(0.2, write, [5]).start()
+    assert read(1) == [5]
+    os.truncate(path, path.read_text().index("\n") + 1)
+    write(20, 30)
+    assert read(3) == [1, 20, 30]
+    run.ended.set()
+    write(40)
+    assert [r["step"] for r in rows] == [40]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("behavior", ["hangs", "fails"])
+def test_tracker_that_does_not_work_costs_a_line(tmp_path, store, monkeypatch, capfd, behavior):
+    """By hand its rows are sent later."""
+    monkeypatch.setattr(follow, "CLOSE_SECONDS", 0.1)
+    folder = run_folder(tmp_path, "wandb")
+    (folder / "metrics.jsonl").write_text(json.dumps(row(1)) + "\n")
+    monkeypatch.setenv("FAKE_TRACKER", behavior)
+    follow.main([str(folder)])
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and err.endswith(f"./run_train.sh -m follow {folder}\n")
+    assert "no route to host" in err or "not taken within" in err
+    assert (folder / "report.html").exists()
+    if behavior == "fails":
+        monkeypatch.delenv("FAKE_TRACKER")
+        assert run_tool(follow.main, folder) == 0
+        assert len(sent(store)) == 1
+
+
+def test_invalid_command_is_one_line(capsys):
+    assert run_tool(follow.main) == run_tool(follow.main, "--help") == 2
+    assert capsys.readouterr().err == "usage: ./run_train.sh -m follow RUN\n" * 2
+
+
+@distributed(ranks=2)
+def test_run_without_the_launcher_says_that_nothing_is_sent(world, write_config, capfd):
+    cfg = config.load(str(write_config("r", log={"tracker": "trackio"})))
+    train_run(cfg, world)
+    line = f"without the launcher no row is sent; to send them: ./run_train.sh -m follow {config.run_folder(cfg)}"
+    assert capfd.readouterr().out.count(line) == (world.rank == 0)
+
+
+@pytest.fixture
+def begin(write_config, store, tmp_path) -> Callable[[int], Any]:
+    """Starts a launch of up to so many steps, once it has a row beyond the first."""
+
+    def start(steps: int) -> subprocess.Popen:
+        path = write_config(
+            "r",
+            train={"steps": steps},
+            optim={"schedule": "constant"},
+            checkpoint={},
+            log={"tracker": "wandb"},
+        )
+        process = subprocess.Popen(
+            [REPO / "run_train.sh", path],
+            env={**os.environ, "PYTHON": sys.executable, "NPROC": "2"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        rows = tmp_path / "outputs/r/metrics.jsonl"
+        wait_until(lambda: rows.exists() and rows.read_text().count("\n") > 1)
+        return process
+
+    return start
+
+
+def wait_until(holds: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 100
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_stop_and_resume_are_one_run_at_the_tracker(begin, store, tmp_path, write_config):
+    process = begin(100_000)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=100)
+    assert process.returncode == 75
+    stopped = sent(store)[-1]["at"]
+    page = tmp_path / "outputs/r/report.html"
+    assert "stopped" in page.read_text()
+    done = launch(tmp_path / "r.toml", f"--train.steps={stopped + 3}")
+    assert done.returncode == 0, done.stderr
+    assert [each["at"] for each in sent(store)] == [*range(1, stopped + 4)]
+    assert f"finished: {page}; " in done.stdout
+    assert f"--train.steps={2 * (stopped + 3)}" in done.stdout  # of this command line
+    assert len([*store.glob("*.finished")]) == 1
+
+
+@pytest.mark.slow
+def test_launcher_that_is_killed_leaves_a_report_and_no_process(begin, store, tmp_path):
+    process = begin(100_000)
+    process.kill()
+    process.communicate(timeout=100)  # once no process holds its output
+    assert (tmp_path / "outputs/r/report.html").exists()
+    assert len([*store.glob("*.finished")]) == 1

@@ -1,0 +1,181 @@
+"""Follows a run: sends its rows to a tracker, compares it with its plan, writes its report.
+
+    ./run_train.sh -m follow outputs/tiny
+
+The launcher starts it next to the ranks, and closes its stdin once they have ended (run/follower.py).
+By hand it does what is left to do: sends the rows that the tracker lacks, and writes the report. It
+reads the run's folder alone (metrics.jsonl, status.json, config.toml, environment.json), and what
+fails here costs the run a line.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import config
+from config import ConfigError, run_tool
+from run.folder import read_status
+from system.files import read_json
+from system.processes import SIGNALS, print_error, print_line, python_command
+from tools import report, tracker
+
+POLL_SECONDS = 1.0
+CLOSE_SECONDS = 10.0  # for the tracker to take the last rows
+# after a launch's first row; a plan keeps a core busy, too much for a short run
+COMPARE_SECONDS = 30.0
+COMPARE = "import config; from tools.planner.check import main; config.run_tool(main)"
+
+
+class Followed(NamedTuple):
+    """A run that is followed."""
+
+    folder: pathlib.Path
+    start: int  # the step that this launch resumed after
+    ended: threading.Event  # no row follows
+
+    def rows(self) -> Iterator[dict]:
+        """The rows of metrics.jsonl, from the first on, as they are written; all of them again
+        after ranks that start again have dropped some."""
+        offset = 0
+        while True:
+            is_last = self.ended.is_set()  # asked before reading, which then sees the last rows
+            with contextlib.suppress(FileNotFoundError):
+                for line in self._lines(offset):
+                    offset = offset + len(line) if line else 0
+                    with contextlib.suppress(ValueError):
+                        yield json.loads(line)
+            if is_last:
+                return
+            self.ended.wait(POLL_SECONDS)
+
+    def _lines(self, offset: int) -> Iterator[bytes]:
+        """The complete lines from an offset on; from the first on, after an empty one, if no line
+        ends at the offset any more."""
+        with (self.folder / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, offset - 1))
+            if offset and file.read(1) != b"\n":
+                file.seek(0)
+                yield b""
+            for line in file:
+                if not line.endswith(b"\n"):  # it is being written
+                    return
+                yield line
+
+
+def send_rows(run: Followed) -> None:
+    tracker.send(run.folder, run.rows())
+
+
+def compare_with_plan(run: Followed) -> None:
+    """Starts tools/planner/check.py, of a run on GPUs that lasts. The launch's first row includes
+    compilation: it compares a later one."""
+    launch = read_json(run.folder / "environment.json")
+    if not launch.get("gpu"):
+        return
+    began = None
+    for row in run.rows():
+        if row["kind"] != "train" or row["step"] <= run.start:
+            continue
+        if began is None:
+            began = time.monotonic()
+        elif time.monotonic() > began + COMPARE_SECONDS:
+            command = [*python_command(COMPARE), str(run.folder), json.dumps(row)]
+            subprocess.run(command, preexec_fn=partial(os.nice, 19), check=False)
+            return
+
+
+def write_report(run: Followed) -> None:
+    if (run.folder / "metrics.jsonl").stat().st_size:  # else it failed before its first row
+        report.write_report([run.folder])
+
+
+def print_next(run: Followed) -> None:
+    """What the user of a run that has finished may want next."""
+    if read_status(run.folder).get("state") == "finished":
+        page = run.folder / "report.html"
+        cfg = config.load_resolved(str(run.folder / "config.toml"))
+        print_line(report.what_next(cfg, page if page.exists() else None))
+
+
+def attempt(work: Callable[[Followed], None], run: Followed) -> None:
+    """work(run). Whatever fails is a line: it is no reason for a run to fail."""
+    try:
+        work(run)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        print_error(
+            f"{work.__name__}: {type(error).__name__}: {text}; to try again: ./run_train.sh -m "
+            f"follow {run.folder}"
+        )
+
+
+def follow(run: Followed) -> None:
+    """Sends and compares until the run ends, then writes the report."""
+    threads = []
+    for work in (send_rows, compare_with_plan):
+        threads.append(threading.Thread(target=attempt, args=(work, run), daemon=True))
+        threads[-1].start()
+    run.ended.wait()
+    attempt(write_report, run)
+    attempt(print_next, run)
+    end = time.monotonic() + CLOSE_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    if threads[0].is_alive():
+        print_error(
+            f"the last rows were not taken within {CLOSE_SECONDS:g} s; to send them: "
+            f"./run_train.sh -m follow {run.folder}"
+        )
+
+
+def launched(folder: str, before: str) -> None:
+    """Follows a launch from the moment its ranks take the run's folder. before: the id of the launch
+    before, which the status carries until then. Ends the process."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # for the ranks, whose last rows count, too
+    ended = threading.Event()
+    threading.Thread(target=_wait_for_end, args=(ended,), daemon=True).start()
+    status = _status_of_launch(pathlib.Path(folder), before, ended)
+    if status:
+        follow(Followed(pathlib.Path(folder), status["step"], ended))
+    sys.stdout.flush()
+    os._exit(0)  # without a tracker's hooks, which may hang
+
+
+def _wait_for_end(ended: threading.Event) -> None:
+    sys.stdin.read()
+    ended.set()
+
+
+def _status_of_launch(folder: pathlib.Path, before: str, ended: threading.Event) -> dict | None:
+    """The first status of a launch; None if its ranks never take the folder."""
+    while True:
+        is_last = ended.is_set()
+        status = read_status(folder)
+        if status.get("launch") not in (None, before):
+            return status
+        if is_last:
+            return None
+        ended.wait(POLL_SECONDS)
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise ConfigError("usage: ./run_train.sh -m follow RUN")
+    ended = threading.Event()
+    ended.set()
+    follow(Followed(pathlib.Path(argv[0]), 0, ended))
+    return 0
+
+
+if __name__ == "__main__":
+    run_tool(main)
