@@ -16,7 +16,6 @@ from collections.abc import Callable
 # exit codes
 FINISHED = 0
 INPUT_IS_WRONG = 2
-DOES_NOT_FIT = 3
 STOPPED = 75  # EX_TEMPFAIL: start again to resume
 
 MACOS_FILES = 10_240  # its OPEN_MAX, as many as a process may open there

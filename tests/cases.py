@@ -6,7 +6,6 @@ import gc
 import hashlib
 import math
 import pathlib
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -285,105 +284,6 @@ def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     return {
         name: hashlib.sha256(t.detach().numpy().tobytes()).hexdigest() for name, t in full.items()
     }
-
-
-def live_bytes(cases: list[dict]) -> list[dict[str, int]]:
-    """Bytes of this rank's parameters, gradients and optimizer state after a step of each case."""
-    from optim import build_optimizer
-
-    def size(tensors) -> int:
-        return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
-
-    found = []
-    with process_group() as world:
-        for sections in cases:
-            cfg = make_config(**sections)
-            model = build(cfg, world_for(cfg, world))
-            optimizer = build_optimizer(model, cfg.optim)
-            ids = torch.randint(0, cfg.model.vocab_size, (2, cfg.train.seq_len + 1))
-            model(*own_inputs(ids, world_for(cfg, world)))[0]["loss"].backward()
-            optimizer.step()
-            of_states = size(t for state in optimizer.state.values() for t in state.values())
-            found.append(
-                {
-                    "parameter": size(model.parameters()),
-                    "gradient": size(p.grad for p in model.parameters() if p.grad is not None),
-                    "optimizer": of_states,
-                }
-            )
-            del model, optimizer
-    return found
-
-
-class Live(TorchDispatchMode):
-    """The bytes of all storages that operators have made and that still live, and the most there ever were."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = {}
-        self.now = 0
-        self.most = 0
-
-    def note(self, storage: torch.UntypedStorage, size: int) -> None:
-        self.now += size - self.sizes.get(storage._cdata, 0)
-        self.sizes[storage._cdata] = size
-        self.most = max(self.most, self.now)
-
-    def forget(self, key: int) -> None:
-        self.now -= self.sizes.pop(key)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented
-        result = function(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type != "meta":
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.sizes:
-                    self.note(storage, storage.nbytes())
-                    weakref.finalize(storage, self.forget, storage._cdata)
-        return result
-
-
-def live_peak(cases: list[dict]) -> list[int]:
-    """The most bytes of tensors that ever live in a step of each case."""
-    from optim import build_optimizer, clip_gradients
-
-    found, resize = [], torch.UntypedStorage.resize_
-    with process_group() as world:
-        for sections in cases:
-            cfg = make_config(**sections)
-            ours = world_for(cfg, world)
-            sequences, times = (
-                config.micro_batch_size(cfg.train, ours.dp_size),
-                config.accumulation_steps(cfg.train, ours.dp_size),
-            )
-            ids = torch.randint(0, cfg.model.vocab_size, (sequences, cfg.train.seq_len + 1))
-            model = meta_model(cfg.model)
-            parallelize(model, cfg, ours)
-            with (
-                Live() as live,
-                mock.patch.object(
-                    torch.UntypedStorage, "resize_", lambda s, n: live.note(s, n) or resize(s, n)
-                ),
-            ):
-                materialize(model, 0, torch.device("cpu"))
-                optimizer = build_optimizer(model, cfg.optim)
-                most = []
-                for _ in range(5):
-                    live.most = 0
-                    for i in range(times):
-                        set_communication(model, cfg.parallel, ours, i == times - 1)
-                        unshard_first_units(model, cfg.parallel)
-                        model(*own_inputs(ids, ours))[0]["loss"].backward()
-                    clip_gradients(model, optimizer, 1.0)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    most.append(live.most)
-            # FSDP2 learns its order in the first; in others gloo's thread may hold a buffer for a moment longer
-            found.append(min(most[1:]))
-            del model, optimizer
-    return found
 
 
 class Collectives(TorchDispatchMode):

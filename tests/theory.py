@@ -9,7 +9,6 @@ from torch import nn
 import config
 from model.llama import Llama, named_parameters
 from model.loss import CHUNK
-from optim import build_optimizer
 from parallel.activation_checkpoint import KEEP_EVERY, is_checkpointed
 from parallel.fsdp import all_gather_dtype, unit_dtypes, unit_parameters, units
 from parallel.replicated import replicated_parameters
@@ -26,29 +25,6 @@ def largest_shards(model: Llama, shards: int, tp: int) -> dict[nn.Parameter, int
             shape[placement.dim] //= tp
         found[q] = math.ceil(shape[0] / shards) * math.prod(shape[1:])
     return found
-
-
-def held(cfg: config.Config, model: Llama, ranks: int) -> dict[str, int]:
-    """Bytes of the largest rank between steps: gradients are sharded as their parameter and have its dtype, and so is
-    what the optimizer keeps in its shape."""
-    _, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
-    replicated = replicated_parameters(model, cfg.parallel)
-    parameters = {
-        q: q.itemsize * (q.numel() if q in replicated else numel)
-        for q, numel in largest_shards(model, dp_shard * cp, tp).items()
-    }
-    trained = {q: size for q, size in parameters.items() if q.requires_grad}
-    optimizer = build_optimizer(model, cfg.optim)
-    state = []
-    for q in trained:
-        for s in optimizer.state.get(q, {}).values():
-            elements = parameters[q] // q.itemsize if s.shape == q.shape else s.numel()
-            state.append(s.itemsize * elements)
-    return {
-        "parameter": sum(parameters.values()),
-        "gradient": sum(trained.values()),
-        "optimizer": sum(state),
-    }
 
 
 def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple[int, int]]:

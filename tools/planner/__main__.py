@@ -20,11 +20,13 @@ from data import formats
 from data.dataset import open_dataset
 from data.folder import is_prepared
 from system.machine import visible_gpus
-from system.processes import DOES_NOT_FIT, FINISHED, print_error, print_line
+from system.processes import FINISHED, print_error, print_line
 from tools.planner.advice import advise
 from tools.planner.devices import Moment, device
 from tools.planner.plan import Asked, planned
 from tools.planner.show import compared, draw, table, verdict
+
+DOES_NOT_FIT = 3  # the exit code
 
 
 def dry_run(cfg: config.Config, args: Namespace) -> bool:

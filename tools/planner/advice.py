@@ -45,8 +45,11 @@ def alternatives(cfg: config.Config, row: dict) -> dict[str, list[str]]:
     sequences = row["micro_batch_size"]
     values = {"train.micro_batch_size": [sequences >> n for n in range(1, sequences.bit_length())]}
     for option, ordered in OPTIONS.items():
-        if current[option] in ordered:
-            values[option] = [*ordered[ordered.index(current[option]) + 1 :]]
+        value = current[option]
+        if value is not None:  # of a section that is off
+            # of another value, such as recompute = 2, all but the first
+            after = ordered.index(value) + 1 if value in ordered else 1
+            values[option] = [*ordered[after:]]
     # TOML writes true, not True
     return {
         option: [f"--{option}={str(value).lower()}" for value in after]
@@ -82,7 +85,7 @@ def tried(row: dict, cfg: config.Config, asked: Asked) -> Iterator[Tried]:
             return
         ranks = row["world_size"] * times
         try:
-            changed = config.from_dict(tables, cfg.run.name, overrides)
+            changed = config.from_dict(tables, "the plan", overrides)
             changed_row = plan(changed, ranks, asked)
         except ConfigError:
             # for example, a degree that does not divide the heads or the batch

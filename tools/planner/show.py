@@ -53,6 +53,11 @@ def lines_of_run(row: dict, cfg: config.Config) -> list[Line]:
     counted = row["counted_flops_per_token"]
     if abs(counted / row["flops_per_token"] - 1) > OTHER_FLOP:
         flop += f" in MFU, by flops_per_token; the plan's time has {counted:,.0f}"
+    micro_batches = (
+        f"{row['accumulation_steps']} of {row['micro_batch_size']} sequences per rank and step"
+    )
+    if row["accumulation_steps"] > 1 and not cfg.parallel.gather_once:
+        micro_batches += "; gather_once would gather weights once"
     return [
         ("ranks", mesh),
         ("parameters", f"{row['parameters']:,} in {row['units']} units"),
@@ -60,10 +65,7 @@ def lines_of_run(row: dict, cfg: config.Config) -> list[Line]:
             "tokens per step",
             f"{row['tokens_per_step']:,} = {t.global_batch_size} sequences of {t.seq_len}",
         ),
-        (
-            "micro-batches",
-            f"{row['accumulation_steps']} of {row['micro_batch_size']} sequences per rank and step",
-        ),
+        ("micro-batches", micro_batches),
         ("steps per epoch", epoch),
         ("FLOP per token", flop),
     ]
@@ -83,7 +85,7 @@ def lines_of_memory(row: dict, asked: Asked) -> list[Line]:
     if asked.without_cuda:
         return lines
     pools = ", ".join(f"{name} {gib:.2f}" for name, gib in row["pools_gib"].items())
-    reserved = f"{row['reserved_gib']:.3f} GiB by torch's allocator: {pools}, and holes"
+    reserved = f"{row['reserved_gib']:.3f} GiB by torch's allocator: {pools}, holes"
     lines.append(("reserved peak", reserved))
     limit = f" of {asked.memory_gib:g}" if asked.memory_gib else ""
     lines.append(("needed", f"{row['device_gib']:.3f}{limit} GiB, with CUDA's own"))

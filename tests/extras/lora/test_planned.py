@@ -74,27 +74,6 @@ def test_collectives_equal_the_formula(on_ranks, base, ranks):
     assert not wrong
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_bytes_equal_those_of_real_tensors(on_ranks, base, ranks):
-    from tools.planner.plan import plan
-
-    strategies = {1: [""], 2: ["", "tp"], 3: [""], 4: ["", "replicas", "cp x tp"]}[ranks]
-    every = [case(base, strategy, variant) for strategy in strategies for variant in ("", "nf4")]
-    every.append(case(base, "", "some targets"))
-    every = [
-        {**sections, "train": {"global_batch_size": 12, "micro_batch_size": 1}}
-        for sections in every
-    ]
-    real = on_ranks(ranks, cases.live_bytes, every)
-    for i, sections in enumerate(every):
-        cfg = make_config(**sections)
-        planned = plan(cfg, ranks)
-        for what in ("parameter", "gradient", "optimizer"):
-            assert max(rank[i][what] for rank in real) == planned[f"{what}_bytes_per_rank"], (
-                sections
-            )
-
-
 def test_what_a_compiled_block_keeps_does_not_hang_on_how_its_base_is_kept(base):
     """Of a base in 4 bits the codes, not the weights made of them; with adapters no more than without, but A x."""
     from benchmarks import counted_step

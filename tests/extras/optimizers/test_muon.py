@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-import config
 from checkpoint.load import Reader, check_tensors
 from config import ConfigError
 from extras.optimizers import muon
@@ -287,46 +286,6 @@ def test_owners_of_llama8b_have_equal_work(ranks, replicas):
         sum(loads[i : i + ranks // replicas]) for i in range(0, ranks, ranks // replicas)
     ]
     assert max(of_replicas) <= (1.1 if ranks < 512 else 1.3) * sum(work) / replicas
-
-
-def test_the_plan_counts_what_it_sends_holds_and_multiplies():
-    """On GPUs, which compute in bfloat16: by the theory; all blocks run, also on a single one, which sends nothing."""
-    from benchmarks.simulate import sent
-    from tools.planner.simulate import simulate
-
-    for ranks, mesh in (
-        (8, {}),
-        (8, {"dp_replicate": 2}),
-        (8, {"dp_replicate": 8, "dp_shard": 1}),
-        (8, {"tp": 2}),
-        (8, {"dp_replicate": 2, "tp": 2}),
-        (8, {"cp": 2, "tp": 2}),
-        (1, {}),
-    ):
-        sizes = {**MODEL, "n_layers": 7 if ranks == 1 else 2, "head_dim": 16}
-        cfg = make_config(
-            **sections(
-                {"param_dtype": "bfloat16", **mesh},
-                run={"device": "cuda"},
-                model=sizes,
-                train={"seq_len": 64, "global_batch_size": 16},
-            )
-        )
-        step, model = simulate(cfg, ranks), meta_model(cfg.model)
-        replicas, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
-        assert sent(step) == theory.collectives(cfg, model, ranks), mesh
-        shards = theory.largest_shards(model, dp_shard * cp, tp)
-        matrices = [p for name, p in named_parameters(model) if "blocks" in name and p.ndim == 2]
-        assert (
-            theory.held(cfg, model, ranks)["optimizer"]
-            == step.held["optimizer state"]
-            == sum(shards[p] * (4 if p in {*matrices} else 8) + 4 for p in model.parameters())
-        )
-        work = [muon.flop(p.shape) for p in matrices]
-        owned = sum(w for w, owner in zip(work, muon.owners(work, ranks, replicas)) if owner == 0)
-        assert (
-            step.phases[-1].work["matmuls"] == owned and step.state_is_made and not step.first_calls
-        ), mesh
 
 
 def test_every_selection_of_parameters_has_an_optimizer():

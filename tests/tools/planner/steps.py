@@ -16,11 +16,11 @@ LONG = {"seq_len": 1024, "global_batch_size": 8, "micro_batch_size": 1}
 def of_a_gpu(
     model: dict | None = None, parallel: dict | None = None, **sections: dict
 ) -> config.Config:
-    """14 blocks, a step of two micro-batches on eight GPUs."""
+    """Ten blocks, a step of two micro-batches on eight GPUs."""
     defaults = {
         "run": {"device": "cuda"},
         "train": {"seq_len": 256, "global_batch_size": 16, "micro_batch_size": 1},
-        "model": {**MODEL, "n_layers": 14, **(model or {})},
+        "model": {**MODEL, "n_layers": 10, **(model or {})},
         "parallel": {"param_dtype": "bfloat16", **(parallel or {})},
     }
     return make_config(**{**defaults, **sections})

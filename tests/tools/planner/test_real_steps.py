@@ -53,7 +53,9 @@ HELD: dict[str, tuple[tuple[int, ...], dict]] = {  # on 1, 2, 3 or 4 ranks
     ),
     "bfloat16 states": ((2, 3), {"optim": {"state_dtype": "bfloat16"}}),
     "muon": ((2, 3), {"optim": {"name": "muon"}}),
-    "lora": ((2,), {"model": UNEVEN, "lora": True}),
+    "lora": ((2,), {"model": UNEVEN, "lora": "float32"}),
+    "lora on nf4": ((2,), {"model": UNEVEN, "lora": "nf4"}),
+    "lora on nf4, tp": ((4,), {"model": UNEVEN_OVER_TP, "lora": "nf4", "parallel": {"tp": 2}}),
 }
 WIDE = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 176, "vocab_size": 1000, "n_layers": 3}
 DEFERRED = {"sync_every_micro_batch": False}
@@ -104,8 +106,9 @@ def held(world: World, cfg: config.Config) -> dict[str, int]:
 @pytest.mark.parametrize("name", HELD)
 def test_plan_holds_what_the_largest_of_real_ranks_holds(name):
     sizes, sections = HELD[name]
-    adapters = config.Lora(rank=3) if sections.get("lora") else None
-    sections = {key: value for key, value in sections.items() if key != "lora"}
+    sections = dict(sections)
+    base = sections.pop("lora", None)
+    adapters = config.Lora(rank=3, base_dtype=base) if base else None
     if lacks(**sections) or (adapters and not config.has_extra("lora")):
         pytest.skip("needs an extra that was removed")
     cfg = make_config(**sections, train={"global_batch_size": 12, "micro_batch_size": 1})

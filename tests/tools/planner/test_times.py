@@ -27,7 +27,7 @@ BYTES_OF_A_SECOND = 0.8 * 450e9 * 8 / 7
 def sends(kind: str, seconds: float = 1.0, **options: Any) -> Phase:
     """A phase with one buffer, over all ranks of NODE."""
     phase = Phase("backward block 1", **options)
-    phase.sent["dp_shard", kind, "bytes"] = seconds * BYTES_OF_A_SECOND
+    phase.sent["dp_shard", kind, "bytes"] = round(seconds * BYTES_OF_A_SECOND)
     return phase
 
 
@@ -177,7 +177,7 @@ def test_the_update_waits_for_all_gradients_and_for_their_norm():
 
 def test_gathers_and_reductions_are_sent_apart():
     phase = sends("all_gather")
-    phase.sent["dp_shard", "reduce_scatter", "bytes"] = BYTES_OF_A_SECOND / 5
+    phase.sent["dp_shard", "reduce_scatter", "bytes"] = round(BYTES_OF_A_SECOND / 5)
     [moment] = timed(phase)
     seconds = {kind: end - begin for kind, (begin, end) in moment.sends.items()}
     assert seconds == pytest.approx({"gathers": 1, "reduces": 0.2})
