@@ -75,7 +75,7 @@ class Recorder:
         self.flops_per_token = flops_per_token(model, cfg.train.seq_len)
         self.seconds = seconds
         self.rows = Rows(folder, cfg.log.tensorboard, start) if world.rank == 0 else None
-        self.timer = BlockTimer(model, world.device)
+        self.timer = OwnTimer(model, world.device)
         self._begin_row(start + 1)
 
     def _begin_row(self, next_step: int) -> None:
@@ -161,7 +161,8 @@ class Recorder:
     ) -> dict[str, Any]:
         """The row of the steps since the last one. Waits for the device. Collective."""
         world = self.world
-        counted = {"loss_mean": self.loss.item(), "digest": batch.digest}
+        # names that no block's term of the loss has
+        counted = {"losses since the row": self.loss.item(), "batch digest": batch.digest}
         counted |= {name: value.item() for name, value in sums.items()}
         figures = self._figures()  # item() waited until the device is done: before the clock
         ranks = all_gather_objects((counted, figures, platform.node()))
@@ -170,7 +171,7 @@ class Recorder:
         for name in counted:
             totals[name] = sum(counted[name] for counted, _, _ in ranks[:: world.tp])
         # the ranks of a tp or cp group have the same samples
-        digest = sum(counted["digest"] for counted, _, _ in ranks[:: world.cp * world.tp])
+        digest = sum(counted["batch digest"] for counted, _, _ in ranks[:: world.cp * world.tp])
         seconds = max(figures["step_seconds"] for _, figures, _ in ranks)
         rate = config.tokens_per_step(self.cfg.train) / world.size / seconds
         peak = peak_flops(world.device)
@@ -180,7 +181,7 @@ class Recorder:
             # of this step: the loss and a block's terms, over its tokens
             **{name: ratio(totals[name], batch.valid_tokens) for name in sums},
             # of all steps since the last row, over their tokens
-            "loss_mean": ratio(totals["loss_mean"], self.valid_tokens),
+            "loss_mean": ratio(totals["losses since the row"], self.valid_tokens),
             **{name: as_numbers(value) for name, value in scalars.items()},  # grad_norm, lr
             "tokens": tokens,
             "tokens_per_second_per_device": rate,
@@ -234,8 +235,8 @@ class Recorder:
             self.rows.close()
 
 
-class BlockTimer:
-    """Times the blocks' forward passes of a step, each from the moment its weights are
+class OwnTimer:
+    """Times the forward passes of blocks and head in a step, each from the moment its weights are
     all-gathered. What a rank waits for others does not count: among ranks that wait for each other
     in every step, a slow one is told by this alone. With tp or cp, the collectives inside a block
     count, and so a group is as slow as its slowest rank."""
@@ -244,10 +245,11 @@ class BlockTimer:
         self.device = device
         self.is_on = False  # for the steps that a row reports
         self.times: list[Any] = []  # the begin and the end of each pass
-        for block in model.blocks:
-            # FSDP2's own hook comes before, and waits for the all-gather
-            block.register_forward_pre_hook(self._note_time)
-            block.register_forward_hook(self._note_time)
+        for unit in (*model.blocks, model.head):
+            if unit._compiled_call_impl is None:  # else the hooks would be compiled with the block
+                # FSDP2's own hook comes before, and waits for the all-gather
+                unit.register_forward_pre_hook(self._note_time)
+                unit.register_forward_hook(self._note_time)
 
     def _note_time(self, module: torch.nn.Module, *unused: Any) -> None:
         if not (self.is_on and module.training):  # an evaluation

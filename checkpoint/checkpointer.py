@@ -156,7 +156,7 @@ class Checkpointer:
         the checkpoint is published; an OSError of it is a warning."""
         saver = self.saver
         assert saver, "save() is for steps in which is_due()"
-        # the previous save may still be purging, which may read a lot of data
+        # the previous save may still be purging, which may take long
         saver.stopping = stopping
         if self.pending:
             self.pending.result()

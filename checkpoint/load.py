@@ -166,7 +166,7 @@ def check_tensors(
                 f"{folder}: {name} is {item.properties.dtype} {[*item.size]}, this model's is "
                 f"{tensor.dtype} {[*tensor.shape]}"
             )
-    for name in stored.keys() - wanted.keys():
+    for name in sorted(stored.keys() - wanted.keys()):
         if optimizer is not None or name.startswith("model."):
             problems.append(f"{folder}: has {name}, which this model does not")
     if problems:

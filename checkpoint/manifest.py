@@ -92,7 +92,7 @@ def open_file(folder: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
 
 def removed(folder: pathlib.Path) -> RemovedCheckpoint:
     return RemovedCheckpoint(
-        f"{folder}: was removed while it was read, as a run does where checkpoint.keep_last is lower"
+        f"{folder}: was removed while it was read; a higher checkpoint.keep_last keeps it longer"
     )
 
 

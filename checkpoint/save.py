@@ -82,7 +82,9 @@ class Saver:
                 before_publishing()
             except OSError as error:  # of another file, maybe on another disk
                 problem = f"{error.filename}: {error.strerror}"
-                log.warning("%s; step %d is saved, a crash may lose this file's end", problem, step)
+                log.warning(
+                    "%s: its end is not on disk, step %d is saved all the same", problem, step
+                )
             files.publish(folder, final)
 
         try:

@@ -148,9 +148,7 @@ class Run:
         if phase in SLOW_PHASES:
             seconds = self.cfg.run.start_timeout_seconds
         if phase in ("save", "restore"):
-            # may wait for the previous save, and then verify every checkpoint that it keeps
-            kept = self.cfg.checkpoint.keep_last if self.cfg.checkpoint else 0
-            seconds = self.cfg.run.start_timeout_seconds * (2 + (kept or 0))
+            seconds = self.cfg.run.start_timeout_seconds * 2  # may wait for the previous save
         self.watchdog.begin(phase, seconds, step)
 
     def steps(self, first: int, last: int, loader: Loader) -> Iterator[int]:

@@ -1,5 +1,5 @@
-"""Without extras/ the repository trains, resumes and evaluates as before, and refuses an option that
-needs an extra. Every test runs in a copy without the folder."""
+"""Without extras/ and tools/ the repository trains, resumes and evaluates as before, and refuses what
+needs them. Every test runs in a copy without the folders."""
 
 import json
 import pathlib
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.early, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def core(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("extras") / "core"
-    return copy_tracked(folder, without=("extras", "tests/extras"))
+    return copy_tracked(folder, without=("extras", "tools", "tests/extras", "tests/tools"))
 
 
 def check_rows(core_run: pathlib.Path, whole_run: pathlib.Path, kind: str = "train") -> None:
@@ -73,8 +73,7 @@ def test_core_reads_a_mixture_of_growing_text(core, write_config, tmp_path):
         ("float8", ["--parallel.float8=rowwise"]),
         ("optimizers", ["--optim.name=muon"]),
         ("optimizers", ["--optim.state_dtype=bfloat16"]),
-        ("reports", ["--profile.at_step=1", "--profile.steps=1"]),
-        ("reports", ["--log.tracker=wandb"]),
+        ("profiler", ["--profile.at_step=1", "--profile.steps=1"]),
         ("huggingface", ["--model.init_from=folder"]),
         ("lora", ["--lora.rank=2", "--model.init_from=folder"]),
         ("chat", ["--data.messages_field=messages"]),
@@ -87,6 +86,11 @@ def test_option_whose_extra_was_removed_is_refused(core, write_config, extra, op
     lines = [line for line in done.stderr.splitlines() if f"needs extras/{extra}," in line]
     option = options[0].removeprefix("--").partition("=")[0].rpartition(".")[2]
     assert done.returncode == 2 and len(lines) == 1 and option in lines[0], done.stderr
+
+
+def test_plan_without_the_planner_is_refused(core, write_config):
+    done = launch(write_config(), "--dry-run", repo=core)
+    assert done.returncode == 2 and "needs tools/planner" in done.stderr
 
 
 def test_tests_of_the_core_are_collected(core):

@@ -23,7 +23,8 @@ FLOORS = [
     ("checkpoint",),
     ("metrics",),
     ("run",),
-    ("generate", "evaluate"),
+    ("generate",),
+    ("evaluate",),
     ("train",),
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -290,7 +290,8 @@ def test_bytes_kept_fall_as_1_over_cp_and_tp(kept_alone, cp, tp):
 # Selective modes number the matmuls
 
 
-LORA = {"model": {"init_from": "a folder"}, "lora": {"targets": ["q_proj"]}}
+ADAPTED = {"model": {"init_from": "a folder"}, "lora": {"targets": ["q_proj"]}}
+WITH_LORA = needs_extra("lora", "huggingface")
 
 
 @pytest.mark.quick
@@ -303,8 +304,10 @@ LORA = {"model": {"init_from": "a folder"}, "lora": {"targets": ["q_proj"]}}
         (1, {"parallel": {"tp": 2}}, "q_proj k_proj v_proj gate_proj up_proj"),
         (2, {"parallel": {"tp": 2}}, "q_proj v_proj up_proj"),
         # A x is small, B A x is not
-        pytest.param(1, LORA, "q_proj lora_a k_proj v_proj o_proj gate_proj up_proj"),
-        pytest.param(2, LORA, "q_proj lora_a v_proj gate_proj"),
+        pytest.param(
+            1, ADAPTED, "q_proj lora_a k_proj v_proj o_proj gate_proj up_proj", marks=WITH_LORA
+        ),
+        pytest.param(2, ADAPTED, "q_proj lora_a v_proj gate_proj", marks=WITH_LORA),
     ],
     ids=str,
 )

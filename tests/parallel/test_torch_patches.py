@@ -104,7 +104,7 @@ COMPILING = """
 import os, signal, sys, time
 
 os.setsid()
-from run import SIGNALS
+from system.processes import SIGNALS
 
 received = []
 signal.signal(signal.SIGTERM, lambda *_: received.append(1))

@@ -66,7 +66,7 @@ def test_room_for_the_checkpoints_that_are_kept(
     problems = [*preflight.disk(cfg, ONE)]
     warning = capsys.readouterr().err
     assert (bool(problems), bool(warning)) == (outcome == "error", outcome == "warning")
-    for text in filter(None, [*problems, warning]):
+    for text in [text for text in (*problems, warning) if text]:
         assert f"keep_last = 2: 3 checkpoints of 1.0 GiB, {existing} of which exist" in text
 
 

@@ -77,6 +77,7 @@ def tried(row: dict, cfg: config.Config, asked: Asked) -> Iterator[Tried]:
     """The changes that need less memory, with their plans: combinations only if no change of one
     option fits. row: the plan of cfg. Speeds assume an H100 if no GPU is given."""
     asked = replace(asked, gpu=asked.gpu or device("H100"), gpu_memory_gib=asked.memory_gib)
+    assert cfg.run.name  # the file's, unless said
     tables = config.to_dict(cfg)
     one_fits = False
     for overrides, times in changes(cfg, row):

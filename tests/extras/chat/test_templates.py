@@ -499,11 +499,11 @@ def test_a_token_that_the_settings_name_is_special(template, tmp_path):
 def test_a_tokenizer_of_llama_2_s_kind(tmp_path, settings):
     """Where transformers puts spaces, and where its tokenizer.json would."""
     pytest.importorskip("google.protobuf")
-    from extras.huggingface.tokenizer import fast_tokenizer_files, read_sentencepiece
+    made = pytest.importorskip("tools.fast_tokenizer")
     from tests.conftest import sentencepiece_model
 
     sentencepiece_model(tmp_path / "made.model", add_dummy_prefix=True)
-    files = fast_tokenizer_files(read_sentencepiece(tmp_path / "made.model"))
+    files = made.fast_tokenizer_files(made.read_sentencepiece(tmp_path / "made.model"))
     files["tokenizer_config.json"] |= {"tokenizer_class": "LlamaTokenizer", **settings}
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))

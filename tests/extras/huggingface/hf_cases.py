@@ -2,27 +2,25 @@
 
 import contextlib
 import dataclasses
-import io
+import json
 import os
 import pathlib
-import resource
-import signal
 import time
 from collections.abc import Iterator
 
 import torch
+from safetensors.torch import save_file
 
 import config
 from config import ConfigError
 from extras.huggingface import config as hf_config
-from extras.huggingface import convert as hf
 from extras.huggingface import weights as hf_weights
 from extras.huggingface.weights import weights_to_read
 from model.llama import named_parameters
 from optim import build_optimizer
 from parallel.materialize import local_tensors, open_pretrained
 from tests.cases import build, digests, process_group, run_training, save, world_for
-from tests.conftest import make_config, rows, run_tool, tables
+from tests.conftest import make_config, rows, tables
 
 
 def config_from(folder: str, **sections: dict) -> config.Config:
@@ -177,16 +175,13 @@ def make_folder(folder: pathlib.Path, cfg: config.Config) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = hf_weights.shapes(cfg.model)
     folder.mkdir()
-    hf.write_weights(
-        folder,
-        cfg.model,
-        lambda name: torch.randn(shapes[name], generator=generator),
-        torch.float32,
-        512 * 2**20,
-    )
-    hf.write_json(
-        folder / "config.json", hf_config.render(cfg.model, cfg.train.seq_len, "float32", {})
-    )
+    tensors = {
+        hf_weights.hf_name(name): torch.randn(shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    settings = hf_config.render(cfg.model, cfg.train.seq_len, "float32", {})
+    (folder / "config.json").write_text(json.dumps(settings))
 
 
 def read_peak(folder: str, **sections: dict) -> tuple[float, float]:
@@ -205,40 +200,3 @@ def read_peak(folder: str, **sections: dict) -> tuple[float, float]:
         shard = sum(t.nbytes for _, t in local_tensors(model)) / 2**20
         del model
     return found["peak_over_it_mib"], shard
-
-
-def tool_peaks(commands: list[list[str]]) -> list[float]:
-    """Peak memory over what it was before, in MiB, of each call of the tool."""
-    from checkpoint import load, save  # noqa: F401  not part of what is measured
-
-    peaks = []
-    for command in commands:
-        figures: dict = {}
-        with measured(figures):
-            assert hf.main([*command]) == 0
-        peaks.append(figures["peak_over_it_mib"])
-    return peaks
-
-
-def with_small_files(commands: list[list[str]], limit: int) -> list[tuple[int, str]]:
-    """(exit code, stderr) of each, on a disk that is full after so many bytes of a file."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    found = []
-    for command in commands:
-        with contextlib.redirect_stderr(io.StringIO()) as error:
-            found.append((run_tool(hf.main, *command), error.getvalue()))
-    return found
-
-
-def killed(command: list[str]) -> None:
-    """The tool, killed at its fifth file."""
-    original, calls = hf.write_safetensors, []
-
-    def write_safetensors(*arguments) -> None:
-        calls.append(1)
-        if len(calls) == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        original(*arguments)
-
-    hf.write_safetensors = write_safetensors
-    hf.main(command)

@@ -18,9 +18,9 @@ from transformers import (
 
 import config
 from data.prepare import prepare
-from extras.huggingface import convert
 from tests import cases
 from tests.conftest import make_config, seal, words
+from tools import huggingface as convert
 
 if not config.has_extra("chat") or not config.has_extra("lora"):
     pytest.skip("needs extras/chat and extras/lora", allow_module_level=True)

@@ -6,8 +6,8 @@ import shutil
 
 from safetensors.torch import load_file, save_file
 
-from extras.huggingface import convert as hf
 from tests.conftest import run_tool
+from tools import huggingface as hf
 
 
 def export(run: pathlib.Path, folder: pathlib.Path, base: pathlib.Path) -> int:
