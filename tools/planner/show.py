@@ -42,7 +42,6 @@ def table(row: dict, cfg: config.Config, asked: Asked) -> str:
 
 
 def lines_of_run(row: dict, cfg: config.Config) -> list[Line]:
-    t = cfg.train
     mesh = f"{row['world_size']} = {row['replicas']} replicas x {row['shards']} shards"
     if row["cp"] > 1 or row["tp"] > 1:
         mesh += f" (of them cp {row['cp']}) x tp {row['tp']}"
@@ -53,18 +52,15 @@ def lines_of_run(row: dict, cfg: config.Config) -> list[Line]:
     counted = row["counted_flops_per_token"]
     if abs(counted / row["flops_per_token"] - 1) > OTHER_FLOP:
         flop += f" in MFU, by flops_per_token; the plan's time has {counted:,.0f}"
-    micro_batches = (
-        f"{row['accumulation_steps']} of {row['micro_batch_size']} sequences per rank and step"
-    )
+    batch = f"{cfg.train.global_batch_size} sequences of {cfg.train.seq_len}"
+    micro_batch = f"{row['micro_batch_size']} sequences"
+    micro_batches = f"{row['accumulation_steps']} of {micro_batch} per rank and step"
     if row["accumulation_steps"] > 1 and not cfg.parallel.gather_once:
         micro_batches += "; gather_once would gather weights once"
     return [
         ("ranks", mesh),
         ("parameters", f"{row['parameters']:,} in {row['units']} units"),
-        (
-            "tokens per step",
-            f"{row['tokens_per_step']:,} = {t.global_batch_size} sequences of {t.seq_len}",
-        ),
+        ("tokens per step", f"{row['tokens_per_step']:,} = {batch}"),
         ("micro-batches", micro_batches),
         ("steps per epoch", epoch),
         ("FLOP per token", flop),
@@ -95,9 +91,8 @@ def lines_of_memory(row: dict, asked: Asked) -> list[Line]:
 def lines_of_traffic(row: dict) -> list[Line]:
     if not row["traffic_per_step"]:
         return [("sent per step", "nothing")]
-    lines = [
-        ("sent per step", "per rank: number of collectives, and their larger buffers together")
-    ]
+    meaning = "per rank: number of collectives, and their larger buffers together"
+    lines = [("sent per step", meaning)]
     for dimension, sent in row["traffic_per_step"].items():
         distance = "between nodes" if sent["ranks"] > sent["ranks_in_a_node"] else "within a node"
         for kind, counts in sent.items():
@@ -111,16 +106,12 @@ def lines_of_traffic(row: dict) -> list[Line]:
 
 def lines_of_time(row: dict, cfg: config.Config) -> list[Line]:
     days = row["step_seconds"] * cfg.train.steps / 86400
+    speed = row["tokens_per_second_per_device"]
+    waiting = f"{row['waiting_seconds']:.2g} of them waiting for FSDP2"
     low, high = reached(cfg)
     return [
-        (
-            "a step",
-            f"{row['step_seconds']:.3g} s, {row['waiting_seconds']:.2g} of them waiting for FSDP2",
-        ),
-        (
-            "tokens/s per GPU",
-            f"{row['tokens_per_second_per_device']:,.0f} planned, MFU {row['mfu']:.1%}",
-        ),
+        ("a step", f"{row['step_seconds']:.3g} s, {waiting}"),
+        ("tokens/s per GPU", f"{speed:,.0f} planned, MFU {row['mfu']:.1%}"),
         ("the whole run", f"{days:,.2f} days, {row['gpu_hours']:,.0f} GPU-hours"),
         ("measured runs", f"reached {low:g} to {high:g} of the planned speed, on one H200"),
     ]

@@ -492,12 +492,9 @@ class PhaseHooks:
         # dtype
         for param in self.sharded:
             mark([param.unsharded_accumulated_grad], self.kind_of_unsharded)
-        for param in self.sharded:
             if hasattr(param, "_unsharded_param"):
                 mark([param.unsharded_param.grad], self.kind_of_unsharded)
-        for param in self.sharded:
             mark([getattr(param, "_sharded_post_forward_param_data", None)], "gathered units")
-        for param in self.sharded:
             mark(getattr(param, "all_gather_outputs", ()), "gathered units")
         self.counted.begin(name)
         self.counted.fused = self.compiled and "block" in name

@@ -1,5 +1,6 @@
 """The plan of a fork: operators without formulas, masks, blocks that differ, shapes that depend on values."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -75,8 +76,8 @@ def test_grouped_matmuls_are_counted(options, again, monkeypatch):
     excess = sum(phase.work["matmuls"] * phase.times for phase in step.phases) / tokens - matmuls
     expected = 2 * m.n_layers * block if again == "the block" else 0
     assert excess == pytest.approx(expected, abs=2 * m.n_layers * router)
-    if not options:  # their order depends on values: all blocks run
-        assert step_and_models(cfg)[1] == [m.n_layers]
+    if not options:
+        assert_equal(step, simulate(cfg, 8, all_blocks=True))
 
 
 def test_flop_are_those_of_torchs_own_counter():
@@ -117,7 +118,7 @@ def test_an_operator_without_a_formula_is_named(monkeypatch):
         "the FLOP of fork.gate: 160 calls a step; the time is too short, and speed and MFU too high"
     )
     assert row["not_counted"] == [note] and plain["not_counted"] == []
-    assert f"not counted{' ' * 14}{note}" in show.table(row, cfg, ON_H100)
+    assert re.search(f"^not counted +{note}$", show.table(row, cfg, ON_H100), re.M)
     assert row["step_seconds"] > plain["step_seconds"]
 
 
@@ -154,7 +155,8 @@ def window(size: int) -> Callable:
 def share(rule: Callable, length: int) -> float:
     """Of the scores, by the blocks of 128 x 128 that torch's own mask has."""
     mask = create_block_mask(rule, None, None, length, length, "cpu")
-    blocks = (mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()).item()
+    assert mask.full_kv_num_blocks is not None
+    blocks = int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum())
     return blocks / (-(-length // 128)) ** 2
 
 
@@ -340,7 +342,8 @@ def test_blocks_that_differ_in_backward_alone_all_run(monkeypatch):
             return x * 2
 
         @staticmethod
-        def backward(context, gradient):
+        def backward(context, *gradients):
+            [gradient] = gradients
             if context.is_odd:
                 flat = gradient.flatten(0, 1)
                 gradient = ((flat @ flat.T) @ flat).view_as(gradient)
