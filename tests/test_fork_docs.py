@@ -22,7 +22,7 @@ WORDS = [  # of the refusals, in the page's order
     ("activaton", "did you mean model.activation"),
     ("activation", "relu3", "silu", "relu2"),
     ("model.activation", "silu", "relu2"),
-    ("not transformers' LlamaForCausalLM",),
+    ("activation", "relu2", "not written"),
 ]
 
 

@@ -20,7 +20,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -507,7 +507,8 @@ def check_output(out: Path, is_export: bool) -> None:
 
 def export_command(args: argparse.Namespace, checkpoint: Path, folder: Path) -> None:
     saved = open_saved(checkpoint, args.base)
-    check_export(saved.cfg)
+    # merged adapters are weights like others
+    check_export(saved.cfg if args.adapter else replace(saved.cfg, lora=None))
     load.check_tensors(saved.reader, saved.model, None)
     if args.adapter:
         export_adapter(saved, folder, args.dtype)

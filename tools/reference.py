@@ -1,6 +1,6 @@
 """What transformers computes for a config.json, and PEFT for an adapter_config.json, in plain torch.
 Export refuses a model that computes something else, such as a fork's with another activation, norm
-or RoPE.
+or RoPE. What 24 tokens cannot show, such as a window of 4096, is an option that config.json lacks.
 
 Shapes: T tokens, D model dimension, H query heads, K key/value heads, E head dimension,
 V vocabulary.
@@ -29,8 +29,9 @@ TOKENS = 24
 def check_export(cfg: config.Config) -> None:
     """Compares the logits of cfg's model, with small sizes and random weights, with those of its
     config.json; with [lora], those of the adapted model with the base's and adapter_config.json.
-    Raises ConfigError if they differ."""
+    Raises ConfigError if they differ, or if an option is in neither file."""
     m = cfg.model
+    hf_config.check_rendered(m, cfg.lora)
     small = replace(
         m,
         dim=64,

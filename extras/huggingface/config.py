@@ -9,7 +9,8 @@ import os
 import pathlib
 import re
 import textwrap
-from dataclasses import MISSING
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, NamedTuple
 
 from config import SCHEMA, ConfigError, Given, convert, toml
@@ -478,3 +479,63 @@ def render_adapter(lora: Any, base: str) -> dict[str, Any]:
         "init_lora_weights": True,
         "inference_mode": True,
     }
+
+
+# What a file would not say
+
+
+def check_rendered(m: Any, lora: Any = None) -> None:
+    """Raises ConfigError naming every option of a config.Model, and of a config.Lora if given, that
+    differs from its default and that render(), or render_adapter(), does not write: what is
+    computed elsewhere would differ."""
+    written: set[str] = set()
+    render(Recorded(m, written), 1, "float32", {})
+    written |= {"init_from", "freeze"}  # where weights come from, and which are trained
+    problems = _not_written("model", m, written, "config.json", "render()")
+    if lora:
+        written = set()
+        render_adapter(Recorded(lora, written), "")
+        written |= {"init_from", "base_dtype"}  # where weights come from, and how they are stored
+        problems += _not_written("lora", lora, written, ADAPTER, "render_adapter()")
+    if problems:
+        raise ConfigError(*problems)
+
+
+class Recorded:
+    """Options that record which of them are read: names is {"dim", "rope_scaling.factor", ...}."""
+
+    def __init__(self, options: Any, names: set[str], table: str = ""):
+        self.options = options
+        self.names = names
+        self.table = table
+
+    def __getattr__(self, key: str) -> Any:
+        name = self.table + key
+        self.names.add(name)
+        value = getattr(self.options, key)
+        if is_dataclass(value):
+            return Recorded(value, self.names, f"{name}.")
+        return value
+
+
+def _not_written(
+    section: str, options: Any, written: set[str], file: str, function: str
+) -> list[str]:
+    """A problem for each option that differs from its default and that function does not write."""
+    return [
+        f"[{section}] {name} = {toml(value)}: is not written into {file}, without which others "
+        f"would compute something else; write it in extras/huggingface/config.py: {function}"
+        for name, value in _changed_options(options, written)
+    ]
+
+
+def _changed_options(options: Any, written: set[str], table: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, value) of each option that differs from its default and is not among `written`."""
+    for f in fields(options):
+        name = table + f.name
+        value = getattr(options, f.name)
+        if name not in written:
+            if value != f.default:
+                yield name, value
+        elif is_dataclass(value):
+            yield from _changed_options(value, written, f"{name}.")

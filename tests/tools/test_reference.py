@@ -1,7 +1,7 @@
 """What export compares a model with, and which models it refuses."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -126,6 +126,30 @@ def test_model_of_a_fork_is_refused(monkeypatch, owner, name, change):
     monkeypatch.setattr(owner, name, change)
     with refuses("not transformers' LlamaForCausalLM", "logits differ by"):
         reference.check_export(make_config(model={"rope_scaling": SCALING}))
+
+
+@dataclass(frozen=True)
+class Windowed(config.Model):
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True)
+class Stable(config.Lora):
+    rank_stable: bool = False
+
+
+@pytest.mark.quick
+def test_options_that_the_files_lack_are_refused():
+    """But at their default, with which a fork's model is the same."""
+    cfg = make_config()
+    reference.check_export(
+        replace(cfg, model=Windowed(**vars(cfg.model)), lora=Stable(rank=4, alpha=8.0))
+    )
+    with refuses(r"\[model\] sliding_window = 4096: is not written into config.json"):
+        windowed = Windowed(**vars(cfg.model), sliding_window=4096)
+        reference.check_export(replace(cfg, model=windowed))
+    with refuses(r"\[lora\] rank_stable = true: is not written into adapter_config.json"):
+        reference.check_export(replace(cfg, lora=Stable(rank=4, alpha=8.0, rank_stable=True)))
 
 
 @pytest.mark.quick
