@@ -17,7 +17,7 @@ def export(run: pathlib.Path, folder: pathlib.Path, base: pathlib.Path) -> int:
 def test_the_tools_use_a_run_with_adapters(run, base, tmp_path, capsys):
     import generate
 
-    cfg, run = run
+    _, run = run
     assert (
         generate.main([str(run), "--prompt", "the cat", "--tokens", "3", "--temperature", "0"]) == 0
     )
