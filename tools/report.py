@@ -72,8 +72,7 @@ TIME = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
 LAUNCHED = re.compile(TIME + r".*: ([\d,]+ parameters on .*), [a-z]+[0-9]+$", re.M)
 RESUMED = re.compile(TIME + r".* tokens per step = .*; resuming after step (\d+)$", re.M)
 SAVED = re.compile(TIME + r"saved .*step-(\d+)$", re.M)
-STEP = re.compile(TIME + r"step (\d+)", re.M)
-SAMPLE = re.compile(TIME + rf"a sample:\n(.*?)(?={TIME}|\Z)", re.M | re.S)
+STEP_OR_SAMPLE = re.compile(TIME + rf"(?:step (\d+)|a sample:\n(.*?)(?={TIME}|\Z))", re.M | re.S)
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --soft: #5f6b76; --line: #d9dee3; --page: #fff }
@@ -154,9 +153,12 @@ class Run:
     def samples(self) -> dict[str, str]:
         """The newest sample text of each step, "" before the first."""
         texts = {}
-        for match in SAMPLE.finditer(self.log):
-            steps = STEP.findall(self.log, 0, match.start())
-            texts[steps[-1] if steps else ""] = match[1]
+        step = ""
+        for match in STEP_OR_SAMPLE.finditer(self.log):
+            if match[1]:
+                step = match[1]
+            else:
+                texts[step] = match[2]
         return texts
 
     def steps_of_rows(self) -> list[int]:
