@@ -91,8 +91,8 @@ class Recorder:
         return step % self.cfg.log.every_steps == 0 or step in (1, self.cfg.train.steps)
 
     def log_start(self, model: Llama, units: str, warnings: list[str]) -> None:
-        """Logs the warnings; the model's size, its parallelism and where it starts from; notes on
-        the data; the table of units."""
+        """Logs the warnings; the model's size, its parallelism, where it starts from, and whether it
+        ends in its warm-up; notes on the data; the table of units."""
         cfg = self.cfg
         world = self.world
         steps = cfg.train.steps
@@ -118,6 +118,10 @@ class Recorder:
         ]
         if self.rows is None:
             return
+        warmup = cfg.optim.warmup_steps
+        if warmup > steps:  # as in a short trial of a configuration
+            share = f"{100 * steps / warmup:.3g} %"
+            lines.append(f"the run ends in its warm-up of {warmup:,} steps, at {share} of the peak")
         for text in warnings:
             log.warning(text)
         for text in (*lines, *self.dataset.notes(), units):

@@ -75,8 +75,8 @@ def from_command_line(
 def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
     """Runs a tool's main() with the command line, and exits with its result.
 
-    Invalid input exits with 2 and prints a line for each problem; trouble of a disk or a machine
-    that may pass exits with 1, and Ctrl-C with 130, as in a shell. None prints a traceback.
+    Invalid input exits with 2 and prints a line for each problem, trouble of a disk or a machine
+    with 1, and Ctrl-C with 130, as in a shell. None prints a traceback.
     """
     try:
         sys.exit(main(sys.argv[1:]))
@@ -86,9 +86,10 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
     except OSError as error:
         from system.files import TRANSIENT_ERRORS  # here: locks, which no option needs
 
-        if error.errno not in TRANSIENT_ERRORS:
+        if error.filename is None:  # a library's
             raise
-        print_error(f"{error.filename}: {error.strerror}; the same command may work later")
+        hint = "; the same command may work later" if error.errno in TRANSIENT_ERRORS else ""
+        print_error(f"{error.filename}: {error.strerror}{hint}")
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

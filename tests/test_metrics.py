@@ -372,6 +372,17 @@ def test_start_of_a_run_is_logged(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.quick
+def test_run_that_ends_in_its_warm_up_says_so(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(metrics.log, "propagate", True)
+    caplog.set_level("INFO")
+    for warmup in (2000, 10):
+        cfg = make_config(train={"steps": 10}, optim={"warmup_steps": warmup})
+        recorder_of(cfg, tmp_path).log_start(meta_model(cfg.model), "a table", [])
+    (line,) = [line for line in caplog.messages if "warm-up" in line]
+    assert "2,000 steps" in line and "0.5 %" in line
+
+
+@pytest.mark.quick
 def test_evaluation_is_logged_with_what_is_known(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(metrics.log, "propagate", True)
     caplog.set_level("INFO")

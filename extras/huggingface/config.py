@@ -73,7 +73,7 @@ ONLY_ADAPTER = {
 }
 IGNORED_ADAPTER = """
 task_type auto_mapping peft_version base_model_name_or_path revision inference_mode layers_pattern
-loftq_config eva_config corda_config lora_ga_config megatron_core qalora_group_size
+loftq_config eva_config corda_config lora_ga_config megatron_core qalora_group_size velora_config
 """
 OFF = (None, False, 0, "", [], {})
 

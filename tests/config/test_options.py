@@ -152,6 +152,8 @@ def test_rules_up_to_their_edge(others, option, values, wrong, words):
         for value in wrong.split():
             with pytest.raises(ConfigError) as error:
                 read(value)
+            if re.search(config.lack_of(r"\w+"), str(error.value)):
+                raise error.value
             (problem,) = [text for text in error.value.problems if words in text]
             assert problem.startswith(f"command line: [{section}] {key} = ")
     except ConfigError as error:

@@ -1,6 +1,6 @@
 """Fixtures of the extras that tools build upon."""
 
 from tests.extras.chat.conftest import tokenizer
-from tests.extras.lora.conftest import base, run
+from tests.extras.lora.conftest import adapter, base, bases, run
 
-__all__ = ["base", "run", "tokenizer"]
+__all__ = ["adapter", "base", "bases", "run", "tokenizer"]

@@ -3,6 +3,7 @@ their template ends a turn, whatever their base's own settings are."""
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -137,7 +138,7 @@ def export(run, out, *words: str) -> None:
 
 def answer(model, folder, settings: GenerationConfig | None = None) -> list[str]:
     """What the model says to a question in transformers: its tokens, up to the one that stopped it."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     asked = tokenizer.apply_chat_template(
         talk("the dog sat"), add_generation_prompt=True, return_tensors="pt", return_dict=True
     )

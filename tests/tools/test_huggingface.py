@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint.__main__ import main as checkpoint_tool
+from checkpoint.load import restore
 from data.tokenizer import Tokenizer
-from generate import load_model
 from model import llama
 from system import files
 from tests.conftest import (
@@ -30,7 +30,7 @@ from tests.conftest import (
     train_run,
     words,
 )
-from tests.distributed import distributed
+from tests.distributed import distributed, run_on_ranks
 from tools import fast_tokenizer, huggingface
 from tools.fast_tokenizer import fast_tokenizer_files, read_sentencepiece
 
@@ -133,20 +133,19 @@ def test_import_and_export_give_transformers_the_same_model(tmp_path, prepared, 
 
 
 @pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"dp_shard": 1, "dp_replicate": 2}], ids=str)
-@distributed(ranks=2)
-def test_export_of_a_run_computes_what_the_run_does(world, tmp_path, corpus, prepared, parallel):
+def test_export_of_a_run_computes_what_the_run_does(tmp_path, corpus, prepared, parallel):
     sections = {"run": {"name": "r", "output_dir": str(tmp_path)}, "checkpoint": {}}
     data = {"source": str(corpus), "path": str(prepared)}
     cfg = make_config(**sections, data=data, parallel=parallel)
-    train_run(cfg, world)
-    if world.rank == 0:
-        assert run("export", tmp_path / "r", tmp_path / "out") == 0
-        newest = tmp_path / "r/checkpoints/step-00000004"
-        tokens = token_ids(2, 32)
-        with torch.no_grad():
-            expected = load_model(newest, cfg, torch.device("cpu"))(tokens)
-            logits = in_transformers(tmp_path / "out")(tokens).logits
-        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    run_on_ranks(2, lambda world: train_run(cfg, world))
+    assert run("export", tmp_path / "r", tmp_path / "out") == 0
+    tokens = token_ids(2, 32)
+    model = llama.Llama(cfg.model)
+    restore(tmp_path / "r/checkpoints/step-00000004", model, None)
+    with torch.no_grad():
+        expected = model(tokens)
+        logits = in_transformers(tmp_path / "out")(tokens).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_files_are_no_larger_than_asked(checkpoint, tmp_path):

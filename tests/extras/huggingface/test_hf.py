@@ -576,9 +576,11 @@ WRONG = {  # what is done to the folder "single", or another that the name begin
         settings(partial_rotary_factor=0.5),
         ["partial_rotary_factor = 0.5"],
     ),
-    "generation cut": (
-        cut("generation_config.json", 9),
-        ["generation_config.json: cannot be read"],
+    "dropout": (settings(attention_dropout=0.1), ["attention_dropout = 0.1: is not read here"]),
+    "code of its own": (settings(auto_map={"AutoModel": "m.M"}), ["auto_map = {", "is not read"]),
+    "rope of its own": (
+        settings(rope_parameters={**ROPE, "attention_factor": 0.5}),
+        ["rope_parameters.attention_factor = 0.5: is not read here"],
     ),
     "rope no object": (settings(rope_scaling=[8]), ["rope_scaling = [8]"]),
     "config cut": (cut("config.json", 40), ["config.json: cannot be read"]),

@@ -392,7 +392,9 @@ VARIANTS = {  # settings of PEFT that compute something else
         ({"target_modules": ["q_proj"]}, ["has base_model.*down_proj.lora_A.weight, which"]),
         ({"init_lora_weights": "pissa"}, ['init_lora_weights = "pissa": only true']),
         ({"peft_type": "IA3"}, ['peft_type = "IA3": only "LORA" can be read']),
-        (VARIANTS, [f"{name} = " for name in sorted(VARIANTS)]),
+        ({"lora_dropout": 0.1}, ["lora_dropout = 0.1: is not read here"]),
+        ({"a_later_option": True}, ["a_later_option = true: is not read here"]),
+        (VARIANTS, [f"{name} = .*: (only|is not read)" for name in sorted(VARIANTS)]),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -242,7 +243,7 @@ def test_names_and_their_rows(row, names):
 
 
 def trace_steps(tmp_path, device: str) -> None:
-    world = SimpleNamespace(rank=1, device=torch.device(device))
+    world: Any = SimpleNamespace(rank=1, device=torch.device(device))
     traced = Profiler(config.Profile(at_step=2, steps=2), tmp_path, world, first=1)
     for step in range(1, 5):
         traced.before_step(step)
@@ -283,10 +284,8 @@ def test_a_trace_that_lost_the_steps_stops_nothing(tmp_path, monkeypatch, caplog
 def test_a_launch_after_the_steps_to_trace_says_so(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(profiler.log, "propagate", True)
     caplog.set_level("INFO")
-    settings, world = (
-        config.Profile(at_step=2, steps=2),
-        SimpleNamespace(rank=0, device=torch.device("cpu")),
-    )
+    settings = config.Profile(at_step=2, steps=2)
+    world: Any = SimpleNamespace(rank=0, device=torch.device("cpu"))
     for first, told in ((2, False), (3, True)):
         Profiler(settings, tmp_path, world, first)
         assert ("at_step = 2 was before this launch" in caplog.text) is told
