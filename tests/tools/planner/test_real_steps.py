@@ -37,6 +37,7 @@ UNEVEN_OVER_TP = {
     "tie_embeddings": True,
     "qk_norm": True,
 }
+OF_64 = {"dim": 128, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 256}  # NF4's blocks of columns
 HELD: dict[str, tuple[tuple[int, ...], dict]] = {  # on 1, 2, 3 or 4 ranks
     "sharded": ((1, 2, 3, 4), {"model": UNEVEN}),
     "replicas": ((2, 4), {"model": UNEVEN, "parallel": {"dp_replicate": 2}}),
@@ -54,8 +55,8 @@ HELD: dict[str, tuple[tuple[int, ...], dict]] = {  # on 1, 2, 3 or 4 ranks
     "bfloat16 states": ((2, 3), {"optim": {"state_dtype": "bfloat16"}}),
     "muon": ((2, 3), {"optim": {"name": "muon"}}),
     "lora": ((2,), {"model": UNEVEN, "lora": "float32"}),
-    "lora on nf4": ((2,), {"model": UNEVEN, "lora": "nf4"}),
-    "lora on nf4, tp": ((4,), {"model": UNEVEN_OVER_TP, "lora": "nf4", "parallel": {"tp": 2}}),
+    "lora on nf4": ((3,), {"model": OF_64, "lora": "nf4"}),
+    "lora on nf4, tp": ((4,), {"model": OF_64, "lora": "nf4", "parallel": {"tp": 2}}),
 }
 WIDE = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 176, "vocab_size": 1000, "n_layers": 3}
 DEFERRED = {"sync_every_micro_batch": False}
