@@ -145,7 +145,8 @@ def launched(folder: str, before: str) -> None:
     ended = threading.Event()
     threading.Thread(target=_wait_for_end, args=(ended,), daemon=True).start()
     status = _status_of_launch(pathlib.Path(folder), before, ended)
-    if status:
+    has_begun = (pathlib.Path(folder) / "metrics.jsonl").exists()
+    if status and (has_begun or status["state"] != "failed"):  # else the ranks never began
         follow(Followed(pathlib.Path(folder), status["step"], ended))
     sys.stdout.flush()
     os._exit(0)  # without a tracker's hooks, which may hang

@@ -9,7 +9,6 @@ import struct
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -374,13 +373,11 @@ def test_a_run_without_a_tokenizer_has_no_bits_per_byte(world, tmp_path):
         log={"every_steps": 100},
     )
     on_rank_zero(lambda: nanogpt(tmp_path / "a.bin", documents(0)))
-    with mock.patch("generate.log.info") as info:
-        train_run(cfg, world)
+    train_run(cfg, world)
     folder = config.run_folder(cfg)
     (row,) = rows(folder, "eval")
     assert row["loss"] > 0 and row["bits_per_byte"] is None
     assert not [*folder.rglob("tokenizer*")]
-    assert any("no sample: data.tokenizer" in call.args[0] for call in info.call_args_list)
 
 
 @distributed(ranks=2)

@@ -120,10 +120,11 @@ class Saver(Saver):
         super().write(*arguments)
 """,
     "evaluate.py": """
-def evaluate(*arguments, evaluate=evaluate):
-    import faults
-    faults.pause("evaluation")
-    return evaluate(*arguments)
+class Evaluation(Evaluation):
+    def result(self):
+        import faults
+        faults.pause("evaluation")
+        return super().result()
 """,
     "optim.py": """
 def learning_rate(o, end, step, learning_rate=learning_rate):

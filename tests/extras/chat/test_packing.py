@@ -351,7 +351,7 @@ def test_an_id_outside_the_vocabulary_or_a_file_that_was_cut_is_named(tokenizer,
 
 
 def test_show_marks_what_has_a_loss(chats):
-    from data import show
+    show = pytest.importorskip("tools.show")
 
     text = "\n".join(show.samples(make_config(**chats), 1))
     assert text.count("=== step 1, sample") == 4 and "--- conversation " in text

@@ -288,9 +288,8 @@ def test_a_hundred_steps_in_a_row_without_a_target_end_the_run(tokenizer, tmp_pa
     )
     begun = launch(path, "--train.steps=60", nproc=2)
     assert begun.returncode == 0, begun.stderr
-    assert re.findall(r"such steps so far: (\d+)", begun.stdout) == ["1", "2", "4", "8", "16", "32"]
     assert "step 50/60  loss    none  grad  0.00" in begun.stdout
-    no_loss = "no validation loss: no token of the validation data has a loss"
+    no_loss = "no validation loss: no token of the validation text has a loss"
     assert f"step 60  {no_loss}" in begun.stdout
     evaluated = launch(path, "--eval-only")
     assert evaluated.returncode == 0 and evaluated.stderr.splitlines()[-1] == no_loss
