@@ -155,7 +155,7 @@ def tokenizer_for(prompt: str, dataset: Dataset) -> Tokenizer | None:
     try:
         tokenizer = Tokenizer(dataset.tokenizer_files[0].parent)
         tokenizer.encode([prompt])
-    except (ImportError, ConfigError):
+    except (ImportError, ConfigError, OSError):
         return None
     return tokenizer
 

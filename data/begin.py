@@ -133,11 +133,7 @@ def _tokenizer_of(data: config.Data, vocab_size: int) -> tuple[dict[str, bytes],
         processes.print_error(
             f"{name}: has no EOS token that is known, so nothing separates documents"
         )
-    if tokenizer.vocab_size > vocab_size:
-        raise ConfigError(
-            f"[model] vocab_size = {vocab_size}: smaller than the tokenizer {name}, of "
-            f"{tokenizer.vocab_size} entries"
-        )
+    tokenizer.require_size(vocab_size)
     return tokenizer.files, tokenizer.vocab_size
 
 

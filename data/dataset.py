@@ -18,7 +18,7 @@ from data.mixture import Mixture
 from data.order import SamplePosition, SourceOrder, Windows, border_of, growing_borders
 from data.row_format import row_format
 from data.token_files import open_token_files
-from data.tokenizer import tokenizer_files
+from data.tokenizer import Tokenizer, tokenizer_files
 from data.tokens import Span, TextStream
 
 
@@ -269,16 +269,19 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
             source.require_size(mixture, cfg.train.global_batch_size)
         sources.append(source)
     if data.tokenizer and not tokenizer_paths:
-        tokenizer_paths = paths_of_tokenizer(data.tokenizer)
+        tokenizer_paths = paths_of_tokenizer(data.tokenizer, cfg.model.vocab_size)
     names = [str(entry.source) for entry in data.sources]
     if len(set(names)) < len(names):
         names = [folder.name for folder, _ in folders]
     return Dataset(data, cfg.train, sources, mixture, names, tokenizer_paths)
 
 
-def paths_of_tokenizer(name: str) -> list[pathlib.Path]:
-    """The files of data.tokenizer, where no prepared folder holds them. Raises ConfigError if a
-    copy of them would not be known for a tokenizer's."""
+def paths_of_tokenizer(name: str, vocab_size: int) -> list[pathlib.Path]:
+    """The files of data.tokenizer, where no prepared folder holds them. vocab_size: of the model.
+    Raises ConfigError if a copy of them would not be known for a tokenizer's, or if it is larger
+    than the model."""
+    with contextlib.suppress(ImportError):  # a run without the package has no bits per byte
+        Tokenizer(name).require_size(vocab_size)
     path = hub.local(name)
     folder = path if path.is_dir() else path.parent
     paths = [folder / file_name for file_name in tokenizer_files(name)]

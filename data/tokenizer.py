@@ -70,6 +70,14 @@ class Tokenizer:
         else:
             self._load_sentencepiece(self.files["tokenizer.model"])
 
+    def require_size(self, vocab_size: int) -> None:
+        """Raises ConfigError if it has more entries than the model has rows, model.vocab_size."""
+        if self.vocab_size > vocab_size:
+            raise ConfigError(
+                f"[model] vocab_size = {vocab_size}: smaller than the tokenizer {self.path}, of "
+                f"{self.vocab_size} entries"
+            )
+
     def decode(self, ids: list[int]) -> str:
         """Text of ids. BOS, EOS and ids outside the vocabulary decode to nothing."""
         return self.model.decode([i for i in ids if 0 <= i < self.vocab_size])

@@ -44,7 +44,7 @@ def share_pool(units: list[list[nn.Module]]) -> None:
     for modules in units:
         # FSDP2 attaches a unit's state to the first of its modules
         modules[0].set_custom_all_gather(AllGather(compute))
-        modules[0].set_custom_reduce_scatter(ReduceScatter(compute, modules))
+        modules[0].set_custom_reduce_scatter(ReduceScatter(compute, modules[0]))
 
 
 class AllGather(DefaultAllGather):
@@ -69,23 +69,27 @@ class ReduceScatter(DefaultReduceScatter):
     reduce on the computing stream anyway.
     """
 
-    def __init__(self, compute: torch.cuda.Stream, modules: list[nn.Module]):
+    def __init__(self, compute: torch.cuda.Stream, module: nn.Module):
+        """module: the first of a unit's."""
         super().__init__()
         self.compute = compute
-        self.modules = modules
+        self.module = module
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        parameters = nn.ModuleList(self.modules).parameters()
-        is_gradient = all(becomes_gradient(param, dtype) for param in parameters)
+        # the shards: the modules' own parameters are the unsharded ones meanwhile
+        # pyrefly: ignore[not-callable]  # a sharded module
+        group = self.module._get_fsdp_state()._fsdp_param_group
+        shards = [param.sharded_param for param in group.fsdp_params]
+        is_gradient = all(becomes_gradient(shard, dtype) for shard in shards)
         stream = self.compute if is_gradient else torch.cuda.current_stream()
         with torch.cuda.stream(stream):
             return super().allocate(size, dtype=dtype, device=device)
 
 
-def becomes_gradient(param: nn.Parameter, dtype: torch.dtype) -> bool:
-    """Whether what FSDP2 reduces in this dtype becomes the parameter's .grad as it is (rule 2)."""
-    if not param.requires_grad:
+def becomes_gradient(shard: nn.Parameter, dtype: torch.dtype) -> bool:
+    """Whether what FSDP2 reduces in this dtype becomes the shard's .grad as it is (rule 2)."""
+    if not shard.requires_grad:
         return True  # it has no gradient
-    return param.grad is None and param.dtype == dtype
+    return shard.grad is None and shard.dtype == dtype

@@ -16,7 +16,7 @@ def changes(cfg: Config, step: int) -> list[str]:
     """A warning for each number that goes on otherwise after the step that a run resumes from. None
     if its checkpoint has the same options, or there is none."""
     folder = catalog.path_of(catalog.root_of(cfg), step)
-    if not folder.is_dir():  # step 0
+    if step == 0 or not folder.is_dir():
         return []
     try:
         before = catalog.read_config(folder)

@@ -14,7 +14,7 @@ from benchmarks import REPO
 from benchmarks.gpu.training import FailedCheck
 from benchmarks.kernels import heads
 from config import Config
-from metrics import environment
+from run.environment import environment
 from parallel.mesh import World
 from run.rank import pick_device
 
