@@ -168,7 +168,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     # one line, as every error here
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="CKPT_OR_RUN")
-    parser.add_argument("--prompt", metavar="TEXT", required=True)
+    parser.add_argument("--prompt", metavar="TEXT", required="--chat" not in argv)
+    chat = "./run_train.sh -m generate CKPT_OR_RUN --chat"
+    parser.add_argument("--chat", action="store_true", help=f"a conversation: {chat}")
     parser.add_argument("--tokens", type=int, default=128, metavar="N", help="at most")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws")
@@ -178,6 +180,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="of adapters: where their base lies now; default: as trained",
     )
     args = parser.parse_args(argv)
+    if args.chat:
+        parser.error(f"--chat: a conversation is a tool of its own: {chat}")
     if args.tokens < 1:
         parser.error(f"--tokens {args.tokens}: must be at least 1")
     if not 0 <= args.temperature < math.inf:

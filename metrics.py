@@ -289,21 +289,11 @@ class Rows:
     training continues: rows of metrics.jsonl stay in the file's buffer for the next flush."""
 
     def __init__(self, folder: pathlib.Path, tensorboard: bool, start: int):
-        """Drops the rows of steps after `start`, so that (kind, step) stays unique."""
+        """start: the step that training resumes after."""
         path = folder / "metrics.jsonl"
         # has a lock: saves sync in their own thread
         self.file = path.open("ab", buffering=ROWS_KEPT)
-        end = 0  # of the last row to keep, whose kind and step are unique in the file
-        self.evaluated = set()  # the step, if its evaluation is in the file
-        for offset, row in rows_backwards(path):
-            if row["step"] > start:
-                continue
-            end = end or offset
-            if row["step"] < start:
-                break
-            if row["kind"] == "eval":
-                self.evaluated.add(row["step"])
-        os.truncate(path, end)
+        self.evaluated = drop_rows(path, start)
         self.board: Any = None
         if tensorboard:
             # a package that a run without it need not have
@@ -341,6 +331,25 @@ class Rows:
             self.file.close()
             if self.board:
                 self.board.close()
+
+
+def drop_rows(path: pathlib.Path, start: int) -> set[int]:
+    """Drops the rows of steps after `start`, so that (kind, step) stays unique. Returns {start} if
+    its evaluation is in the file. Raises OSError."""
+    evaluated: set[int] = set()
+    if not path.exists():
+        return evaluated
+    end = 0  # of the last row to keep
+    for offset, row in rows_backwards(path):
+        if row["step"] > start:
+            continue
+        end = end or offset
+        if row["step"] < start:
+            break
+        if row["kind"] == "eval":
+            evaluated.add(row["step"])
+    os.truncate(path, end)
+    return evaluated
 
 
 def read_rows(path: pathlib.Path) -> Iterator[dict]:

@@ -99,6 +99,7 @@ choose_python() {
 
 # Starts a tool by its short name, or any module; without tools/ a module alone.
 hand_over() {
+    [[ $# -gt 0 ]] || fail "-m needs the name of a tool"
     choose_python
     if [[ -e $repo/tools/__main__.py ]]; then set -- tools "$@"; fi
     exec "$python" -c "$module" "$repo" "$@"

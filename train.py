@@ -76,12 +76,13 @@ def train(cfg: Config, world: World, run: Run) -> None:
         optimizer, device, cfg.train.skip_nonfinite, progress, cfg.train.skip_spikes
     )
     loader = Loader(dataset, world, start + 1)
+    run.wait_for_text(start + 1, loader)  # where it is still being prepared
     evaluation = Evaluation(cfg, model, world, dataset, run)
     # the launch before may have been stopped after this step's save, before its evaluation
     evaluation.after(start, recorder)
 
     # until all steps are trained, or all ranks agree to stop
-    for step in run.steps(start + 1, cfg.train.steps, loader):
+    for step in run.steps(start + 1, cfg.train.steps):
         # explicit prefetch: these all-gathers overlap with loading the batch
         unshard_first_units(model, cfg.parallel)
         with run.phase("data"):

@@ -214,6 +214,8 @@ def try_disk(root: pathlib.Path) -> None:
         files.sync(temporary / STATE)
         files.publish(temporary, path_of(temporary.parent, 0))
         shutil.rmtree(trial)
+    except FileNotFoundError as error:  # another run has just tried the same parent folder
+        raise manifest.UnreadableCheckpoint(f"{error.filename}: {error.strerror}") from None
     except OSError as error:
         problem = "its disk cannot write, sync, rename and remove a folder, as a checkpoint needs"
         raise manifest.unreadable(root, error, problem) from None

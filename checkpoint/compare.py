@@ -52,10 +52,10 @@ def changed_options(
     from step 0."""
     if not folder.is_dir():
         return {}
-    before = config.values_of(read_state(folder)["config"])
-    now = config.values_of(config.to_dict(cfg))
+    before = stated(config.values_of(read_state(folder)["config"]))
+    now = stated(config.values_of(config.to_dict(cfg)))
     changed = {}
-    for name in sorted(before):
+    for name in sorted(before.keys() - config.SCHEMA.tables.keys()):  # an empty table has no option
         if before[name] != now.get(name) and word_of(name) in words:
             changed[name] = (as_text(before[name]), as_text(now.get(name)))
     if cfg.lora:
@@ -65,6 +65,14 @@ def changed_options(
         if changed.get("data.tokenizer") == moved:
             changed.pop("data.tokenizer", None)
     return changed
+
+
+def stated(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with those that others imply, where they are absent."""
+    head_dim = values["model.head_dim"] or values["model.dim"] // values["model.n_heads"]
+    implied_format = "messages" if values["data.messages_field"] else "text"
+    row_format = values["data.format"] or implied_format
+    return {**values, "model.head_dim": head_dim, "data.format": row_format}
 
 
 def word_of(name: str) -> str:

@@ -17,5 +17,4 @@ Batches out, in train.py:
     tokens           token files as streams; token_files: those of other programs
     mixture, order   sample number -> source -> window
     dataset, loader  all of these together: sample number -> tokens; step -> batch
-    show             what a step reads, as text
 """

@@ -77,8 +77,8 @@ def launch(argv: list[str]) -> int:
     with followed(cfg, argv):
         code = attempts.train()
         preparer.close()
-    if code == STOPPED and ranks.job and attempts.end:
-        requeue(ranks.job, attempts.end)
+        if code == STOPPED and ranks.job and attempts.end:
+            requeue(ranks.job, attempts.end)
     return code
 
 
@@ -232,7 +232,9 @@ class Attempts:
         else:
             code = failed[0].exit_code if failed else max(1, returned)
             self.is_final = any(report.final for report in failed)
-        is_text_wrong = code == STOPPED and self.preparer.exit_code == INPUT_IS_WRONG
+        # without [checkpoint], a stop is a failure
+        was_stopped = code == STOPPED or (code == 1 and not self.cfg.checkpoint)
+        is_text_wrong = was_stopped and self.preparer.exit_code == INPUT_IS_WRONG
         if is_text_wrong:
             code = INPUT_IS_WRONG
         if code in (FINISHED, STOPPED):

@@ -231,7 +231,7 @@ def how_to_plan(run: Run | None) -> str:
     """The command that says what would fit."""
     if not run:
         return ""
-    words = ["./run_train.sh", *config.words_without(), "--dry-run"]
+    words = ["./run_train.sh", *config.words_without("--eval-only"), "--dry-run"]
     words.append(f"--world-size={run.world.size}")
     if run.world.device.type == "cuda":
         _, total = torch.cuda.mem_get_info()

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import config
+import metrics
 from checkpoint import catalog
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.save import SaveFailed
@@ -49,7 +50,8 @@ class Run:
     run = Run(cfg, world, watchdog, launch)
     ...  # anything that may find invalid input
     run.begin(checkpointer)
-    for step in run.steps(1, 300, loader):
+    run.wait_for_text(1, loader)
+    for step in run.steps(1, 300):
         with run.phase("data"):
             ...
         run.agree_to_continue()
@@ -71,7 +73,7 @@ class Run:
         self.step = 0  # the last step trained, by this launch or an earlier one
         self.checkpointer: Checkpointer | None = None  # from begin() on
         self.claim: FolderClaim | None = None  # on rank 0, from begin() on
-        self.loader: Any = None  # a Loader, from steps() on
+        self.loader: Any = None  # a Loader, from wait_for_text() on
         self.next_step = 0  # whose batch the ranks agree on
         self.awaited: PreparedSource | None = None  # the source whose text this rank lacks for it
         self.failure: Exception | None = None  # why this rank cannot read its next batch
@@ -108,10 +110,12 @@ class Run:
         for folder in self.folder.glob(".launch-*"):
             if folder.name != f".launch-{launch}":  # its launcher was killed
                 shutil.rmtree(folder, ignore_errors=True)
-        claim.write_status("running", self.step)
         write_if_possible(self.folder / "config.toml", config.to_toml(self.cfg))
         for path in checkpointer.dataset.tokenizer_files:
             write_if_possible(self.folder / path.name, path.read_bytes())
+        metrics.drop_rows(self.folder / "metrics.jsonl", self.start)
+        # the last: what follows a run reads the others from then on
+        claim.write_status("running", self.step)
         self.claim = claim
         return warnings
 
@@ -151,7 +155,15 @@ class Run:
             seconds = self.cfg.run.start_timeout_seconds * 2  # may wait for the previous save
         self.watchdog.begin(phase, seconds, step)
 
-    def steps(self, first: int, last: int, loader: Loader) -> Iterator[int]:
+    def wait_for_text(self, first: int, loader: Loader) -> None:
+        """Waits until the first step's batch is prepared, and the validation text if an evaluation
+        comes before it, or until all ranks agree to stop: also by a signal that came before. Before
+        steps(). Collective."""
+        self.loader = loader
+        self._begin_agreement(first)
+        self.agree_to_continue()
+
+    def steps(self, first: int, last: int) -> Iterator[int]:
         """Yields each step to train, up to `last` or until all ranks agree to stop. Collective. If
         a rank cannot read its next batch, raises why after the step before was saved."""
         traced = contextlib.nullcontext
@@ -159,9 +171,6 @@ class Run:
             from extras.profiler.profiler import Profiler
 
             traced = Profiler(self.cfg.profile, self.folder, self.world, first).traced
-        self.loader = loader
-        self._begin_agreement(first)
-        self.agree_to_continue()  # to a signal that came before the first step
         gc.collect()
         gc.freeze()
         gc.disable()

@@ -9,6 +9,8 @@ import pathlib
 import runpy
 import sys
 
+from system.processes import INPUT_IS_WRONG, print_error
+
 TOOLS = pathlib.Path(__file__).parent
 REPO = TOOLS.parent
 
@@ -43,7 +45,16 @@ def main(name: str, words: list[str]) -> None:
     if name == "generate" and "--chat" in words:
         name = "chat"
     sys.argv[:] = [name, *words]
-    runpy.run_module(module_of(name), run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module_of(name), run_name="__main__", alter_sys=True)
+    except ImportError as error:
+        lacks = error.name or name
+        if lacks.split(".")[0] not in ("extras", name.split(".")[0]):
+            raise
+        print_error(
+            f"-m {name}: needs {lacks.replace('.', '/')}, which is not here; python -m tools"
+        )
+        sys.exit(INPUT_IS_WRONG)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class Followed(NamedTuple):
     folder: pathlib.Path
     start: int  # the step that this launch resumed after
     ended: threading.Event  # no row follows
+    failed: threading.Event  # something did, and printed a line
 
     def rows(self) -> Iterator[dict]:
         """The rows of metrics.jsonl, from the first on, as they are written; all of them again
@@ -48,7 +49,7 @@ class Followed(NamedTuple):
         offset = 0
         while True:
             is_last = self.ended.is_set()  # asked before reading, which then sees the last rows
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # a network's disk, perhaps for a moment
                 for line in self._lines(offset):
                     offset = offset + len(line) if line else 0
                     with contextlib.suppress(ValueError):
@@ -78,16 +79,15 @@ def send_rows(run: Followed) -> None:
 def compare_with_plan(run: Followed) -> None:
     """Starts tools/planner/check.py, of a run on GPUs that lasts. The launch's first row includes
     compilation: it compares a later one."""
-    launch = read_json(run.folder / "environment.json")
-    if not launch.get("gpu"):
-        return
     began = None
     for row in run.rows():
         if row["kind"] != "train" or row["step"] <= run.start:
             continue
         if began is None:
             began = time.monotonic()
-        elif time.monotonic() > began + COMPARE_SECONDS:
+            if not read_json(run.folder / "environment.json").get("gpu"):
+                return
+        elif run.ended.is_set() or time.monotonic() > began + COMPARE_SECONDS:
             command = [*python_command(COMPARE), str(run.folder), json.dumps(row)]
             subprocess.run(command, preexec_fn=partial(os.nice, 19), check=False)
             return
@@ -111,6 +111,7 @@ def attempt(work: Callable[[Followed], None], run: Followed) -> None:
     try:
         work(run)
     except Exception as error:
+        run.failed.set()
         text = " ".join(str(error).split())
         print_error(
             f"{work.__name__}: {type(error).__name__}: {text}; to try again: ./run_train.sh -m "
@@ -126,7 +127,6 @@ def follow(run: Followed) -> None:
         threads[-1].start()
     run.ended.wait()
     attempt(write_report, run)
-    attempt(print_next, run)
     end = time.monotonic() + CLOSE_SECONDS
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
@@ -147,7 +147,9 @@ def launched(folder: str, before: str) -> None:
     status = _status_of_launch(pathlib.Path(folder), before, ended)
     has_begun = (pathlib.Path(folder) / "metrics.jsonl").exists()
     if status and (has_begun or status["state"] != "failed"):  # else the ranks never began
-        follow(Followed(pathlib.Path(folder), status["step"], ended))
+        run = Followed(pathlib.Path(folder), status["step"], ended, threading.Event())
+        follow(run)
+        attempt(print_next, run)
     sys.stdout.flush()
     os._exit(0)  # without a tracker's hooks, which may hang
 
@@ -172,10 +174,13 @@ def _status_of_launch(folder: pathlib.Path, before: str, ended: threading.Event)
 def main(argv: list[str]) -> int:
     if len(argv) != 1 or argv[0].startswith("-"):
         raise ConfigError("usage: ./run_train.sh -m follow RUN")
-    ended = threading.Event()
-    ended.set()
-    follow(Followed(pathlib.Path(argv[0]), 0, ended))
-    return 0
+    folder = pathlib.Path(argv[0])
+    if not (folder / "metrics.jsonl").exists():
+        raise ConfigError(f"{folder}: is no run with rows")
+    run = Followed(folder, 0, threading.Event(), threading.Event())
+    run.ended.set()
+    follow(run)
+    return int(run.failed.is_set())
 
 
 if __name__ == "__main__":

@@ -207,9 +207,9 @@ def end_of_turn(checkpoint: Path) -> list[int]:
     """The tokens that end an assistant's turn; empty without tokenizer or chat template."""
     if not existing(checkpoint, CHAT_TEMPLATE) or not existing(checkpoint, *TOKENIZERS):
         return []
-    from extras.chat.conversations import Chat
-
     try:
+        from extras.chat.conversations import Chat
+
         ends = Chat(checkpoint).end_of_turn()
         reason = "the chat template cannot be rendered, or ends a turn with no special token"
     except (ConfigError, ImportError) as error:

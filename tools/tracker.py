@@ -24,6 +24,7 @@ def send(folder: pathlib.Path, rows: Iterable[dict]) -> None:
     name = options["log"].get("tracker")
     if name is None:
         return
+    lock = files.lock(folder / ".tracker.lock")  # raises if another process sends already
     path = folder / f"tracker-{name}.json"
     new = {"id": f"{options['run']['name']}-{secrets.token_hex(4)}", "sent": [0, False]}
     state: dict[str, Any] = files.read_json(path) or new
@@ -39,6 +40,7 @@ def send(folder: pathlib.Path, rows: Iterable[dict]) -> None:
         files.write_atomic(path, json.dumps(state))
         run.log(numbers(row), step=row["step"])
     run.finish()
+    lock.release()
 
 
 def open_run(name: str, identity: str, options: dict, folder: str) -> Any:

@@ -14,8 +14,8 @@ from benchmarks import REPO
 from benchmarks.gpu.training import FailedCheck
 from benchmarks.kernels import heads
 from config import Config
-from run.environment import environment
 from parallel.mesh import World
+from run.environment import environment
 from run.rank import pick_device
 
 

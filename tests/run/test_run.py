@@ -141,7 +141,8 @@ def test_all_ranks_wait_for_the_text_of_one(world, tmp_path):
     run = run_of(world, tmp_path)
     loader: Any = Text(questions=3 * world.rank)
     began = time.monotonic()
-    assert list(run.steps(1, 2, loader)) == [1, 2]
+    run.wait_for_text(1, loader)
+    assert list(run.steps(1, 2)) == [1, 2]
     assert time.monotonic() > began + 3 * 0.2 - 0.1
     assert run.seconds["data"] > 0.5
 
@@ -155,7 +156,8 @@ def test_text_that_one_rank_cannot_read_stops_all(world, tmp_path):
     steps = []
     raised = None
     try:
-        for step in run.steps(1, 9, loader):
+        run.wait_for_text(1, loader)
+        for step in run.steps(1, 9):
             steps.append(step)
             run.agree_to_continue()
     except OSError as error:
@@ -171,7 +173,8 @@ def test_wait_without_a_new_record_ends_as_a_failure(world, tmp_path):
         run.cfg, run=dataclasses.replace(run.cfg.run, start_timeout_seconds=1.0)
     )
     with pytest.raises(OSError, match="nothing was prepared for 1 s"):
-        list(run.steps(1, 9, Text(10**6)))
+        run.wait_for_text(1, Text(10**6))
+        list(run.steps(1, 9))
     assert run.stops
 
 
@@ -180,7 +183,8 @@ def test_wait_without_a_new_record_ends_as_a_failure(world, tmp_path):
 def test_signal_to_one_rank_stops_all_after_the_same_step(world, tmp_path, rank):
     run = run_of(world, tmp_path)
     steps = []
-    for step in run.steps(1, 9, Text(0)):
+    run.wait_for_text(1, Text(0))
+    for step in run.steps(1, 9):
         steps.append(step)
         if step == 3 and world.rank == rank:
             run.agreement.note(signal.SIGUSR1, None)

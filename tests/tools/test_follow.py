@@ -97,7 +97,7 @@ def test_rows_are_read_as_they_are_written(tmp_path, monkeypatch):
     """Also where ranks that start again have dropped the last ones, and written others since."""
     monkeypatch.setattr(follow, "POLL_SECONDS", 0.01)
     path = tmp_path / "metrics.jsonl"
-    run = Followed(tmp_path, 0, threading.Event())
+    run = Followed(tmp_path, 0, threading.Event(), threading.Event())
     rows = run.rows()
 
     def write(*steps: int, end: str = "\n") -> None:

@@ -8,6 +8,13 @@ plan.py makes the plan of each world size, show.py renders it, advice.py suggest
 does not fit. Exit codes: 0, 3 if a plan does not fit the memory given, 2 if the input is wrong.
 """
 
+import sys
+
+from tools.planner.arguments import parse
+
+if __name__ == "__main__":
+    parse(sys.argv[1:], __doc__ or "")  # exits before the imports below, which take seconds
+
 import json
 import math
 import os
@@ -118,30 +125,8 @@ def samples_per_epoch(cfg: config.Config) -> float | None:
     return max(samples)
 
 
-def parse(argv: list[str]) -> tuple[Namespace, config.Config]:
-    """The planner's arguments, and the configuration. Exits with 2 if they are invalid."""
-    parser = config.argument_parser()
-    parser.add_argument("--dry-run", action="store_true")  # by which run_train.sh came here
-    parser.add_argument("--gpu")
-    parser.add_argument("--plot")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--config", action="store_true", dest="show_config")
-    parser.add_argument("--world-size", type=world_sizes)
-    parser.add_argument("--gpu-memory-gib", type=config.positive)
-    parser.add_argument("--gpus-per-node", type=positive_integer, default=8)
-    return config.from_command_line(argv, __doc__ or "", parser)
-
-
-def positive_integer(text: str) -> int:
-    return config.positive(text, int)
-
-
-def world_sizes(text: str) -> list[int]:
-    return [positive_integer(number) for number in text.split(",")]
-
-
 def main(argv: list[str]) -> int:
-    args, cfg = parse(argv)
+    args, cfg = parse(argv, __doc__ or "")
     cfg = formats.complete(cfg, is_plan=True)
     # what follows from the format, for the variants that advice.py loads
     args.overrides.append(f"--data.document_mask={config.toml(cfg.data.document_mask)}")

@@ -24,7 +24,7 @@ TINY = REPO / "configs/tiny.toml"
 
 def dry_run(capsys: Any, *words: object) -> tuple[bool, str, str]:
     """(whether all fit, stdout, stderr) of the command, in this process."""
-    args, cfg = command.parse([*map(str, words)])
+    args, cfg = command.parse([*map(str, words)], "usage")
     fits = command.dry_run(cfg, args)
     return fits, *capsys.readouterr()
 

@@ -1,0 +1,28 @@
+"""The command line of --dry-run. Needs no torch: wrong input ends in milliseconds."""
+
+from argparse import Namespace
+
+import config
+
+
+def parse(argv: list[str], usage: str) -> tuple[Namespace, config.Config]:
+    """The planner's arguments, and the configuration. Exits with 2 if they are invalid.
+    usage: of --help."""
+    parser = config.argument_parser()
+    parser.add_argument("--dry-run", action="store_true")  # by which run_train.sh came here
+    parser.add_argument("--gpu")
+    parser.add_argument("--plot")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--config", action="store_true", dest="show_config")
+    parser.add_argument("--world-size", type=world_sizes)
+    parser.add_argument("--gpu-memory-gib", type=config.positive)
+    parser.add_argument("--gpus-per-node", type=positive_integer, default=8)
+    return config.from_command_line(argv, usage, parser)
+
+
+def positive_integer(text: str) -> int:
+    return config.positive(text, int)
+
+
+def world_sizes(text: str) -> list[int]:
+    return [positive_integer(number) for number in text.split(",")]
