@@ -35,6 +35,7 @@ PEAK_TFLOPS = {
     "H100 PCIe": 756,
     "H100 NVL": 835,
     "H800": 989,
+    "H800 PCIe": 756,
     "H200": 989,
     "H200 NVL": 835,
     "GH200": 989,
@@ -327,9 +328,10 @@ class Rows:
             raise
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # as write(), which has warned
             self.file.close()
-            if self.board:
+        if self.board:
+            with contextlib.suppress(OSError):
                 self.board.close()
 
 
@@ -438,7 +440,7 @@ def peak_flops(device: torch.device) -> float | None:
 def data_sheet_peak(name: str) -> float | None:
     """The dense bfloat16 peak of a device by its name of CUDA, such as "NVIDIA A100-SXM4-80GB", in
     FLOP/s."""
-    if "Laptop" in name or "MIG" in name:  # another chip, or a slice, of the same name
+    if {"Laptop", "MIG", "Ti", "D"} & {*name.split()}:  # another chip, or a slice, of the same name
         return None
     known = [chip for chip in PEAK_TFLOPS if chip in name]
     if not known:

@@ -301,7 +301,7 @@ def clip_gradients(
     """Clips the gradients to a norm of max_norm over all ranks; returns the norm before clipping.
 
     "off" does not clip. An optimizer that supports it scales the gradients in its update, which
-    saves reading and writing them once.
+    saves a pass over them.
     """
     norm = gradient_norm(model.parameters())
     if max_norm == "off":

@@ -299,6 +299,9 @@ def test_peaks_are_those_of_the_data_sheets():
         ("NVIDIA H200 NVL", 835e12),
         ("AMD Instinct MI300X", 1307e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA H800 PCIe", 756e12),
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
         ("Some Other GPU", None),
     ]:
