@@ -18,6 +18,7 @@ import config
 from config import ConfigError
 from data.folder import (
     MANIFEST,
+    beside,
     check_identity,
     common_tokenizer,
     identity,
@@ -112,6 +113,8 @@ def _begin(folder: pathlib.Path, data: config.Data, vocab_size: int) -> None:
         "validation_files": validation_files,
         "files": source_files,
     }
+    if data.bad_rows == "skip":
+        manifest["rows"] = manifest["validation_rows"] = [0, 0]
     for killed in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
         shutil.rmtree(killed, ignore_errors=True)
     temporary = folder.with_name(f".{folder.name}.{processes.process_name()}.tmp")
@@ -143,7 +146,7 @@ def validation_source(data: config.Data) -> config.Data | None:
     if not data.validation:
         return None
     validation = replace(data, validation=None, max_tokens=None)
-    if local_paths(data.validation, None) is not None:
+    if local_paths(data.validation) is not None:
         return replace(validation, source=data.validation)
     return replace(validation, split=data.validation)
 
@@ -153,12 +156,10 @@ def _validation_files(data: config.Data, revision: str | None) -> list[SourceFil
     validation = validation_source(data)
     if validation is None:
         return []
-    paths = local_paths(data.source, data.split)
-    is_split = validation.split == data.validation
-    if is_split and paths and paths == local_paths(data.source, validation.split):
+    if local_paths(data.validation or "") is None and local_paths(data.source) is not None:
         raise ConfigError(
-            f"[data] validation = {data.validation}: no such file, folder or pattern, and {data.source} "
-            "has no such split"
+            f"[data] validation = {data.validation}: no such file, folder or pattern; a Hugging Face "
+            "dataset alone has splits"
         )
     return list_files(validation, revision)[0]
 
@@ -179,7 +180,7 @@ def check_files(folder: pathlib.Path, manifest: dict, data: config.Data) -> None
 
 def _compare(folder: pathlib.Path, data: config.Data, recorded: list, read: list) -> None:
     """recorded, read: lists of SourceFile, or of lists of its fields."""
-    paths = local_paths(data.source, data.split)
+    paths = local_paths(data.source)
     if not paths:  # a dataset's commit does not change; or they are gone
         return
     now = {path: file_now(SourceFile(path)) for path in paths}
@@ -193,8 +194,8 @@ def _compare(folder: pathlib.Path, data: config.Data, recorded: list, read: list
 
 def _changed(folder: pathlib.Path, problem: str) -> ConfigError:
     return ConfigError(
-        f"{problem} after {folder} was begun: restore the source, delete the folder to prepare all "
-        "anew, or name another data.path"
+        f"{problem} after {folder} was begun: restore the source, or prepare it anew next to that "
+        f"folder: {beside(folder)}"
     )
 
 

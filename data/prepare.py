@@ -30,7 +30,7 @@ from data.begin import begin_all, check_files, file_now, take_lock, validation_s
 from data.folder import manifest_of
 from data.order import HELD_OUT_OF
 from data.row_format import Encoded, row_format
-from data.source import Position, SourceFile, SourceReader
+from data.source import Position, RowCount, SourceFile, SourceReader
 from data.writer import TokenWriter, check_hashes
 from system.machine import usable_cores
 from system.processes import FINISHED, die_with_parent, print_error
@@ -50,6 +50,8 @@ class Batch:
     preparation: "Preparation"
     documents: list[str] = field(default_factory=list)
     position: Position = Position()  # of the source, after the last document
+    count: RowCount = RowCount()  # of its rows up to there
+    count_before_file: RowCount = RowCount()
     # why the documents cannot be tokenized or, of the last batch, no more can be read
     problem: ConfigError | OSError | None = None
 
@@ -188,7 +190,9 @@ class Preparation:
     def batches(self) -> Iterator[Batch]:
         """What is left to tokenize: first the text of a validation source. Each source ends with a
         batch without documents."""
-        source = SourceReader(self.data, self.files, Position(*self.manifest["position"]))
+        position = Position(*self.manifest["position"])
+        count = RowCount(*self.manifest.get("rows", ()))
+        source = SourceReader(self.data, self.files, position, count)
         if self.validation and not self.manifest["validation"]:
             yield from self._batches(
                 SourceReader(self.validation, self.manifest["validation_files"])
@@ -211,9 +215,12 @@ class Preparation:
                     size = 0
                 batch.documents.append(document)
                 batch.position = source.position
+                batch.count = source.count
+                batch.count_before_file = source.count_before_file
                 size += len(document)
         except (ConfigError, OSError) as error:
             last.problem = error
+        last.count = source.count
         if batch.documents:
             yield batch
         yield last
@@ -232,20 +239,27 @@ class Preparation:
         is_last = not batch.documents
         if self.validation and not self.manifest["validation"]:
             self._append(encoded, is_validation=True)
+            self._count(batch.count, "validation_rows")
             if is_last:
                 self._end_validation()
             return
         file, row = self.manifest["position"]
         if not row or batch.position.file != file:
+            self._count(batch.count_before_file, "rows")
             self.writer.begin_file(batch.position.file)
         self._append(encoded, is_validation=False)
         self.manifest["position"] = batch.position
+        self._count(batch.count, "rows")
         if is_last or self.is_full():
             self._complete()
         elif self.writer.is_due or time.monotonic() > self.next_record:
             self.writer.record()
             self.next_record = time.monotonic() + RECORD_SECONDS
         self._log()
+
+    def _count(self, count: RowCount, key: str) -> None:
+        if key in self.manifest:  # data.bad_rows = "skip"
+            self.manifest[key] = count
 
     def _append(self, encoded: Encoded, is_validation: bool) -> None:
         """is_validation: of the text of data.validation."""
@@ -281,6 +295,11 @@ class Preparation:
             f"prepared {self.folder}: {tokens['train']:,} tokens to train on, "
             f"{tokens['heldout']:,} for validation"
         )
+        for key in ("rows", "validation_rows"):
+            count = RowCount(*self.manifest.get(key, ()))
+            if count.wrong:
+                share = f"{count.wrong:,} of {count.read:,} {key}, {count.wrong / count.read:.3%}"
+                print_error(f"{self.folder}: left out {share}, were wrong")
 
     def _log(self) -> None:
         if time.monotonic() > self.next_line:
