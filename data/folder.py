@@ -25,7 +25,7 @@ import pathlib
 import platform
 import re
 import shlex
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import config
@@ -37,16 +37,6 @@ from system import files, processes
 MANIFEST = "manifest.json"
 FORMAT = 5  # version of the files; part of the identity
 STDLIB = "python-stdlib"
-# a source of a mixture has these options of its own, or else those of [data]
-SOURCE_OPTIONS = (
-    "subset",
-    "split",
-    "text_field",
-    "max_tokens",
-    "validation",
-    "bad_rows",
-    "format",
-)
 
 
 # Names
@@ -96,8 +86,11 @@ def separated(data: config.Data) -> list[config.Data]:
         return [data]
     sources = []
     for entry in data.sources:
-        options = {name: getattr(entry, name) or getattr(data, name) for name in SOURCE_OPTIONS}
-        sources.append(replace(data, source=entry.source, sources=(), path=None, **options))
+        options: dict[str, Any] = {"sources": (), "path": None}
+        for field in fields(entry):
+            if field.name != "weight":
+                options[field.name] = getattr(entry, field.name) or getattr(data, field.name)
+        sources.append(replace(data, **options))
     return sources
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import config
 from config import ConfigError
 from data import formats
-from data.begin import begin_all, check_files, file_now, take_lock, validation_source
+from data.begin import alone, begin_all, check_files, file_now, validation_source
 from data.folder import manifest_of
 from data.order import HELD_OUT_OF
 from data.row_format import Encoded, row_format
@@ -39,7 +39,6 @@ BATCH_CHARACTERS = 1 << 18  # per task of a thread, rounded up to full documents
 AHEAD = 3  # batches per thread that are read ahead
 RECORD_SECONDS = 5.0  # between records; a killed process resumes from the last one
 LOG_SECONDS = 10.0  # between lines of progress
-POLL_SECONDS = 1.0  # between looks at folders that another process prepares
 MOST_WORKERS = 64  # one process that reads cannot feed more
 
 
@@ -62,25 +61,22 @@ def prepare(data: config.Data, vocab_size: int, workers: int | None = None) -> l
     and OSError."""
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # threads of ours take one core each
     sources = begin_all(data, vocab_size)
-    while True:
-        incomplete = [each for each in sources if not manifest_of(each[0])["complete"]]
-        if not incomplete:
-            return [folder for folder, _ in sources]
-        with contextlib.ExitStack() as stack:
-            preparations = []
-            for folder, source in incomplete:
-                lock = take_lock(folder)
-                if lock:
-                    stack.callback(lock.release)
-                    preparation = Preparation(folder, source)
-                    stack.callback(preparation.close)
-                    preparations.append(preparation)
-            if preparations:
-                pool = start_pool(data, workers or worker_count())
-                stack.callback(pool.shutdown, cancel_futures=True)
-                prepare_together(preparations, pool)
-            else:
-                time.sleep(POLL_SECONDS)
+    with contextlib.ExitStack() as stack:
+        preparations = []
+        # in one order for all processes: two mixtures may have sources in common
+        for folder, source in sorted(sources, key=lambda each: each[0]):
+            if manifest_of(folder)["complete"]:
+                continue
+            stack.enter_context(alone(folder))
+            if not manifest_of(folder)["complete"]:
+                preparation = Preparation(folder, source)
+                stack.callback(preparation.close)
+                preparations.append(preparation)
+        if preparations:
+            pool = start_pool(data, workers or worker_count())
+            stack.callback(pool.shutdown, cancel_futures=True)
+            prepare_together(preparations, pool)
+    return [folder for folder, _ in sources]
 
 
 def prepare_together(preparations: "list[Preparation]", pool: Executor) -> None:
@@ -88,10 +84,6 @@ def prepare_together(preparations: "list[Preparation]", pool: Executor) -> None:
     try:
         for batch, encoded in encoded_in_order(pool, interleaved(preparations)):
             batch.preparation.write(batch, encoded)
-    except ConfigError:
-        for preparation in preparations:
-            preparation.keep()
-        raise
     except OSError as error:
         if error.filename is None:  # a write knows only its handle
             error.filename = str(preparations[0].folder)
@@ -308,11 +300,6 @@ class Preparation:
             file = self.manifest["position"][0] + 1
             progress = f"{tokens:,} tokens prepared, file {file} of {len(self.files)}"
             print_error(f"{self.data.source}: {progress}")
-
-    def keep(self) -> None:
-        """Records what came before a wrong row, if there is text to train on."""
-        if self.manifest["documents"]["train"]:
-            self.writer.record()
 
     def close(self) -> None:
         self.writer.close()

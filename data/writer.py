@@ -198,23 +198,14 @@ def check_hashes(folder: pathlib.Path) -> None:
     """Raises ConfigError if a complete folder's token files are not as they were written."""
     manifest = manifest_of(folder)
     width = WIDTH[manifest["dtype"]]
-    tokens = manifest["tokens"]["train"]
-    ranges = []  # (token file, what of it, first token, one past the last, SHA-256)
+    ranges = [manifest["validation"]]
     for number, sha256 in enumerate(manifest["segments"]):
-        first = border_of(number - 1)
-        end = min(tokens, border_of(number))
-        ranges.append(("train", f"segment {number}", first, end, sha256))
-    split, first, end, sha256 = manifest["validation"]
-    ranges.append((split, "the validation text", first, end, sha256))
-    for split, name, first, end, sha256 in ranges:
+        end = min(manifest["tokens"]["train"], border_of(number))
+        ranges.append(["train", border_of(number - 1), end, sha256])
+    for split, first, end, sha256 in ranges:
         path = folder / f"{split}.bin"
         digest = hashlib.sha256()
-        try:
-            with path.open("rb") as file:
-                hash_range(digest, file, first * width, end * width)
-        except FileNotFoundError:
-            raise damaged(path, "is missing") from None
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            hash_range(digest, file, first * width, end * width)
         if digest.hexdigest() != sha256:
-            raise damaged(
-                path, f"{name} (tokens {first} to {end}) was changed since it was written"
-            )
+            raise damaged(path, f"tokens {first} to {end} were changed since they were written")

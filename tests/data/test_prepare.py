@@ -14,7 +14,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ import pytest
 import config
 import data.prepare
 from config import ConfigError
-from data.begin import begin_all, check_files, take_lock
+from data.begin import alone, begin_all, check_files
 from data.dataset import open_dataset
 from data.folder import (
     MANIFEST,
@@ -826,23 +825,19 @@ def test_two_processes_at_once_write_what_one_does(
     assert contents(*prepare(*text)) == by_hand(TEXTS)
 
 
-def test_a_source_that_another_process_prepares_is_waited_for_last(mixture, prepared, capsys):
-    """Two mixtures with sources in common would else wait for each other."""
-    text = mixture(tokenizer=str(prepared))
-    (first, _), (second, _) = begin_all(*text)
-    lock = take_lock(first)
-    assert lock
-    thread = threading.Thread(target=prepare, args=[*text, 1])
-    thread.start()
-    while not manifest_of(second)["complete"]:
-        time.sleep(0.01)
-    assert not any(manifest_of(first)["documents"].values())
-    lock.release()
+def test_a_source_that_another_process_prepares_is_waited_for(configure, capfd):
+    text = configure()
+    ((folder, _),) = begin_all(*text)
+    with alone(folder):
+        thread = threading.Thread(target=prepare, args=[*text, 1])
+        thread.start()
+        waiting = f"waiting for {processes.process_name()}, which prepares {folder}"
+        output = ""
+        while waiting not in output:
+            output += capfd.readouterr().err
+        assert not any(manifest_of(folder)["documents"].values())
     thread.join()
     assert is_prepared(*text)
-    assert (
-        f"waiting for {processes.process_name()}, which prepares {first}" in capsys.readouterr().err
-    )
 
 
 def test_a_record_is_never_lowered(configure):
@@ -890,8 +885,8 @@ def test_a_complete_folder_is_compared_with_its_hashes(command, tmp_path, capsys
     assert main(command) == 0
     assert main(command) == 0
     for name, token, expected in (
-        ("train.bin", 5000, "train.bin: segment 1 (tokens 4096 to 8192) was changed"),
-        ("heldout.bin", 9, "heldout.bin: the validation text (tokens 0 to"),
+        ("train.bin", 5000, "train.bin: tokens 4096 to 8192 were changed"),
+        ("heldout.bin", 9, "heldout.bin: tokens 0 to"),
     ):
         before = (folder / name).read_bytes()
         changed = bytearray(before)
@@ -903,7 +898,7 @@ def test_a_complete_folder_is_compared_with_its_hashes(command, tmp_path, capsys
         (folder / name).write_bytes(before)
     (folder / "train.bin").unlink()
     assert run_tool(main, *command) == 2
-    assert "train.bin: is missing" in capsys.readouterr().err
+    assert "train.bin: tokens 0 to 4096 were changed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
