@@ -48,7 +48,7 @@ def first_documents(
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
     """Trains a BPE model with sentencepiece. Returns the bytes of its file. Raises ConfigError,
-    which names a vocabulary size that works if this one does not."""
+    which names the largest vocabulary size that works if this one is too large."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -100,11 +100,5 @@ def training_problem(error: str) -> str:
         return (
             "the text is too little to train so large a tokenizer; the largest that works: "
             f"--model.vocab_size={largest[1]}"
-        )
-    smallest = re.search(r"required_chars. \d+ vs (\d+)", error)
-    if smallest:
-        return (
-            "too small for a tokenizer of this text; the smallest that works: "
-            f"--model.vocab_size={smallest[1]}"
         )
     return f"no tokenizer could be trained: {error}"

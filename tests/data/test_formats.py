@@ -65,13 +65,6 @@ def test_unclear_columns_are_refused_with_options_to_paste(row, problem, tmp_pat
         formats.format_of(cfg.data, 320, tmp_path)
 
 
-def test_a_first_row_that_is_wrong_is_named(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"prompt"\n{"prompt": "a", "completion": "b"}\n')
-    cfg = make_config(data={"source": str(tmp_path / "a.jsonl")})
-    with refuses("a.jsonl: row 1: is not valid JSON"):
-        formats.format_of(cfg.data, 320, tmp_path)
-
-
 def data_config(tmp_path: pathlib.Path, **data: Any) -> config.Config:
     """Without an option that is None."""
     return make_config(data={"path": str(tmp_path / "out"), **data})

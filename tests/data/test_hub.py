@@ -18,8 +18,7 @@ import pytest
 import config
 from config import Given
 from data import hub
-from data.folder import manifest_of
-from tests.conftest import REPO, make_config, words
+from tests.conftest import REPO, words
 from tests.hub import LOST, Hub
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -246,39 +245,6 @@ def test_a_private_dataset_and_a_machine_without_a_network(server, tmp_path):
         stranger.close()
         assert problem in refused and "log in with `hf auth login`" in refused
         assert "hf download --repo-type dataset me/texts --local-dir FOLDER" in refused
-
-
-@pytest.mark.slow
-def test_a_preparation_resumes_to_the_bytes_of_local_files(server, prepared, tmp_path):
-    """The hub fails at the second file, which is not the text's fault."""
-    (tmp_path / "local").mkdir()
-    for name, content in REPOSITORIES["parquet"].items():
-        (tmp_path / "local" / name).write_bytes(content)
-    last = max(REPOSITORIES["parquet"], key=lambda name: hashlib.sha256(name.encode()).digest())
-
-    def prepare(folder: str, source: str) -> subprocess.CompletedProcess:
-        tokenizer = str(prepared / "tokenizer.model")
-        data = {"source": source, "path": str(tmp_path / folder), "tokenizer": tokenizer}
-        path = tmp_path / f"{folder}.toml"
-        path.write_text(config.to_toml(make_config(data=data)))
-        environment = os.environ | server.environment(tmp_path / "home")
-        command = [sys.executable, "-m", "data.prepare", str(path)]
-        return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
-
-    server.fault = lambda request: 409 if request.path.endswith(last) else None
-    failed = prepare("hub", "me/parquet")
-    server.fault = lambda request: None
-    assert failed.returncode == 1, failed.stderr
-    line = failed.stderr.splitlines()[-1]
-    assert f"{last}: rows from 1 on: cannot be read: " in line
-    assert line.endswith("; the same command may work later")
-    assert 0 < manifest_of(tmp_path / "hub")["documents"]["train"] <= 600
-    for folder, source in (("hub", "me/parquet"), ("files", str(tmp_path / "local"))):
-        done = prepare(folder, source)
-        assert done.returncode == 0, done.stderr
-    for name in ("train.bin", "heldout.bin", "train.ends.bin"):
-        content = (tmp_path / "hub" / name).read_bytes()
-        assert content and content == (tmp_path / "files" / name).read_bytes()
 
 
 # Ids of models and tokenizers

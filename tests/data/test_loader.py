@@ -22,7 +22,6 @@ from data.dataset import Dataset, PreparedSource, Source, open_dataset
 from data.folder import identity, manifest_of, write_manifest
 from data.loader import Loader, sample_digest, validation_batches
 from data.mixture import Mixture
-from data.order import border_of
 from data.prepare import prepare
 from tests.conftest import REPO, data_rank, loader_of, make_config, refuses, train_run
 from tests.distributed import distributed
@@ -139,18 +138,6 @@ def test_a_digest_depends_on_the_sample_s_number_and_on_its_tokens():
     assert bits == 2**40 - 1
 
 
-@pytest.mark.quick
-def test_a_wrong_id_reaches_the_training_thread(configure):
-    cfg = configure(model={"vocab_size": 320})
-    record(cfg, 6, complete=True)
-    loader = loader_of(cfg)
-    stream = loader.dataset.sources[0].stream
-    stream.vocab_size = 300
-    with refuses(r"train\.bin: token \d+ has id 3[01]\d", "vocab_size = 300"):
-        next(loader)
-    loader.close()
-
-
 # Document mask
 
 
@@ -182,21 +169,6 @@ def test_under_a_document_mask_positions_and_documents_come_along(prepared, corp
                     position += 1
         assert batch.valid_tokens == valid < 800
     loader.close()
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("document_mask", [False, True])
-def test_a_context_parallel_rank_gets_its_part_of_the_sequence(prepared, corpus, document_mask):
-    """Of inputs, targets and positions. Document numbers stay full: attention compares them."""
-    data = {"source": str(corpus), "path": str(prepared), "document_mask": document_mask}
-    cfg = make_config(data=data, train={"global_batch_size": 4, "micro_batch_size": 4})
-    ((full,), (part,)) = (next(loader_of(cfg, cp=cp)).micro_batches for cp in (1, 4))
-    first_and_last = torch.tensor([0, 1, 2, 3, 28, 29, 30, 31])
-    positions = full[2] if document_mask else torch.arange(32).expand(4, -1)
-    for ours, whole in zip(part, (full[0], full[1], positions)):
-        assert torch.equal(ours, whole[:, first_and_last]) and ours.is_contiguous()
-    assert len(part) == 3 + document_mask
-    assert not document_mask or torch.equal(part[3], full[3])
 
 
 # Validation
@@ -231,18 +203,6 @@ def test_an_evaluation_reads_every_target_once(prepared, corpus, ranks, batches)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("tokens, steps", [(1, 0), (2, 1), (256, 1), (257, 1), (258, 2)])
-def test_an_evaluation_makes_no_step_without_a_target(configure, tokens, steps):
-    """Of 8 samples of 32 targets each: 257 tokens have 256 targets."""
-    train = {"seq_len": 32, "global_batch_size": 8, "micro_batch_size": 2}
-    cfg = configure(train=train, eval={})
-    record(cfg, 6, complete=True, validation=["heldout", 7, 7 + tokens, "a hash"])
-    batches = evaluation(cfg)
-    assert len(batches) == 4 * steps
-    assert sum(int((targets != IGNORE).sum()) for _, targets in batches) == tokens - 1
-
-
-@pytest.mark.quick
 def test_an_evaluation_keeps_to_documents(configure):
     train = {"seq_len": 32, "global_batch_size": 8, "micro_batch_size": 2}
     cfg = configure(data={"document_mask": True}, train=train, eval={})
@@ -255,30 +215,6 @@ def test_an_evaluation_keeps_to_documents(configure):
 
 
 # Text that is prepared meanwhile
-
-
-@pytest.mark.quick
-def test_samples_are_the_same_while_text_is_prepared_as_afterwards(configure):
-    cfg = configure(data={"document_mask": True})
-    dataset = open_dataset(cfg)
-    assert not dataset.covers(1)
-    spans = []
-    for segments in range(1, 6):
-        record(cfg, segments)
-        assert dataset.covers(1)
-        windows = (border_of(segments - 1) - 1) // 9999
-        assert [dataset.covers(step) for step in (windows // 64, windows // 64 + 1)] == [
-            True,
-            False,
-        ]
-        assert dataset.epochs(64 * 9999) is None
-        spans.append([dataset.span(number)[1:] for number in range(windows)])
-    assert [stream.length for stream in dataset.validation] == [1000]
-    record(cfg, 6, complete=True)
-    assert dataset.covers(1000) and dataset.epochs(64 * 9999) == 64 / 2000
-    complete = open_dataset(cfg)
-    for some in spans:
-        assert some == [complete.span(number)[1:] for number in range(len(some))]
 
 
 def test_at_every_record_of_the_writer_samples_are_those_of_the_complete_text(
@@ -487,25 +423,6 @@ def test_a_folder_that_cannot_be_trained_on_is_refused(
     record(cfg, segments, complete=segments == 6, **changes)
     with refuses(*words):
         open_dataset(cfg)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", ["train.bin", "train.ends.bin", "heldout.bin", "manifest.json"])
-def test_a_missing_file_is_named(configure, name):
-    cfg = configure()
-    record(cfg, 6, complete=True)
-    os.remove(pathlib.Path(cfg.data.path or "") / name)
-    with refuses(str(cfg.data.path), "cannot be read|no prepared data"):
-        open_dataset(cfg)
-
-
-@pytest.mark.quick
-def test_validation_text_that_is_not_decided_is_refused(configure):
-    cfg = configure()
-    with refuses("validation text is not prepared yet", "data.prepare"):
-        print(open_dataset(cfg, train=False).validation)
-    record(cfg, 3)
-    assert open_dataset(cfg, train=False).validation
 
 
 # Imports

@@ -14,7 +14,6 @@ from collections.abc import Callable
 import pytest
 
 import config
-from data.preparer import Preparer
 from tests.conftest import REPO, loader_of, prepare_one, rows, words
 
 FILES = 6
@@ -168,15 +167,6 @@ def test_wrong_row_ends_the_run_after_a_save_and_once_mended_it_resumes(path, tm
     assert again.has_samples_of_prepared_text(tmp_path / "mended")
 
 
-def test_wrong_first_row_ends_the_launch_before_the_run_begins(path, tmp_path):
-    for number in range(FILES):
-        write_rows(tmp_path, number, wrong_row=1)
-    launch = Launch(path)
-    assert launch.end() == 2
-    assert "row 1: is not valid JSON" in launch.output()
-    assert not launch.folder.exists()
-
-
 def test_stop_while_text_is_awaited(path, tmp_path):
     """TERM to the launcher, while the process that prepares is suspended."""
     launch = Launch(path, ranks=2, slowly=True)
@@ -199,15 +189,3 @@ def test_stop_while_text_is_awaited(path, tmp_path):
     assert again.end() == 0, again.output()
     assert again.trained() == STEPS
     assert again.has_samples_of_prepared_text(tmp_path / "before")
-
-
-def test_process_that_fails_again_and_again_ends_a_launch_that_waits_for_it(
-    path, monkeypatch, capfd
-):
-    """As on a full disk: while nothing trains, nobody else would notice."""
-    monkeypatch.setattr("data.preparer.FIRST_PAUSE", 0.01)
-    monkeypatch.setattr("data.preparer.LONGEST_PAUSE", 0.1)
-    monkeypatch.setattr("data.preparer.MAIN", "sys.exit(1)")
-    with pytest.raises(OSError, match="fails again and again"):
-        Preparer(ranks=1).begin(config.load(str(path), ["--data.order=global"]))
-    assert capfd.readouterr().err.count("ended with 1; starting another") > 2

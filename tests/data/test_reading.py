@@ -342,22 +342,6 @@ def test_what_is_wrong_is_named_by_file_and_row(name, content, problem, tmp_path
     assert "\n" not in str(refused.value)
 
 
-def test_a_wrong_row_has_the_same_number_if_reading_resumes(tmp_path):
-    for name, content, row in (
-        ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"}\n{"text": 3}\n', 4),
-        ("a.json", b'[{"text": "a"}, {"text": "b"}, {"text": 3}]', 3),
-        ("a.parquet", as_parquet(["a", "b", None]), 3),
-    ):
-        (tmp_path / name).write_bytes(content)
-        d = options(tmp_path / name)
-        source = SourceReader(d, list_files(d)[0])
-        documents_of_source = iter(source)
-        assert [next(documents_of_source), next(documents_of_source)] == ["a", "b"]
-        for position in (None, source.position):
-            with refuses(f"{name}: row {row}: field 'text' must be text"):
-                documents(tmp_path / name, position)
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.jsonl.gz"])
 def test_a_row_of_more_than_64_mib_is_refused(name, tmp_path, monkeypatch):
     assert rows.LARGEST_ROW == row_format.LARGEST_ROW == 64 << 20

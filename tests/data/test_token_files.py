@@ -2,11 +2,8 @@
 
 import functools
 import itertools
-import os
 import pathlib
-import resource
 import struct
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,9 +15,7 @@ from data.dataset import Dataset, open_dataset
 from data.loader import Loader
 from data.prepare import prepare
 from data.tokens import TokenStream
-from parallel.ranks import on_rank_zero
-from tests.conftest import data_rank, make_config, refuses, rows, train_run
-from tests.distributed import distributed
+from tests.conftest import data_rank, make_config, refuses
 
 EOS = 2
 
@@ -197,16 +192,6 @@ def test_last_hundredth_of_the_first_tokens_is_held_out(tmp_path):
 
 
 @pytest.mark.quick
-def test_resume_on_other_ranks_reads_the_same_samples(tmp_path):
-    """Over the end of an epoch, 59 windows and 8 samples a step."""
-    nanogpt(tmp_path / "a.bin", documents(0))
-    cfg = tokens_config(tmp_path / "a.bin", token_dtype="uint16")
-    alone = digests(open_dataset(cfg), range(1, 20))
-    on_two = [digests(open_dataset(cfg), range(5, 20), rank, 2) for rank in range(2)]
-    assert [sum(pair) % 2**53 for pair in zip(*on_two)] == alone[4:]
-
-
-@pytest.mark.quick
 def test_identity_is_names_and_sizes(tmp_path):
     nanogpt(tmp_path / "a.bin", documents(0))
     olmo(tmp_path / "b.bin", documents(1))
@@ -225,15 +210,6 @@ def test_identity_is_names_and_sizes(tmp_path):
 # What is refused
 
 
-def npy_of_floats(path: pathlib.Path) -> None:
-    np.save(path, np.zeros(9))
-
-
-def cut_npy(path: pathlib.Path) -> None:
-    np.save(path, np.zeros(99, np.uint16))
-    path.write_bytes(path.read_bytes()[:-2])
-
-
 def cut_megatron(path: pathlib.Path) -> None:
     megatron(path, documents(0))
     path.write_bytes(path.read_bytes()[:-2])
@@ -250,13 +226,10 @@ def pointer(path: pathlib.Path) -> None:
 
 REFUSED: list[tuple[str, Callable, dict, tuple[str, ...]]] = [
     ("a.bin", lambda path: None, RAW, ("source", "names no file", r"\.bin or \.npy")),
-    ("a.txt", lambda path: path.write_bytes(b"ab"), RAW, ("source", "names no file")),
     ("a.bin", lambda path: path.write_bytes(b""), RAW, ("a.bin", "no tokens")),
     ("a.bin", lambda path: path.write_bytes(b"abc"), RAW, ("a.bin", "no multiple", "uint16")),
     ("a.bin", pointer, RAW, ("a.bin", "git-lfs")),
     ("a.bin", lambda path: nanogpt(path, documents(0)), {}, ("token_dtype", "a.bin")),
-    ("a.npy", npy_of_floats, {}, ("a.npy", "float64")),
-    ("a.npy", cut_npy, {}, ("a.npy", "cannot be read")),
     ("a.bin", cut_megatron, {}, ("a.bin", "bytes", r"a\.idx")),
     ("a.bin", other_index, {}, (r"a\.idx", "no index of Megatron")),
     ("a.bin", functools.partial(megatron, texts=documents(0), code=5), {}, (r"a\.idx", "uint16")),
@@ -320,113 +293,6 @@ def test_an_id_outside_the_vocabulary_is_named_when_it_is_read(tmp_path, wrong):
 
 
 @pytest.mark.quick
-def test_a_file_that_is_cut_in_use_is_named(tmp_path):
-    nanogpt(tmp_path / "a.bin", documents(0))
-    stream = training_stream(tokens_config(tmp_path / "a.bin", **RAW))
-    os.truncate(tmp_path / "a.bin", 100)
-    with refuses(r"a\.bin: ends before token 60", "cut"):
-        stream.read(40, 60)
-
-
-# Large files, many files
-
-
-@pytest.mark.quick
-def test_100_gb_open_at_once_in_flat_memory(tmp_path):
-    with (tmp_path / "a.bin").open("wb") as file:
-        file.seek((100 << 30) - 6)
-        file.write(np.array([5, 6, 7], np.uint16).tobytes())
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    began = time.monotonic()
-    cfg = tokens_config(tmp_path / "a.bin", **RAW, document_mask=True, order="growing")
-    stream = training_stream(cfg)
-    assert stream.read((50 << 30) - 4, 50 << 30).tolist() == [0, 5, 6, 7]
-    assert digests(open_dataset(cfg), range(10**7, 10**7 + 5))
-    assert time.monotonic() - began < 1
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # KiB
-
-
-@pytest.mark.quick
-def test_more_files_than_a_process_may_open(tmp_path):
-    for number in range(400):
-        nanogpt(tmp_path / f"{number}.bin", [[number % 320] * 40])
-    stream = training_stream(tokens_config(tmp_path / "*.bin", **RAW))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 200, hard))
-    try:
-        assert sorted(stream.read(0, 16_000)[::40].tolist()) == sorted(n % 320 for n in range(400))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-# In runs
-
-
-@distributed(ranks=2)
-def test_a_run_without_a_tokenizer_has_no_bits_per_byte(world, tmp_path):
-    cfg = make_config(
-        data={"source": str(tmp_path / "a.bin"), "format": "tokens", **RAW},
-        run={"output_dir": str(tmp_path / "runs")},
-        train={"steps": 100, "seq_len": 8, "micro_batch_size": 4},
-        eval={},
-        checkpoint={},
-        log={"every_steps": 100},
-    )
-    on_rank_zero(lambda: nanogpt(tmp_path / "a.bin", documents(0)))
-    train_run(cfg, world)
-    folder = config.run_folder(cfg)
-    (row,) = rows(folder, "eval")
-    assert row["loss"] > 0 and row["bits_per_byte"] is None
-    assert not [*folder.rglob("tokenizer*")]
-
-
-@distributed(ranks=2)
-def test_a_run_equals_that_on_the_text(world, corpus, prepared, tmp_path):
-    """With the tokenizer, also its bits per byte; the checkpoint holds it."""
-    tokens = {
-        "source": str(prepared / "train.bin"),
-        "validation": str(prepared / "heldout.bin"),
-        "tokenizer": str(prepared),
-        "format": "tokens",
-        **RAW,
-    }
-    all_rows = []
-    for name, data in {
-        "text": {"source": str(corpus), "path": str(prepared)},
-        "tokens": tokens,
-    }.items():
-        cfg = make_config(
-            data={**data, "document_mask": True},
-            run={"name": name, "output_dir": str(tmp_path)},
-            eval={"batches": 2},
-            checkpoint={},
-        )
-        train_run(cfg, world)
-        folder = config.run_folder(cfg)
-        evaluation = rows(folder, "eval")[0]
-        assert evaluation["bits_per_byte"] > 0
-        keys = ("loss", "grad_norm", "batch_digest", "epochs")
-        all_rows.append([evaluation, [[row[key] for key in keys] for row in rows(folder)]])
-        saved = folder / "checkpoints/step-00000004/tokenizer.model"
-        assert saved.read_bytes() == (prepared / "tokenizer.model").read_bytes()
-    assert all_rows[0] == all_rows[1]
-
-
-@distributed(ranks=1)
-def test_a_resume_refuses_files_of_other_sizes(world, tmp_path):
-    nanogpt(tmp_path / "a.bin", documents(0))
-    sections = {
-        "data": {"source": str(tmp_path / "a.bin"), "format": "tokens", **RAW},
-        "run": {"output_dir": str(tmp_path / "runs")},
-        "checkpoint": {},
-    }
-    train_run(make_config(**sections), world)
-    nanogpt(tmp_path / "a.bin", documents(1))
-    with refuses("step-00000004", r"files\S*a\.bin was 2758, is 2732"):
-        train_run(make_config(**sections, train={"steps": 5}), world)
-
-
-@pytest.mark.quick
 def test_a_mixture_of_texts_and_token_files(corpus, prepared, tmp_path):
     nanogpt(tmp_path / "a.bin", documents(0))
     sources = [
@@ -448,7 +314,7 @@ def test_a_mixture_of_texts_and_token_files(corpus, prepared, tmp_path):
     )
 
 
-def test_a_mixture_of_token_files_needs_no_tokenizer(tmp_path):
+def test_a_mixture_of_token_files_needs_no_tokenizer(prepared, tmp_path):
     sources = []
     for seed in range(2):
         nanogpt(tmp_path / f"{seed}.bin", documents(seed))
@@ -457,4 +323,6 @@ def test_a_mixture_of_token_files_needs_no_tokenizer(tmp_path):
     prepare(cfg.data, cfg.model.vocab_size)  # does nothing
     dataset = open_dataset(cfg)
     assert dataset.tokenizer_files == []
+    named = open_dataset(tokens_config(tmp_path / "0.bin", tokenizer=str(prepared), **RAW))
+    assert named.tokenizer_files == [prepared / "tokenizer.model"]
     assert [stream.length for stream in dataset.validation] == [27, 27]

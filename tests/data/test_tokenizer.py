@@ -2,13 +2,9 @@
 
 import contextlib
 import json
-import os
 import pathlib
 import shutil
-import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -132,29 +128,6 @@ def test_settings_of_a_tokenizer_json_that_vary_ids_are_off(byte_level, tmp_path
     assert Tokenizer(tmp_path).encode(texts) == Tokenizer(byte_level).encode(texts)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
-@pytest.mark.parametrize("kind", ["sentencepiece", "tokenizers"])
-def test_a_thread_that_tokenizes_takes_one_core(kind, prepared, byte_level, monkeypatch):
-    """Both libraries use all cores unless they are told: those of the ranks, too."""
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    tokenizer = Tokenizer(prepared if kind == "sentencepiece" else byte_level)
-    has_ended = threading.Event()
-    counts = []
-
-    def watch() -> None:
-        while not has_ended.wait(0.002):
-            counts.append(len(os.listdir("/proc/self/task")))
-
-    before = len(os.listdir("/proc/self/task"))
-    with ThreadPoolExecutor(2) as pool:
-        watching = pool.submit(watch)
-        pool.submit(tokenizer.encode, [words(1, 4000)] * 100).result()
-        has_ended.set()
-        watching.result()
-    # the two of the pool, and sentencepiece's one, which is not the one that calls it
-    assert max(counts) <= before + 3
-
-
 # BOS, EOS and the vocabulary's size
 
 
@@ -218,13 +191,6 @@ def test_a_vocabulary_with_holes_counts_by_its_highest_id(change, byte_level):
     folder = change(lambda content: content["model"]["vocab"].update(t=399))
     tokenizer = Tokenizer(folder)
     assert tokenizer.vocab_size == 400 and tokenizer.decode([399]) == "t"
-
-
-@pytest.mark.parametrize("highest, is_refused", [(2**31 - 2, False), (2**31 - 1, True)])
-def test_ids_fit_in_31_bits(highest, is_refused, change):
-    folder = change(lambda content: content["model"]["vocab"].update(t=highest))
-    with refuses("has 2147483648 ids") if is_refused else contextlib.nullcontext():
-        Tokenizer(folder)
 
 
 @pytest.mark.parametrize("highest, dtype", [(65_535, "uint16"), (65_536, "int32")])
@@ -292,28 +258,6 @@ def test_a_file_that_is_no_tokenizer_is_refused(name, content, expected, tmp_pat
         Tokenizer(folder)
 
 
-def test_a_tokenizer_that_cannot_be_used_is_refused(byte_level, tmp_path, monkeypatch):
-    from tokenizers import Regex, normalizers
-
-    with refuses("missing.model: tokenizer cannot be read: No such file"):
-        Tokenizer("missing.model")
-    nothing = normalizers.Replace(Regex(r"[\s\S]"), "")
-    with refuses("makes nothing of any text"):
-        Tokenizer(word_level(tmp_path, {"?": 0}, normalizer=nothing))
-    content = json.loads((word_level(tmp_path, {"a": 0, "?": 1}) / "tokenizer.json").read_text())
-    content["model"]["unk_token"] = "missing"
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with refuses("its tokenizer fails on a text"):
-        Tokenizer(tmp_path).encode(["dog"])
-    shutil.copy(byte_level / "tokenizer.json", tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("[]")
-    with refuses("tokenizer_config.json beside it is no JSON object"):
-        Tokenizer(tmp_path)
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with refuses("needs the package `tokenizers`", "-m pip install tokenizers"):
-        Tokenizer(byte_level)
-
-
 @needs_extra("huggingface")
 def test_the_tokenizer_of_the_weights_is_the_default(prepared, tmp_path):
     """But for a run that was begun when they had none."""
@@ -333,18 +277,16 @@ def test_the_tokenizer_of_the_weights_is_the_default(prepared, tmp_path):
 # Training one
 
 
-@pytest.mark.parametrize("wrong, limit", [(5000, "largest"), (2, "smallest"), (200, "smallest")])
-def test_the_vocabulary_size_that_an_error_names_works(wrong, limit):
+def test_the_vocabulary_size_that_an_error_names_works():
     texts = [words(0, 500)]
     with pytest.raises(ConfigError) as refused:
-        train_tokenizer(texts, wrong)
-    text = str(refused.value)
-    assert f"vocab_size = {wrong}" in text and f"the {limit} that works" in text
-    named = int(text.rpartition("--model.vocab_size=")[2])
+        train_tokenizer(texts, 5000)
+    named = int(str(refused.value).rpartition("largest that works: --model.vocab_size=")[2])
     train_tokenizer(texts, named)
-    beyond = named + 1 if limit == "largest" else named - 1
-    with refuses(f"the {limit} that works: --model.vocab_size={named}"):
-        train_tokenizer(texts, beyond)
+    with refuses(f"vocab_size = {named + 1}: .*--model.vocab_size={named}"):
+        train_tokenizer(texts, named + 1)
+    with refuses("vocab_size = 200: no tokenizer could be trained: .*smaller"):
+        train_tokenizer(texts, 200)
 
 
 def test_indentation_and_a_line_end_are_a_token_each(tmp_path):
@@ -361,12 +303,3 @@ def test_a_line_of_any_length_is_trained_on(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(train_tokenizer([words(0, 30_000), "a\0b"], 300))
     (ids,) = Tokenizer(tmp_path).encode(["under the mat"])
     assert len(ids) < 8
-
-
-def test_ctrl_c_ends_training():
-    def texts():
-        yield "the cat sat on the mat"
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train_tokenizer(texts(), 320)
