@@ -290,8 +290,11 @@ class Preparation:
         for key in ("rows", "validation_rows"):
             count = RowCount(*self.manifest.get(key, ()))
             if count.wrong:
-                share = f"{count.wrong:,} of {count.read:,} {key}, {count.wrong / count.read:.3%}"
-                print_error(f"{self.folder}: left out {share}, were wrong")
+                share = count.wrong / count.read
+                print_error(
+                    f"{self.folder}: {count.wrong:,} of {count.read:,} {key} ({share:.3%}) are "
+                    "wrong and left out"
+                )
 
     def _log(self) -> None:
         if time.monotonic() > self.next_line:

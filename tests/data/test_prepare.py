@@ -435,7 +435,7 @@ def test_wrong_rows_are_left_out_and_counted_whatever_happens_meanwhile(
     manifest = manifest_of(straight)
     assert manifest["rows"] == [202, 2]
     assert manifest["validation_rows"] == ([0, 0] if name == "source" else [202, 2])
-    assert "left out 2 of 202 rows, 0.990%" in capfd.readouterr().err
+    assert "(0.990%) are wrong and left out" in capfd.readouterr().err
     if name == "source":
         assert contents(straight) == by_hand(TEXTS)
     text = configure(path=str(source.parent / "out"), **options)
