@@ -142,7 +142,8 @@ def _validation_files(data: config.Data, revision: str | None) -> list[SourceFil
     validation = validation_source(data)
     if validation is None:
         return []
-    if local_paths(data.validation or "") is None and local_paths(data.source) is not None:
+    assert data.validation
+    if local_paths(data.validation) is None and local_paths(data.source) is not None:
         raise ConfigError(
             f"[data] validation = {data.validation}: no such file, folder or pattern; a Hugging Face "
             "dataset alone has splits"

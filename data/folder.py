@@ -19,7 +19,6 @@ data/prepare.py fills it. The record is manifest.json:
 """
 
 import hashlib
-import itertools
 import json
 import pathlib
 import platform
@@ -141,11 +140,10 @@ def identity(data: config.Data, vocab_size: int) -> dict[str, Any]:
 
 def beside(folder: pathlib.Path) -> str:
     """The option that prepares anew next to a folder, for a message."""
-    for number in itertools.count(2):
-        path = folder.with_name(f"{folder.name}-{number}")
-        if not path.exists():
-            return f"--data.path={shlex.quote(str(path))}"
-    raise AssertionError
+    number = 2
+    while folder.with_name(f"{folder.name}-{number}").exists():
+        number += 1
+    return f"--data.path={shlex.quote(f'{folder}-{number}')}"
 
 
 def check_identity(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) -> None:

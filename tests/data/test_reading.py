@@ -361,6 +361,13 @@ def test_a_row_of_more_than_64_mib_is_refused(name, tmp_path, monkeypatch):
     assert documents(tmp_path / "b.parquet") == [long]
 
 
+def test_a_large_array_is_refused_with_the_command_that_makes_it_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "LARGEST_ARRAY", 1000)
+    (tmp_path / "a.json").write_bytes(array(["a" * 500, "b" * 500]))
+    with refuses(r"a\.json: is an array of more than", "jq -cn --stream"):
+        documents(tmp_path / "a.json")
+
+
 # data.bad_rows
 
 
