@@ -14,6 +14,7 @@ from collections.abc import Callable
 import pytest
 
 import config
+from data.preparer import Preparer
 from tests.conftest import REPO, loader_of, prepare_one, rows, words
 
 FILES = 6
@@ -189,3 +190,15 @@ def test_stop_while_text_is_awaited(path, tmp_path):
     assert again.end() == 0, again.output()
     assert again.trained() == STEPS
     assert again.has_samples_of_prepared_text(tmp_path / "before")
+
+
+def test_process_that_fails_again_and_again_ends_a_launch_that_waits_for_it(
+    path, monkeypatch, capfd
+):
+    """As on a full disk: while nothing trains, nobody else would notice."""
+    monkeypatch.setattr("data.preparer.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("data.preparer.LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr("data.preparer.MAIN", "sys.exit(1)")
+    with pytest.raises(OSError, match="fails again and again"):
+        Preparer(ranks=1).begin(config.load(str(path), ["--data.order=global"]))
+    assert capfd.readouterr().err.count("ended with 1; starting another") > 2
