@@ -54,6 +54,17 @@ def documented(tool: str) -> list[str]:
     return command.split(f"-m {tool}")[1].split()
 
 
+def test_every_block_says_what_it_is():
+    """A command that no test would run is noticed by its label."""
+    needs = "needs-(a-gpu|a-cluster|a-tracker|lm-eval)"
+    known = (
+        rf"bash (run|dry-run|fork|fork-refused|{needs})|diff fork|python (quoted \S+|fork-source|"
+        "full-state)|text output|toml table|yaml kubernetes"
+    )
+    for page, label, _ in blocks(""):
+        assert re.fullmatch(known, label), f"{page}: {label}"
+
+
 def test_quoted_code_is_that_of_the_file():
     for page, label, text in blocks("python quoted "):
         file = label.removeprefix("python quoted ")
@@ -117,8 +128,8 @@ def test_world_sizes_in_configurations_are_supported():
                 config.micro_batch_size(cfg.train, math.prod(config.mesh_shape(cfg, ranks)[:2]))
 
 
-def test_configurations_of_cluster_commands_load():
-    for command in documented_commands("bash needs-a-cluster"):
+def test_configurations_of_commands_that_are_not_run_load():
+    for command in documented_commands("bash needs-"):
         for path in re.findall(r"configs/\S+\.toml", command):
             config.load(str(REPO / path), re.findall(r"--\w+\.\w+=\S+", command))
 
