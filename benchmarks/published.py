@@ -158,10 +158,10 @@ def after_terms(
     gib = memory_terms(run, cfg, row)
     delays = time_terms(run, cfg, row, phases)
     seconds = row["step_seconds"]
-    words = [f"{term} {value:+.1f}" for term, value in gib.items() if value]
+    words = [f"{term}{value:+.1f}" for term, value in gib.items() if value]
     for term, delay in delays.items():
         if abs(delay) > seconds / 200:
-            words.append(f"{term} {delay / seconds:+.0%}")
+            words.append(f"{term}{delay / seconds:+.0%}")
     head = max(phase.peak.total() / GIB for phase in phases if is_head(phase))
     elsewhere = max(phase.peak.total() / GIB for phase in phases if not is_head(phase))
     peak = max(head + gib["L"] + gib["R"] + gib["D"] + gib["H"], elsewhere)
