@@ -297,7 +297,10 @@ class Train(Section):
         aka="train_batch_size grad_accum_steps gradient_accumulation_steps",
     )
     micro_batch_size: PositiveInt | None = option(
-        None, "sequences per pass; absent: no accumulation", resume="free", aka="local_batch_size"
+        None,
+        "sequences per pass; absent: all, no gradient accumulation",
+        resume="free",
+        aka="local_batch_size",
     )
     max_grad_norm: PositiveFloat | Literal["off"] = option(
         1.0, "clip the gradient norm to this", aka="clip_grad grad_clip gradient_clip_val"
@@ -398,8 +401,8 @@ class Parallel(Section):
         1, "units all-gathered ahead in backward; 0: implicit", aka="backward_prefetch"
     )
     param_dtype: Literal["auto", "float32", "bfloat16"] = option(
-        "bfloat16",
-        "of all-gather and compute; auto: bfloat16 where native",
+        "auto",
+        "of all-gather and compute; auto: bfloat16 where devices have units for it, else float32",
         resume="recipe",
         aka="bf16 dtype fp16 mixed_precision mixed_precision_param",
     )
@@ -534,7 +537,7 @@ class Lora(Section):
 class Checkpoint(Section):
     save_every_steps: PositiveInt | None = option(
         None,
-        "absent: only at the last step",
+        "steps between saves; absent: only the last is saved",
         aka="always_save_checkpoint checkpoint.enable checkpoint.interval save_interval save_steps",
     )
     keep_last: PositiveInt | None = option(
@@ -562,7 +565,7 @@ class Checkpoint(Section):
 class Eval(Section):
     every_steps: PositiveInt | None = option(
         None,
-        "absent: only at the last step",
+        "steps between evaluations; absent: only at the last step",
         aka="eval_steps eval_interval validation.enable validation.freq",
     )
     batches: PositiveInt | None = option(
