@@ -35,6 +35,9 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 # ids instead of rows.
 RowFormat = Literal["text", "messages", "alpaca", "prompt_completion", "tokens"]
 
+# What to do with a row that cannot be read.
+BadRows = Literal["refuse", "skip"]
+
 # What rules() yields: (options, requirement).
 Rules = Iterator[tuple[str, str]]
 
@@ -159,6 +162,7 @@ class Source:
     text_field: str | None = option(None, "as data.text_field")
     max_tokens: PositiveInt | None = option(None, "as data.max_tokens")
     validation: Path | None = option(None, "as data.validation")
+    bad_rows: BadRows | None = option(None, "as data.bad_rows")
     format: RowFormat | None = option(None, "as data.format")
 
 
@@ -166,7 +170,7 @@ class Source:
 class Data(Section):
     source: Path = option(
         "python-stdlib",
-        "Hugging Face id, or local files (.jsonl, .json, .parquet, .arrow, .txt)",
+        "Hugging Face id, or local files (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, .md)",
         aka="dataset dataset_name dataset_path train_file",
     )
     subset: str | None = option(None, "configuration of a Hugging Face dataset")
@@ -197,6 +201,9 @@ class Data(Section):
         "global", "growing: train while the text is being prepared", resume="run"
     )
     validation: Path | None = option(None, "files, or a split; absent: held out", aka="val_file")
+    bad_rows: BadRows = option(
+        "refuse", "skip: leave out rows that cannot be read, at most one in a hundred"
+    )
     sources: tuple[Source, ...] = option((), "a mixture, weighted", aka="datasets")
 
     @property
