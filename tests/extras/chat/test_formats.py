@@ -54,8 +54,12 @@ class Published(NamedTuple):
     """A data set. detected: the format that its first row says; None: the options must say it."""
 
     detected: str | None
-    rows: list[Row]
-    options: dict = {}  # noqa: RUF012  never changed
+    rows: tuple[Row, ...]
+    options: dict[str, str]
+
+
+def published(detected: str | None, *rows: Row, **options: str) -> Published:
+    return Published(detected, rows, options)
 
 
 def user(text: str, **more: Any) -> dict:
@@ -79,14 +83,24 @@ def calls(**function: Any) -> dict:
     return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
 
 
-def sharegpt(*turns: str, **more: Any) -> list[dict]:
-    """Turns of (who, text, who, text, ...)."""
-    return [{"from": who, "value": text, **more} for who, text in zip(turns[::2], turns[1::2])]
+def part(text: str) -> dict:
+    return {"type": "text", "text": text}
+
+
+def messages(*given: Any, **columns: Any) -> dict:
+    """A row of OpenAI's messages."""
+    return {"messages": [*given], **columns}
+
+
+def sharegpt(*turns: str, **columns: Any) -> dict:
+    """A row of ShareGPT's turns: who, text, who, text, ..."""
+    said = [{"from": who, "value": text} for who, text in zip(turns[::2], turns[1::2])]
+    return {"conversations": said, **columns}
 
 
 FUNCTIONS = [
-    {"name": "weather", "parameters": {"type": "object", "required": ["city"]}},
-    {"name": "time", "description": "é", "parameters": {"type": "object", "required": ["zone"]}},
+    {"name": "weather", "parameters": {"required": ["city"]}},
+    {"name": "time", "description": "é", "parameters": {"required": ["zone"]}},
 ]
 ENVELOPED = [{"type": "function", "function": function} for function in FUNCTIONS]
 CITY = {"name": "weather", "arguments": {"city": "Ulm"}}
@@ -95,243 +109,162 @@ NULLS = {"name": "time", "arguments": {"zone": None, "more": [{"day": None}]}}
 NULL_TOOLS = [{"type": "function", "function": {"name": "time", "parameters": {"default": None}}}]
 EXCHANGE = [user(A), assistant(B)]
 TWO = [user(A), assistant(B), user(C), assistant(D)]
-NO_ARGUMENTS = [
-    {"from": "function_call", "value": '{"name": "now"}'},
-    {"from": "function_call", "value": '{"name": "now", "arguments": null}'},
-    {"from": "gpt", "tool_calls": [{"type": "function", "function": {"name": "now"}}]},
-    {"from": "gpt", "tool_calls": calls(name="now", arguments=" ")["tool_calls"]},
-    {"from": "gpt", "tool_calls": calls(name="now", arguments="null")["tool_calls"]},
-]
-PARTS = [
-    {"role": "user", "content": [{"type": "text", "text": A}, {"type": "text", "text": B}]},
-    {"role": "assistant", "content": [{"type": "text", "text": C}]},
-]
+NOW = calls(name="now", arguments={})
 
 SETS = {
-    "tatsu-lab/alpaca": Published(
-        "text",  # a column that has all of it
-        [Row({"output": B, "input": "", "instruction": A, "text": f"{A}\n\n{B}"}, EXCHANGE)],
-        {"format": "alpaca"},
+    # its column text has all of it
+    "tatsu-lab/alpaca": published(
+        "text",
+        Row({"instruction": A, "input": "", "output": B, "text": f"{A}\n\n{B}"}, EXCHANGE),
+        format="alpaca",
     ),
-    "yahma/alpaca-cleaned": Published(
+    "yahma/alpaca-cleaned": published(
         "alpaca",
-        [
-            Row({"output": B, "input": "", "instruction": A}, EXCHANGE),
-            Row({"output": B, "input": C, "instruction": A}, [user(f"{A}\n{C}"), assistant(B)]),
-        ],
+        Row({"instruction": A, "input": "", "output": B}, EXCHANGE),
+        Row({"instruction": A, "input": C, "output": B}, [user(f"{A}\n{C}"), assistant(B)]),
     ),
-    "databricks/databricks-dolly-15k": Published(
+    "databricks/databricks-dolly-15k": published(
         None,
-        [
-            Row({"instruction": A, "context": "", "response": B}, EXCHANGE),
-            Row({"instruction": A, "context": C, "response": B}, [user(f"{A}\n{C}"), assistant(B)]),
-        ],
-        {"format": "alpaca"},
+        Row({"instruction": A, "context": "", "response": B}, EXCHANGE),
+        Row({"instruction": A, "context": C, "response": B}, [user(f"{A}\n{C}"), assistant(B)]),
+        format="alpaca",
     ),
-    "LLaMA-Factory's alpaca": Published(
+    "LLaMA-Factory's alpaca": published(
         "alpaca",
-        [
-            Row({"instruction": A, "output": B, "system": "", "history": []}, EXCHANGE),
-            Row(
-                {"instruction": C, "output": D, "system": D, "history": [[A, B]]},
-                [system(D), *TWO],
+        Row({"instruction": A, "output": B, "system": "", "history": []}, EXCHANGE),
+        Row({"instruction": C, "output": D, "system": A, "history": [[A, B]]}, [system(A), *TWO]),
+    ),
+    "teknium/OpenHermes-2.5": published(
+        "messages",
+        Row(sharegpt("human", A, "gpt", B, "human", C, "gpt", D, system_prompt=None), TWO),
+    ),
+    "Open-Orca/SlimOrca": published(
+        "messages",
+        Row(
+            {
+                "conversations": [
+                    {"from": "system", "value": C, "weight": None},
+                    {"from": "human", "value": A, "weight": 0.0},
+                    {"from": "gpt", "value": B, "weight": 1.0},
+                ]
+            },
+            [system(C), *EXCHANGE],
+        ),
+    ),
+    "LLaMA-Factory's glaive_toolcall_en": published(
+        "messages",
+        Row(
+            sharegpt(
+                *("human", A, "function_call", json.dumps(CITY), "observation", B, "gpt", C),
+                tools=json.dumps(FUNCTIONS),
             ),
-        ],
+            [user(A), calls(**CITY), tool(B), assistant(C)],
+            ENVELOPED,
+        ),
     ),
-    "teknium/OpenHermes-2.5": Published(
+    "Team-ACE/ToolACE": published(
         "messages",
-        [
-            Row(
-                {
-                    "conversations": sharegpt(
-                        "human", A, "gpt", B, "human", C, "gpt", D, weight=None
-                    ),
-                    "system_prompt": None,
-                    "source": "y",
-                },
-                TWO,
-            )
-        ],
+        Row(
+            sharegpt("user", A, "assistant", B, "tool", C, "assistant", A, system=D),
+            [system(D), *EXCHANGE, tool(C), assistant(A)],
+        ),
     ),
-    "Open-Orca/SlimOrca": Published(
+    "HuggingFaceH4/ultrachat_200k": published("messages", Row(messages(*TWO, prompt=A), TWO)),
+    "lmsys/lmsys-chat-1m": published(
+        None, Row({"conversation": TWO, "turn": 2}, TWO), messages_field="conversation"
+    ),
+    "OpenAI's guide: weights": published(
         "messages",
-        [
-            Row(
-                {
-                    "conversations": [
-                        *sharegpt("system", C, weight=None),
-                        *sharegpt("human", A, weight=0.0),
-                        *sharegpt("gpt", B, weight=1.0),
-                    ]
-                },
-                [system(C), *EXCHANGE],
-            )
-        ],
+        Row(
+            messages(user(A), assistant(B, weight=1), user(C), assistant(D, weight=0)),
+            TWO,
+            without_loss=(1,),
+        ),
     ),
-    "LLaMA-Factory's glaive_toolcall_en": Published(
+    "OpenAI's guide: tools": published(
         "messages",
-        [
-            Row(
-                {
-                    "conversations": sharegpt(
-                        "human", A, "function_call", json.dumps(call), "observation", B, "gpt", C
-                    ),
-                    "tools": json.dumps(FUNCTIONS),
-                },
-                [user(A), calls(**call), tool(B), assistant(C)],
-                ENVELOPED,
-            )
-            for call in (CITY, ZONE)
-        ],
+        Row(
+            messages(
+                {"role": "developer", "content": D},
+                user(A),
+                calls(name="time", arguments=json.dumps(ZONE["arguments"])) | {"content": None},
+                tool(B, tool_call_id="call_1"),
+                assistant(C),
+                tools=ENVELOPED,
+            ),
+            [system(D), user(A), calls(**ZONE), tool(B, tool_call_id="call_1"), assistant(C)],
+            ENVELOPED,
+        ),
     ),
-    "Team-ACE/ToolACE": Published(
+    "OpenAI's functions": published(
         "messages",
-        [
-            Row(
-                {
-                    "system": D,
-                    "conversations": sharegpt("user", A, "assistant", B, "tool", C, "assistant", A),
-                },
-                [system(D), *EXCHANGE, tool(C), assistant(A)],
-            )
-        ],
+        Row(
+            messages(
+                user(A),
+                assistant(None, function_call={"name": "time", "arguments": '{"zone": null}'}),
+                {"role": "function", "name": "time", "content": B},
+                assistant(C),
+            ),
+            [
+                user(A),
+                calls(name="time", arguments={"zone": None}),
+                tool(B, name="time"),
+                assistant(C),
+            ],
+        ),
     ),
-    "HuggingFaceH4/ultrachat_200k": Published(
-        "messages", [Row({"prompt": A, "prompt_id": "1", "messages": TWO}, TWO)]
-    ),
-    "lmsys/lmsys-chat-1m": Published(
-        None, [Row({"conversation": TWO, "turn": 2}, TWO)], {"messages_field": "conversation"}
-    ),
-    "OpenAI's guide: weights": Published(
+    # Arrow adds the keys of the other row's arguments
+    "trl's tools": published(
         "messages",
-        [
-            Row(
-                {"messages": [user(A), assistant(B, weight=1), user(C), assistant(D, weight=0)]},
-                TWO,
-                without_loss=(1,),
-            )
-        ],
+        Row(messages(user(A), calls(**CITY), tool(B)), [user(A), calls(**CITY), tool(B)]),
+        Row(messages(user(A), calls(**ZONE), tool(B)), [user(A), calls(**ZONE), tool(B)]),
     ),
-    "OpenAI's guide: tools": Published(
+    "parts of text": published(
         "messages",
-        [
-            Row(
-                {
-                    "messages": [
-                        {"role": "developer", "content": D},
-                        user(A),
-                        {
-                            **calls(name="time", arguments=json.dumps(ZONE["arguments"])),
-                            "content": None,
-                        },
-                        tool(B, tool_call_id="call_1"),
-                        assistant(C),
-                    ],
-                    "tools": ENVELOPED,
-                },
-                [system(D), user(A), calls(**ZONE), tool(B, tool_call_id="call_1"), assistant(C)],
-                ENVELOPED,
-            )
-        ],
+        Row(messages(user([part(A), part(B)]), assistant([part(C)])), [user(A + B), assistant(C)]),
     ),
-    "OpenAI's functions": Published(
+    "axolotl's train": published(
         "messages",
-        [
-            Row(
-                {
-                    "messages": [
-                        user(A),
-                        {
-                            "role": "assistant",
-                            "content": None,
-                            "function_call": {"name": "time", "arguments": '{"zone": null}'},
-                        },
-                        {"role": "function", "name": "time", "content": B},
-                        assistant(C),
-                    ]
-                },
-                [
-                    user(A),
-                    calls(name="time", arguments={"zone": None}),
-                    tool(B, name="time"),
-                    assistant(C),
-                ],
-            )
-        ],
+        Row(
+            messages(user(A), assistant(B, train=False), user(C), assistant(D, train=True)),
+            TWO,
+            without_loss=(0,),
+        ),
     ),
-    "trl's tools: Arrow adds the keys of other rows": Published(
-        "messages",
-        [
-            Row(
-                {"messages": [user(A), calls(**call), tool(B), assistant(C)], "tools": ENVELOPED},
-                [user(A), calls(**call), tool(B), assistant(C)],
-                ENVELOPED,
-            )
-            for call in (CITY, ZONE)
-        ],
-    ),
-    "parts of text": Published("messages", [Row({"messages": PARTS}, [user(A + B), assistant(C)])]),
-    "axolotl's train": Published(
-        "messages",
-        [
-            Row(
-                {
-                    "messages": [
-                        user(A),
-                        assistant(B, train=False),
-                        user(C),
-                        assistant(D, train=True),
-                    ]
-                },
-                TWO,
-                without_loss=(0,),
-            )
-        ],
-    ),
-    "JSON in columns, whose nulls somebody wrote": Published(
+    # nulls of JSON are somebody's, those of a column may be Arrow's
+    "JSON in columns": published(
         None,
-        [
-            Row(
-                {
-                    "messages": json.dumps(
-                        [
-                            user(A, name=None),
-                            {**calls(**NULLS), "content": None},
-                            tool(B),
-                            assistant(C),
-                        ]
-                    ),
-                    "tools": json.dumps(NULL_TOOLS),
-                },
-                [user(A), calls(**NULLS), tool(B), assistant(C)],
-                NULL_TOOLS,
-            )
-        ],
-        {"format": "messages"},
+        Row(
+            {
+                "messages": json.dumps([user(A, name=None), assistant(None, **calls(**NULLS))]),
+                "tools": json.dumps(NULL_TOOLS),
+            },
+            [user(A), calls(**NULLS)],
+            NULL_TOOLS,
+        ),
+        format="messages",
     ),
-    "calls without arguments": Published(
+    "ShareGPT's calls without arguments": published(
         "messages",
-        [
-            Row(
-                {
-                    "conversations": [
-                        *sharegpt("human", A),
-                        call,
-                        *sharegpt("observation", B, "gpt", C),
-                    ]
-                },
-                [user(A), calls(name="now", arguments={}), tool(B), assistant(C)],
-            )
-            for call in NO_ARGUMENTS
-        ],
+        Row(sharegpt("human", A, "function_call", '{"name": "now"}'), [user(A), NOW]),
+        Row(
+            sharegpt("human", A, "function_call", '{"name": "now", "arguments": null}'),
+            [user(A), NOW],
+        ),
     ),
-    "trl-lib/tldr": Published("prompt_completion", [Row({"prompt": A, "completion": B}, EXCHANGE)]),
-    "nampdn-ai/tiny-codes": Published(
-        "prompt_completion", [Row({"idx": 1, "prompt": A, "response": B}, EXCHANGE)]
+    "OpenAI's calls without arguments": published(
+        "messages",
+        Row(messages(user(A), calls(name="now")), [user(A), NOW]),
+        Row(messages(user(A), calls(name="now", arguments=" ")), [user(A), NOW]),
+        Row(messages(user(A), calls(name="now", arguments="null")), [user(A), NOW]),
     ),
-    "trl's conversational prompt": Published(
+    "trl-lib/tldr": published("prompt_completion", Row({"prompt": A, "completion": B}, EXCHANGE)),
+    "nampdn-ai/tiny-codes": published(
+        "prompt_completion", Row({"idx": 1, "prompt": A, "response": B}, EXCHANGE)
+    ),
+    "trl's conversational prompt": published(
         "prompt_completion",
-        [Row({"prompt": TWO[:3], "completion": TWO[3:]}, TWO, without_loss=(0,))],
+        Row({"prompt": TWO[:3], "completion": TWO[3:]}, TWO, without_loss=(0,)),
     ),
 }
 KINDS = ("jsonl", "json", "parquet", "saved")
@@ -428,10 +361,6 @@ NO_NAME = r"message 1 \(assistant\): a tool call needs a name"
 NO_OBJECT = "the arguments of a tool call must be an object, or JSON of one: "
 NO_LIST = "must be a list of messages, or JSON of one"
 HISTORY = r"field 'history' must be a list of \[what the user said, the answer\]"
-
-
-def messages(*given: Any, **columns: Any) -> dict:
-    return {"messages": [*given], **columns}
 
 
 def alpaca(**columns: Any) -> dict:
