@@ -371,7 +371,7 @@ def alpaca(**columns: Any) -> dict:
     "row, problem",
     [
         (messages(calls(name="f", arguments=nested(900))), f"field 'messages' {TOO_DEEP}"),
-        (messages(calls(name="f", arguments=json.dumps(nested(900)))), f"JSON {TOO_DEEP}"),
+        (messages(calls(name="f", arguments=json.dumps(nested(150)))), f"JSON {TOO_DEEP}"),
         (messages(calls(name="f", arguments="[" * 10**5)), f"JSON {TOO_DEEP}"),
         (messages(calls(arguments={"a": 1})), NO_NAME),
         (messages(calls(name=5)), NO_NAME),
