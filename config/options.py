@@ -35,6 +35,9 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 # ids instead of rows.
 RowFormat = Literal["text", "messages", "alpaca", "prompt_completion", "tokens"]
 
+# What to do with a row that cannot be read.
+BadRows = Literal["refuse", "skip"]
+
 # What rules() yields: (options, requirement).
 Rules = Iterator[tuple[str, str]]
 
@@ -159,6 +162,7 @@ class Source:
     text_field: str | None = option(None, "as data.text_field")
     max_tokens: PositiveInt | None = option(None, "as data.max_tokens")
     validation: Path | None = option(None, "as data.validation")
+    bad_rows: BadRows | None = option(None, "as data.bad_rows")
     format: RowFormat | None = option(None, "as data.format")
 
 
@@ -166,7 +170,7 @@ class Source:
 class Data(Section):
     source: Path = option(
         "python-stdlib",
-        "Hugging Face id, or local files (.jsonl, .json, .parquet, .arrow, .txt)",
+        "Hugging Face id, or local files (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, .md)",
         aka="dataset dataset_name dataset_path train_file",
     )
     subset: str | None = option(None, "configuration of a Hugging Face dataset")
@@ -197,6 +201,9 @@ class Data(Section):
         "global", "growing: train while the text is being prepared", resume="run"
     )
     validation: Path | None = option(None, "files, or a split; absent: held out", aka="val_file")
+    bad_rows: BadRows = option(
+        "refuse", "skip: leave out rows that cannot be read, at most one in a hundred"
+    )
     sources: tuple[Source, ...] = option((), "a mixture, weighted", aka="datasets")
 
     @property
@@ -297,7 +304,10 @@ class Train(Section):
         aka="train_batch_size grad_accum_steps gradient_accumulation_steps",
     )
     micro_batch_size: PositiveInt | None = option(
-        None, "sequences per pass; absent: no accumulation", resume="free", aka="local_batch_size"
+        None,
+        "sequences per pass; absent: all, no gradient accumulation",
+        resume="free",
+        aka="local_batch_size",
     )
     max_grad_norm: PositiveFloat | Literal["off"] = option(
         1.0, "clip the gradient norm to this", aka="clip_grad grad_clip gradient_clip_val"
@@ -398,8 +408,8 @@ class Parallel(Section):
         1, "units all-gathered ahead in backward; 0: implicit", aka="backward_prefetch"
     )
     param_dtype: Literal["auto", "float32", "bfloat16"] = option(
-        "bfloat16",
-        "of all-gather and compute; auto: bfloat16 where native",
+        "auto",
+        "of all-gather and compute; auto: bfloat16 where devices have units for it, else float32",
         resume="recipe",
         aka="bf16 dtype fp16 mixed_precision mixed_precision_param",
     )
@@ -534,7 +544,7 @@ class Lora(Section):
 class Checkpoint(Section):
     save_every_steps: PositiveInt | None = option(
         None,
-        "absent: only at the last step",
+        "steps between saves; absent: only the last is saved",
         aka="always_save_checkpoint checkpoint.enable checkpoint.interval save_interval save_steps",
     )
     keep_last: PositiveInt | None = option(
@@ -562,7 +572,7 @@ class Checkpoint(Section):
 class Eval(Section):
     every_steps: PositiveInt | None = option(
         None,
-        "absent: only at the last step",
+        "steps between evaluations; absent: only at the last step",
         aka="eval_steps eval_interval validation.enable validation.freq",
     )
     batches: PositiveInt | None = option(

@@ -130,7 +130,7 @@ class Run:
         if self.cfg.log.tracker and not self.launch:
             yield (
                 f"log.tracker = {self.cfg.log.tracker}: without the launcher no row is sent; to send "
-                f"them: ./run_train.sh -m follow {self.folder}"
+                f"them: {config.command('-m', 'follow', self.folder)}"
             )
 
     @contextlib.contextmanager

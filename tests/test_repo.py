@@ -270,7 +270,7 @@ esac
         (tmp_path / "calls").write_text("")
         env = {"PATH": f"{python.parent}:{os.environ['PATH']}"}
         done = subprocess.run([tmp_path / "run_train.sh", "--setup"], cwd=tmp_path, env=env)
-        return done.returncode, "-m pip" in (tmp_path / "calls").read_text()
+        return done.returncode, "-m pip install" in (tmp_path / "calls").read_text()
 
     assert set_up() == (1, True)
     (tmp_path / "network").touch()

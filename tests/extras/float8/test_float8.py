@@ -500,7 +500,7 @@ def test_scales_follow_the_weights(on_ranks, corpus, prepared, tmp_path):
 
 
 def test_a_short_training_ends_near_bfloat16_s(on_ranks, corpus, prepared, tmp_path):
-    """docs/float8.md has the long one."""
+    """docs/precision.md has the long one."""
     sections = {
         "model": {"dim": 128, "n_layers": 1, "ffn_dim": 256, "n_kv_heads": 4},
         "train": {"steps": 40},
