@@ -166,7 +166,7 @@ def run_in(folder: pathlib.Path, command: str) -> subprocess.CompletedProcess:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         env=environment,
     )
 
@@ -185,7 +185,7 @@ def shortened(command: str) -> str:
     if command.startswith("./tests/run.sh") and "--lint" not in command:
         return f"{command} -n 0 tests/test_metrics.py -k console_line"
     if re.search(r"run_train\.sh(( -m data.*)? (configs/tiny|outputs/mixture)\.toml|$)", command):
-        command += " --data.max_tokens=1_000_000"
+        command += " --data.max_tokens=300_000"
     if "run_train.sh" in command and not re.search("-m |--setup|--dry-run|--help", command):
         command += " --eval.batches=2"
         if ".toml" in command:
