@@ -177,14 +177,12 @@ def test_commands_do_not_find_the_packages_of_the_tests(tmp_path):
 
 
 def shortened(command: str) -> str:
-    """The command on less text, with fewer steps, tokens and bytes."""
-    command = re.sub(r"--mib \d+", "--mib 8", command).replace("--ranks 1,2", "--ranks 1")
-    command = command.replace("100_000_000", "5_000_000").replace("-mb 8", "-mb 2")
+    """The command on less text, with fewer steps."""
     if command == "./tests/run.sh --quick":
         return f"{command} --collect-only"
     if command.startswith("./tests/run.sh") and "--lint" not in command:
         return f"{command} -n 0 tests/test_metrics.py -k console_line"
-    if re.search(r"run_train\.sh(( -m data.*)? (configs/tiny|outputs/mixture)\.toml|$)", command):
+    if re.search(r"run_train\.sh(( -m data.*)? configs/tiny\.toml|$)", command):
         command += " --data.max_tokens=300_000"
     if "run_train.sh" in command and not re.search("-m |--setup|--dry-run|--help", command):
         command += " --eval.batches=2"
@@ -217,13 +215,10 @@ def test_run_blocks_run(clone):
 @needs_tools
 @needs_extra(*EXTRAS)
 def test_dry_run_blocks_print_a_plan(clone):
-    for command in documented_commands("bash dry-run"):
-        if "--dry-run" not in command:
-            command += " --dry-run --world-size 8"
-        done = run_in(clone, command.replace("--world-size 8,16,32", "--world-size 32"))
-        assert done.returncode in (0, 3) and "parameters" in done.stdout, (
-            f"{command}\n{done.stderr}"
-        )
+    for command in dict.fromkeys(documented_commands("bash dry-run")):
+        done = run_in(clone, command)
+        assert done.returncode in (0, 3), f"{command}\n{done.stderr}"
+        assert "parameters" in done.stdout
         assert not warnings_of(done), command
 
 
@@ -281,9 +276,3 @@ esac
     (tmp_path / ".venv.lock").unlink()
     (tmp_path / ".venv.lock").mkdir()  # cannot be opened, as in another user's repository
     assert set_up() == (0, False)
-
-
-def test_workflow_names_files_that_exist():
-    workflow = (REPO / ".github/workflows/ci.yml").read_text()
-    for path in re.findall(r"\S*tests/\S+|\./\S+|\.ci/\S+", workflow):
-        assert (REPO / path).exists() or path in ("tests/extras", "tests/tools"), path
