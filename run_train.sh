@@ -142,9 +142,10 @@ choose_python
 # Open stdout and stderr on /dev/null if a daemon closed them: ranks could not redirect them to their logs.
 { : 3>&2; } || exec 2>/dev/null
 { : 3>&1; } 2>/dev/null || exec >/dev/null
-# What this machine lacks for the run ends it here.
-if [[ -e $repo/tools/preflight.py ]]; then "$python" -c "$module" "$repo" tools.preflight "$@"; fi
-# Block the signals until the launcher has its handlers. (This needs env of coreutils 8.31 or later.)
+# Block the signals until Python is ready for them. (This needs env of coreutils 8.31 or later.)
 blocked=(env --block-signal=TERM,INT,HUP,USR1,USR2)
 "${blocked[@]}" true 2>/dev/null || blocked=()
-exec ${blocked[@]+"${blocked[@]}"} "$python" -c "$module" "$repo" run.launch "$@"
+start=(${blocked[@]+"${blocked[@]}"} "$python" -c "$module" "$repo")
+# What this machine lacks for the run ends it here.
+if [[ -e $repo/tools/preflight.py ]]; then "${start[@]}" tools.preflight "$@"; fi
+exec "${start[@]}" run.launch "$@"
