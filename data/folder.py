@@ -41,6 +41,10 @@ STDLIB = "python-stdlib"
 # Names
 
 
+def prepare_command() -> str:
+    return config.command("-m", "data.prepare", "CONFIG")
+
+
 def source_folders(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, config.Data]]:
     """The folder of each source, and the options of this source alone, for which the folder is
     prepared; that of token files is never made. vocab_size: of the model. Raises ConfigError if a
@@ -49,7 +53,7 @@ def source_folders(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Pat
         return [(pathlib.Path(data.path), data)]
     trained = common_tokenizer(data, vocab_size)
     if trained and not trained.exists():
-        raise ConfigError(f"{trained}: no prepared data; `python -m data.prepare CONFIG` makes it")
+        raise ConfigError(f"{trained}: no prepared data; {prepare_command()} makes it")
     root = pathlib.Path(data.path or "prepared")
     sources = sources_of(data, vocab_size)
     return [(root / folder_name(source, vocab_size), source) for source in sources]
@@ -195,9 +199,7 @@ def manifest_of(folder: pathlib.Path) -> dict:
     """As read_manifest(), but raises ConfigError if there is none."""
     manifest = read_manifest(folder)
     if manifest is None:
-        raise ConfigError(
-            f"{folder}: holds no prepared data; `python -m data.prepare CONFIG` makes it"
-        )
+        raise ConfigError(f"{folder}: holds no prepared data; {prepare_command()} makes it")
     return manifest
 
 

@@ -107,15 +107,15 @@ def print_next(run: Followed) -> None:
 
 
 def attempt(work: Callable[[Followed], None], run: Followed) -> None:
-    """work(run). Whatever fails is a line: it is no reason for a run to fail."""
+    """Calls work(run). An error is printed in a line: it must not end the run."""
     try:
         work(run)
     except Exception as error:
         run.failed.set()
         text = " ".join(str(error).split())
         print_error(
-            f"{work.__name__}: {type(error).__name__}: {text}; to try again: ./run_train.sh -m "
-            f"follow {run.folder}"
+            f"{work.__name__}: {type(error).__name__}: {text}; to try again: "
+            f"{config.command('-m', 'follow', run.folder)}"
         )
 
 
@@ -133,15 +133,15 @@ def follow(run: Followed) -> None:
     if threads[0].is_alive():
         print_error(
             f"the last rows were not taken within {CLOSE_SECONDS:g} s; to send them: "
-            f"./run_train.sh -m follow {run.folder}"
+            f"{config.command('-m', 'follow', run.folder)}"
         )
 
 
 def launched(folder: str, before: str) -> None:
-    """Follows a launch from the moment its ranks take the run's folder. before: the id of the launch
-    before, which the status carries until then. Ends the process."""
+    """Follows a launch from the moment its ranks take the run's folder. before: the id of the
+    previous launch, which the status carries until then. Ends the process."""
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # for the ranks, whose last rows count, too
+        signal.signal(number, signal.SIG_IGN)  # meant for the ranks, whose last rows count, too
     ended = threading.Event()
     threading.Thread(target=_wait_for_end, args=(ended,), daemon=True).start()
     status = _status_of_launch(pathlib.Path(folder), before, ended)
@@ -173,7 +173,7 @@ def _status_of_launch(folder: pathlib.Path, before: str, ended: threading.Event)
 
 def main(argv: list[str]) -> int:
     if len(argv) != 1 or argv[0].startswith("-"):
-        raise ConfigError("usage: ./run_train.sh -m follow RUN")
+        raise ConfigError(f"usage: {config.command('-m', 'follow', 'RUN')}")
     folder = pathlib.Path(argv[0])
     if not (folder / "metrics.jsonl").exists():
         raise ConfigError(f"{folder}: is no run with rows")

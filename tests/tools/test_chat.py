@@ -3,6 +3,10 @@
 import contextlib
 import io
 import json
+import os
+import pty
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,7 +14,7 @@ from unittest import mock
 import pytest
 
 from extras.chat.conversations import Chat
-from tests.conftest import make_config, needs_extra, refuses, run_tool, train_run, words
+from tests.conftest import REPO, make_config, needs_extra, refuses, run_tool, train_run, words
 from tests.distributed import distributed
 from tests.extras.chat.conftest import (
     CHATML,
@@ -30,8 +34,6 @@ from tools import chat as terminal
         (106, 2, 2),  # 75
         (139, 99, 0),  # a quarter, 34
         (138, 99, 2),
-        (99, 25, 2),
-        (98, 25, 4),
         (7, 2, 4),  # 5
         (6, 2, 4),
     ],
@@ -43,14 +45,8 @@ def test_the_oldest_exchanges_go_until_a_reply_fits(context, most, dropped):
     last: Any = [5]
     prompt, count = terminal.fit(chat, history, last, context, most)
     assert (len(prompt), count) == (sum(history[dropped:]) + 5, dropped)
-
-
-def test_a_message_that_leaves_no_room_for_a_reply_is_refused():
-    chat: Any = SimpleNamespace(prompt=lambda lengths: [0] * sum(lengths))
-    message: Any = [5]
     with refuses("too long for a context of 5 tokens"):
-        terminal.fit(chat, [], message, 5, 2)
-    assert terminal.fit(chat, [], message, 6, 9) == ([0] * 5, 0)
+        terminal.fit(chat, [], last, 5, 2)
 
 
 def test_a_conversation_keeps_what_fits_and_ends_turns(tokenizer, monkeypatch, capsys):
@@ -98,3 +94,11 @@ def test_the_template_goes_along_with_checkpoints_and_exports(world, tokenizer, 
         assert run_tool(terminal.main, checkpoint, *options) == 0
     printed = out.getvalue()
     assert printed.count("> ") == 5 and "too long for a context of 128 tokens" in printed
+
+
+def test_arrow_keys_edit_a_message():
+    ours, theirs = pty.openpty()
+    words = "from tools.chat import user_messages; print([*user_messages()])"
+    child = subprocess.Popen([sys.executable, "-c", words], cwd=REPO, stdin=theirs, stdout=theirs)
+    os.write(ours, b"ab\x1b[DX\n/quit\n")
+    assert child.wait(60) == 0 and "['aXb']" in os.read(ours, 9999).decode()

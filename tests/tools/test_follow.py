@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 
-import config
-from tests.conftest import REPO, launch, run_tool, train_run
-from tests.distributed import distributed
+from tests.conftest import REPO, launch, run_tool
 from tools import follow, tracker
 from tools.follow import Followed
 
@@ -82,13 +80,8 @@ def test_each_row_is_sent_once_over_launches(tmp_path, store, name):
     tracker.send(folder, [row(1), row(2, "eval"), {**row(3), "slowest_rank": {"rank": 2}}])
     tracker.send(folder, [row(1), row(2), row(2, "eval"), row(3), row(3, "eval"), row(4)])
     steps = [(r["at"], r.get("train/loss"), r.get("eval/loss")) for r in sent(store)]
-    assert steps == [
-        (1, 0.125, None),
-        (2, None, 0.25),
-        (3, 0.375, None),
-        (3, None, 0.375),
-        (4, 0.5, None),
-    ]
+    expected = [(1, 0.125, None), (2, None, 0.25), (3, 0.375, None), (3, None, 0.375)]
+    assert steps == [*expected, (4, 0.5, None)]
     assert sent(store)[2] == {"at": 3, "train/loss": 0.375, "train/slowest_rank.rank": 2}
 
 
@@ -138,19 +131,6 @@ def test_tracker_that_does_not_work_costs_a_line(tmp_path, store, monkeypatch, c
         monkeypatch.delenv("FAKE_TRACKER")
         assert run_tool(follow.main, folder) == 0
         assert len(sent(store)) == 1
-
-
-def test_invalid_command_is_one_line(capsys):
-    assert run_tool(follow.main) == run_tool(follow.main, "--help") == 2
-    assert capsys.readouterr().err == "usage: ./run_train.sh -m follow RUN\n" * 2
-
-
-@distributed(ranks=2)
-def test_run_without_the_launcher_says_that_nothing_is_sent(world, write_config, capfd):
-    cfg = config.load(str(write_config("r", log={"tracker": "trackio"})))
-    train_run(cfg, world)
-    line = f"without the launcher no row is sent; to send them: ./run_train.sh -m follow {config.run_folder(cfg)}"
-    assert capfd.readouterr().out.count(line) == (world.rank == 0)
 
 
 @pytest.fixture
