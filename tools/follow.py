@@ -107,7 +107,7 @@ def print_next(run: Followed) -> None:
 
 
 def attempt(work: Callable[[Followed], None], run: Followed) -> None:
-    """work(run). Whatever fails is a line: it is no reason for a run to fail."""
+    """Calls work(run). An error is printed in a line: it must not end the run."""
     try:
         work(run)
     except Exception as error:
@@ -138,10 +138,10 @@ def follow(run: Followed) -> None:
 
 
 def launched(folder: str, before: str) -> None:
-    """Follows a launch from the moment its ranks take the run's folder. before: the id of the launch
-    before, which the status carries until then. Ends the process."""
+    """Follows a launch from the moment its ranks take the run's folder. before: the id of the
+    previous launch, which the status carries until then. Ends the process."""
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # for the ranks, whose last rows count, too
+        signal.signal(number, signal.SIG_IGN)  # meant for the ranks, whose last rows count, too
     ended = threading.Event()
     threading.Thread(target=_wait_for_end, args=(ended,), daemon=True).start()
     status = _status_of_launch(pathlib.Path(folder), before, ended)

@@ -269,7 +269,6 @@ def published(out: Path) -> Iterator[Path]:
     """
     temporary = out.with_name(f".{out.name}.tmp")
     folder = temporary / out.name
-    new_parents = [parent for parent in out.parents if not parent.exists()]
     temporary.mkdir(parents=True, exist_ok=True)
     try:
         lock = files.lock(temporary / "lock")
@@ -278,7 +277,7 @@ def published(out: Path) -> Iterator[Path]:
     try:
         if not is_new_or_empty(out):
             raise ConfigError(
-                f"{out}: is there already, and nothing is overwritten; choose another, or remove it"
+                f"{out}: exists, and nothing is overwritten; choose another, or remove it"
             )
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -290,9 +289,6 @@ def published(out: Path) -> Iterator[Path]:
         # before the release: another process may use it then
         shutil.rmtree(temporary, ignore_errors=True)
         lock.release()
-        with contextlib.suppress(OSError):  # parents that were made for `out` and are empty
-            for parent in new_parents:
-                parent.rmdir()
 
 
 def is_new_or_empty(folder: Path) -> bool:
@@ -332,12 +328,6 @@ class SavedModel:
             base.read(name),
             lambda matrix: self.read(f"{path}.{matrix}.weight"),
         )
-
-
-def open_saved(path: Path, base: str | None) -> SavedModel:
-    """A checkpoint. Raises ConfigError. base: where the base of adapters lies now."""
-    cfg = catalog.read_config(path, base)
-    return SavedModel(path, cfg, meta_model(cfg.model, cfg.lora), load.Reader(path))
 
 
 def write_companions(saved: SavedModel, folder: Path) -> dict[str, Any]:
@@ -506,15 +496,17 @@ def check_output(out: Path, is_export: bool) -> None:
 
 
 def export_command(args: argparse.Namespace, checkpoint: Path, folder: Path) -> None:
-    saved = open_saved(checkpoint, args.base)
+    """Writes a checkpoint's Hugging Face folder. Raises ConfigError."""
+    cfg = catalog.read_config(checkpoint, args.base)
+    saved = SavedModel(checkpoint, cfg, meta_model(cfg.model, cfg.lora), load.Reader(checkpoint))
     # merged adapters are weights like others
-    check_export(saved.cfg if args.adapter else replace(saved.cfg, lora=None))
+    check_export(cfg if args.adapter else replace(cfg, lora=None))
     load.check_tensors(saved.reader, saved.model, None)
     if args.adapter:
         export_adapter(saved, folder, args.dtype)
     else:
         export_model(saved, folder, args.dtype, int(args.shard_gib * GIB))
-    if not checkpoint.exists():  # else its tokenizer may be missing without a word
+    if not checkpoint.exists():  # removed meanwhile: files may be missing that are optional
         raise manifest.removed(checkpoint)
 
 

@@ -13,13 +13,11 @@ import shutil
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
 
 import config
 from checkpoint import catalog
 from config import ConfigError
 from run.command import Ranks, first_host, rendezvous_port
-from system.machine import control_groups, visible_gpus
 from system.processes import listen, print_error
 
 GIB = 2**30
@@ -27,7 +25,6 @@ GIB = 2**30
 # process groups that every run makes. Measured; those of NCCL, tp and cp come on top.
 FILES_OF_RANK = 4
 FILES = 30
-RANK_BYTES = GIB // 4  # of a rank without a model, at least: 0.5 GiB were measured
 CONNECT_SECONDS = 3.0
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -61,34 +58,6 @@ def first_node(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
             "before that port, and nobody who listens there (else submit again: another job, another "
             "port)"
         )
-
-
-def host_memory(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
-    """The least that the ranks of this machine need, against the least of its limits."""
-    limit, source = memory_limit()
-    share = ranks.local / ranks.total  # of the states, if they are sharded over all ranks
-    needed = ranks.local * RANK_BYTES
-    on_gpus = cfg.run.device == "cuda" or (cfg.run.device == "auto" and visible_gpus() > 0)
-    if not on_gpus or cfg.parallel.cpu_offload:
-        needed += states_bytes(cfg) * share
-    elif cfg.checkpoint and cfg.checkpoint.async_save:
-        needed += checkpoint_bytes(cfg) * share
-    if needed > limit:
-        yield (
-            f"{source}: {gib(limit)} of memory, and the ranks here need {gib(needed)} or more; ask "
-            "for more (sbatch --mem=0: all of the node's; docker run --memory), or train on more "
-            "nodes"
-        )
-
-
-def memory_limit() -> tuple[float, str]:
-    """(bytes that the processes of this machine may use, which limit that is)."""
-    limits = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")]
-    for group in control_groups("memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):  # of version 2, and of 1
-            with suppress(OSError, ValueError):  # "max": no limit
-                limits.append((int((group / name).read_text()), f"control group {group}"))
-    return min(limits)
 
 
 def disk(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
@@ -134,28 +103,13 @@ def matrix_elements(m: config.Model) -> int:
     return m.n_layers * block + tables * m.vocab_size * m.dim
 
 
-def moments_bytes(o: config.Optim) -> int:
-    """Of the optimizer's state, per element; muon has one moment of most matrices."""
-    moments = 1 if o.name == "muon" else 2
-    return moments * BYTES[o.state_dtype]
-
-
-def states_bytes(cfg: config.Config) -> float:
-    """Parameters, gradients and optimizer state on all ranks together, of the matrices, at least."""
-    elements = matrix_elements(cfg.model)
-    if cfg.lora:
-        return 0.5 * elements  # the base alone, in 4 bits
-    if cfg.model.freeze:
-        return 4 * elements
-    return (4 + 4 + moments_bytes(cfg.optim)) * elements
-
-
 def checkpoint_bytes(cfg: config.Config) -> float:
-    """What is saved: what is trained, with the optimizer's state. Adapters, or what is not frozen,
-    are little, and count as nothing."""
+    """What is saved: the matrices that are trained, in float32, with the optimizer's state. Adapters,
+    or what is not frozen, are little, and count as nothing."""
     if cfg.lora or cfg.model.freeze:
         return 0
-    return (4 + moments_bytes(cfg.optim)) * matrix_elements(cfg.model)
+    moments = 1 if cfg.optim.name == "muon" else 2  # muon has one of most matrices
+    return (4 + moments * BYTES[cfg.optim.state_dtype]) * matrix_elements(cfg.model)
 
 
 def gib(size: float) -> str:
@@ -170,8 +124,8 @@ def main(argv: list[str]) -> int:
     except ConfigError:  # the launch reports it
         return 0
     checks = [open_files, first_node]
-    if not args.eval_only:  # it has no gradients and no optimizer state, and writes nothing
-        checks += [host_memory, disk]
+    if not args.eval_only:  # which writes nothing
+        checks.append(disk)
     problems = [problem for check in checks for problem in check(cfg, ranks)]
     if problems:
         raise ConfigError(*problems)

@@ -97,22 +97,6 @@ def test_the_plan_keeps_what_is_counted(counted, setting):
     )
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("setting", ["none", "elementwise", "selective", "full"])
-def test_so_it_does_in_float32(counted, setting):
-    """All but attention's logsumexp is then twice as wide; of a residual stream in float32 alone, the input."""
-    kept, logsumexp = (
-        counted[setting, False]["kept_bytes_per_token"],
-        4 * HEADS * (setting != "full"),
-    )
-    everything, stream = (
-        of_plan("llama1b", setting, f"--parallel.{name}=float32")
-        for name in ("param_dtype", "output_dtype")
-    )
-    assert everything == pytest.approx(2 * kept - logsumexp, rel=0.001)
-    assert stream == pytest.approx(kept + 2 * DIM, rel=0.001)
-
-
 @pytest.mark.parametrize("model", ["llama3b", "llama8b"])
 def test_so_it_does_of_larger_models(model):
     m = config.load(REPO / f"configs/{model}.toml", ["--run.device=auto"]).model

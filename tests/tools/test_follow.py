@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 
-import config
-from tests.conftest import REPO, launch, run_tool, train_run
-from tests.distributed import distributed
+from tests.conftest import REPO, launch, run_tool
 from tools import follow, tracker
 from tools.follow import Followed
 
@@ -133,14 +131,6 @@ def test_tracker_that_does_not_work_costs_a_line(tmp_path, store, monkeypatch, c
         monkeypatch.delenv("FAKE_TRACKER")
         assert run_tool(follow.main, folder) == 0
         assert len(sent(store)) == 1
-
-
-@distributed(ranks=2)
-def test_run_without_the_launcher_says_that_nothing_is_sent(world, write_config, capfd):
-    cfg = config.load(str(write_config("r", log={"tracker": "trackio"})))
-    train_run(cfg, world)
-    line = f"without the launcher no row is sent; to send them: ./run_train.sh -m follow {config.run_folder(cfg)}"
-    assert capfd.readouterr().out.count(line) == (world.rank == 0)
 
 
 @pytest.fixture

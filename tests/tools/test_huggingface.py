@@ -194,7 +194,7 @@ def test_nothing_is_overwritten_and_a_kill_leaves_nothing_that_looks_complete(
     before = contents(out)
     assert "killed.safetensors" not in before
     for command in (["export", checkpoint], ["import", folder]):
-        assert run(*command, out) == 2 and "is there already" in capsys.readouterr().err
+        assert run(*command, out) == 2 and "nothing is overwritten" in capsys.readouterr().err
     with huggingface.published(tmp_path / "twice"):
         assert run("export", checkpoint, tmp_path / "twice") == 2
         assert "is being written by another process" in capsys.readouterr().err

@@ -55,9 +55,3 @@ def test_a_step_that_is_not_prepared_is_refused_with_what_it_waits_for(
     assert "--step 3: its text is not prepared yet (" in capsys.readouterr().err
     assert run_tool(show.main, path, "--step", 0) == 2
     assert "--step 0: steps count from 1" in capsys.readouterr().err
-
-
-def test_the_command_prints_samples(corpus, prepared, write_config, capsys):
-    assert run_tool(show.main, write_config(), "--step", 3) == 0
-    cfg = make_config(data={"source": str(corpus), "path": str(prepared)})
-    assert capsys.readouterr().out == "".join(f"{text}\n" for text in show.samples(cfg, 3))

@@ -24,7 +24,6 @@ from parallel.mesh import World
 from parallel.parallelize import parallelize
 from tests.conftest import build, lacks, make_config, mesh_for, token_ids
 from tests.distributed import run_on_ranks
-from tests.parallel.test_activation_checkpoint import block_config, kept_by_mode
 from tools.planner.plan import plan
 from tools.planner.simulate import simulate
 
@@ -191,16 +190,3 @@ def test_planned_peak_is_that_of_a_real_step(sections):
     ranks = 1 if cfg.parallel.dp_shard == 1 and cfg.parallel.dp_replicate == 1 else 2
     real = max(run_on_ranks(ranks, most_alive, cfg))
     assert simulate(cfg, ranks, on_gpu=False).peak().peak.total() == pytest.approx(real, rel=1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cp, tp", [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_plan_knows_what_a_block_keeps(cp, tp):
-    def planned(mode: str, sequences: int) -> int:
-        cfg = block_config(mode, cp, tp, sequences, n_layers=3)
-        ends = {phase.name: phase.end for phase in simulate(cfg, cp * tp, on_gpu=False).phases}
-        second, first = ends["forward block 2"], ends["forward block 1"]
-        return second["activations"] - first["activations"]
-
-    for mode, kept in run_on_ranks(cp * tp, kept_by_mode, cp, tp)[-1].items():
-        assert planned(mode, 4) - planned(mode, 2) == kept, mode
