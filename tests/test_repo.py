@@ -130,7 +130,9 @@ def test_world_sizes_in_configurations_are_supported():
 
 def test_configurations_of_commands_that_are_not_run_load():
     for command in documented_commands("bash needs-"):
-        for path in re.findall(r"configs/\S+\.toml", command):
+        named = r"(configs/\S+\.toml)|run_train\.sh (\w[\w.-]*)(?= |$)"
+        for path, name in re.findall(named, command):
+            path = path or f"configs/{name}.toml"
             config.load(str(REPO / path), re.findall(r"--\w+\.\w+=\S+", command))
 
 
