@@ -141,7 +141,7 @@ def resolve_param_dtype(cfg: Config, world: World) -> Config:
     """The configuration with param_dtype = "auto" resolved: to what the run's checkpoint was
     trained with, or without one to bfloat16 if every rank's device supports it natively. Prints a
     line where bfloat16 is emulated, which is slower than float32."""
-    dtype: str | None = cfg.parallel.param_dtype
+    dtype: Any = cfg.parallel.param_dtype
     if dtype == "auto":
         dtype = on_rank_zero(lambda: saved_param_dtype(catalog.root_of(cfg), cfg.checkpoint))
     if dtype is None:
