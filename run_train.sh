@@ -56,7 +56,7 @@ base_python() {
 # pip where uv fails.
 install() {
     if command -v uv >/dev/null && ! [[ $pip_settings =~ index|find-links|constraint|cert|proxy|trusted ]]; then
-        uv pip install --python "$python" "$@" >&2 && return
+        uv pip install ${PIP_QUIET:+--quiet} --python "$python" "$@" >&2 && return
     fi
     "$python" -m pip install "$@" >&2
 }

@@ -141,15 +141,16 @@ def resolve_param_dtype(cfg: Config, world: World) -> Config:
     """The configuration with param_dtype = "auto" resolved: to what the run's checkpoint was
     trained with, or without one to bfloat16 if every rank's device supports it natively. Prints a
     line where bfloat16 is emulated, which is slower than float32."""
-    dtype = cfg.parallel.param_dtype
-    is_native = all(all_gather_objects(has_native_bfloat16(world.device)))
+    dtype: Any = cfg.parallel.param_dtype
     if dtype == "auto":
-        saved = on_rank_zero(lambda: saved_param_dtype(catalog.root_of(cfg), cfg.checkpoint))
-        dtype = saved or ("bfloat16" if is_native else "float32")
-    if dtype == "bfloat16" and not is_native and world.rank == 0:
+        dtype = on_rank_zero(lambda: saved_param_dtype(catalog.root_of(cfg), cfg.checkpoint))
+    if dtype is None:
+        is_native = all(all_gather_objects(has_native_bfloat16(world.device)))
+        dtype = "bfloat16" if is_native else "float32"
+    if dtype == "bfloat16" and world.rank == 0 and not has_native_bfloat16(world.device):
         print_error(
-            '[parallel] param_dtype = "bfloat16": emulated, since not every rank\'s device has units '
-            "for it; this is many times slower than --parallel.param_dtype=float32"
+            '[parallel] param_dtype = "bfloat16": this device has no units for it, and emulating them '
+            "is many times slower than --parallel.param_dtype=float32"
         )
     return replace(cfg, parallel=replace(cfg.parallel, param_dtype=dtype))
 

@@ -13,7 +13,7 @@ from config import ConfigError
 from config.command_line import help_text
 from config.option import Schema, option, section
 from config.read import Given, suggestion
-from tests.conftest import REPO, make_config, needs_extra, refuses, shipped_configs, tables
+from tests.conftest import REPO, make_config, refuses, shipped_configs, tables
 
 pytestmark = pytest.mark.quick
 
@@ -131,16 +131,6 @@ def test_every_problem_is_named_at_once():
         "t.toml: [train] sequence",
         "t.toml: [train] steps",
     ]
-
-
-@needs_extra("huggingface", "lora")
-@pytest.mark.parametrize("table", ["model", "lora"])
-def test_what_is_wrong_beside_a_folder_that_cannot_be_read_is_named_too(table):
-    raw = tables(train={"steps": -1}, model={"init_from": "none"}, lora={"init_from": "none"})
-    if table == "model":
-        del raw["model"]["dim"]
-    with refuses("steps = -1", "none"):
-        config.from_dict(raw, "t.toml")
 
 
 def test_options_of_removed_extras_are_refused_together(monkeypatch, tmp_path):

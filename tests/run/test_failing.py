@@ -60,8 +60,9 @@ def test_out_of_memory_in_the_first_step_is_final(launched, pausing, write_confi
     )
     code, output = run.end()
     assert code == 1 and output.count("failed first") == 1, output
-    command = "./run_train.sh r.toml --optim.lr=0.001 --dry-run --world-size=1"
-    assert output.splitlines()[-1] == f"what would fit: {command}"
+    last = output.splitlines()[-1]
+    assert last.startswith("what would fit: ")
+    assert last.endswith("/run_train.sh r.toml --optim.lr=0.001 --dry-run --world-size=1")
 
 
 def test_restart_resumes_with_the_configuration_of_the_launch(
