@@ -68,8 +68,9 @@ class Watchdog:
         self.progress = 0
         self.file: int | None = None  # a file descriptor
         if launch:
+            self.path = launch / f"rank-{rank}"
             with contextlib.suppress(OSError):  # a full disk
-                self.file = os.open(launch / f"rank-{rank}", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+                self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
                 os.write(self.file, b" " * LINE_BYTES + b"\n")
 
     def begin(self, phase: str, seconds: float, step: int | None = None, **more: Any) -> None:
@@ -95,9 +96,9 @@ class Watchdog:
         still end within the phase's timeout."""
         self._write_line(exit_code=exit_code, final=final)
         try:
-            # of a file that was deleted the launcher reads nothing
-            is_linked = self.file is not None and os.fstat(self.file).st_nlink > 0
-            return is_linked and os.write(self.file, text.encode()) > 0
+            # the launcher cannot find a file that was deleted or moved with the run's folder
+            is_found = self.file is not None and self.path.exists()
+            return is_found and os.write(self.file, text.encode()) > 0
         except OSError:
             return False
 
