@@ -97,8 +97,8 @@ class Watchdog:
         self._write_line(exit_code=exit_code, final=final)
         try:
             # the launcher cannot find a file that was deleted or moved with the run's folder
-            is_found = self.file is not None and self.path.exists()
-            return is_found and os.write(self.file, text.encode()) > 0
+            is_there = self.file is not None and self.path.exists()
+            return is_there and os.write(self.file, text.encode()) > 0
         except OSError:
             return False
 
