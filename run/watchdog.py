@@ -96,9 +96,10 @@ class Watchdog:
         still end within the phase's timeout."""
         self._write_line(exit_code=exit_code, final=final)
         try:
-            # the launcher cannot find a file that was deleted or moved with the run's folder
-            is_there = self.file is not None and self.path.exists()
-            return is_there and os.write(self.file, text.encode()) > 0
+            # it may have been deleted or moved with the run's folder
+            if self.file is None or not self.path.exists():
+                return False
+            return os.write(self.file, text.encode()) > 0
         except OSError:
             return False
 
