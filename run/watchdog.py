@@ -68,8 +68,9 @@ class Watchdog:
         self.progress = 0
         self.file: int | None = None  # a file descriptor
         if launch:
+            self.path = launch / f"rank-{rank}"
             with contextlib.suppress(OSError):  # a full disk
-                self.file = os.open(launch / f"rank-{rank}", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+                self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
                 os.write(self.file, b" " * LINE_BYTES + b"\n")
 
     def begin(self, phase: str, seconds: float, step: int | None = None, **more: Any) -> None:
@@ -95,9 +96,10 @@ class Watchdog:
         still end within the phase's timeout."""
         self._write_line(exit_code=exit_code, final=final)
         try:
-            # of a file that was deleted the launcher reads nothing
-            is_linked = self.file is not None and os.fstat(self.file).st_nlink > 0
-            return is_linked and os.write(self.file, text.encode()) > 0
+            # it may have been deleted or moved with the run's folder
+            if self.file is None or not self.path.exists():
+                return False
+            return os.write(self.file, text.encode()) > 0
         except OSError:
             return False
 

@@ -1,14 +1,17 @@
 """One run inside its ranks: its phases and steps, its folder, what it writes and when."""
 
 import dataclasses
+import errno
 import json
 import logging
 import os
 import pathlib
+import shutil
 import signal
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -164,6 +167,28 @@ def test_text_that_one_rank_cannot_read_stops_all(world, tmp_path):
         raised = error
     assert run.stops and all_gather_objects(steps) == [steps, steps]
     assert raised is (None if world.rank else failure)
+
+
+@distributed(ranks=1)
+def test_run_whose_folder_is_deleted_saves_and_ends(world, write_config, monkeypatch):
+    """At the next step; a disk that fails for a moment is no proof of it."""
+    path = write_config("r", train={"steps": 9}, checkpoint={})
+    cfg = config.load(str(path))
+    folder = config.run_folder(cfg)
+    begin = Run._begin_agreement
+
+    def delete(run: Run, next_step: int) -> None:
+        stale = OSError(errno.ESTALE, "Stale file handle")
+        with mock.patch.object(pathlib.Path, "stat", side_effect=stale):
+            run._check_folder()
+        if next_step == 4:
+            shutil.rmtree(folder)
+        begin(run, next_step)
+
+    monkeypatch.setattr(Run, "_begin_agreement", delete)
+    with pytest.raises(OSError, match="was deleted or moved.* and saves first"):
+        train_run(cfg, world)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
 
 
 @distributed(ranks=1)
