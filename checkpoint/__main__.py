@@ -10,7 +10,7 @@ import argparse
 import pathlib
 
 from checkpoint.catalog import checkpoints_of, problems_of
-from checkpoint.manifest import RemovedCheckpoint, read_manifest
+from checkpoint.manifest import RemovedCheckpoint, again, read_manifest
 from config import ConfigError, run_tool
 from system.processes import print_line
 
@@ -24,12 +24,12 @@ def main(argv: list[str]) -> int:
         "folder", type=pathlib.Path, metavar="DIR", help="a checkpoint, or a run's folder"
     )
     args = parser.parse_args(argv)
-    return verify(args.folder)
+    return again(RemovedCheckpoint, lambda: verify(args.folder))
 
 
 def verify(folder: pathlib.Path) -> int:
-    """Prints what is wrong with each checkpoint, and returns the exit code. Raises ConfigError if a
-    run that trains meanwhile has removed them all."""
+    """Prints what is wrong with each checkpoint, and returns the exit code. Raises
+    RemovedCheckpoint if a run that trains meanwhile has removed them all."""
     good = 0
     bad = 0
     for path in checkpoints_of(folder):
@@ -50,7 +50,7 @@ def verify(folder: pathlib.Path) -> int:
             print_line(f"{path}: good, {len(sizes)} files, {sum(sizes):,} bytes")
             good += 1
     if not good + bad:
-        raise ConfigError(f"{folder}: the run that trains removed what was read: start again")
+        raise RemovedCheckpoint(f"{folder}: its checkpoints are removed while they are read")
     print_line(f"{good} good, {bad} bad")
     return 1 if bad else 0
 

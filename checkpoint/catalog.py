@@ -16,7 +16,7 @@ from typing import Any
 
 import config
 from checkpoint import manifest
-from checkpoint.manifest import STATE, CorruptCheckpoint
+from checkpoint.manifest import STATE, CorruptCheckpoint, RemovedCheckpoint
 from config import ConfigError
 from system import files
 from system.processes import print_error
@@ -82,22 +82,30 @@ def read_state(folder: pathlib.Path) -> dict:
 # What is wrong
 
 
-def problems_of(folder: pathlib.Path, share: int = 0, shares: int = 1) -> list[str]:
-    """Everything wrong with a checkpoint, one line each: file, expected, found. Reads every byte;
-    each of `shares` callers reads its share. Raises ConfigError if it cannot be read."""
-    problems = problems_seen(folder, share, shares)
+def problems_of(
+    folder: pathlib.Path, share: int = 0, shares: int = 1, hashed: bool = True
+) -> list[str]:
+    """Everything wrong with a checkpoint, one line each: file, expected, found. Reads every byte
+    (hashed=False: only compares sizes). Each of `shares` callers reads its share. Raises
+    ConfigError if it cannot be read."""
+    problems = problems_seen(folder, share, shares, hashed)
     if problems:  # nothing counts as corrupt before a second look
         time.sleep(manifest.WAITS[0])
-        problems = problems_seen(folder, share, shares)
+        problems = problems_seen(folder, share, shares, hashed)
     return problems
 
 
-def problems_seen(folder: pathlib.Path, share: int, shares: int) -> list[str]:
+def wrong_sizes(folder: pathlib.Path) -> list[str]:
+    """problems_of() a checkpoint of any size, fast."""
+    return problems_of(folder, hashed=False)
+
+
+def problems_seen(folder: pathlib.Path, share: int, shares: int, hashed: bool) -> list[str]:
     try:
         parts = []
         for name, entry in sorted(manifest.read_manifest(folder).items()):
-            count = max(1, len(entry["sha256"]))
-            parts += [(folder, name, entry, part) for part in range(count)]
+            count = max(1, len(entry["sha256"])) if hashed else 1
+            parts += [(folder, name, entry, part, hashed) for part in range(count)]
         problems = manifest.in_threads(problem_of_part, parts[share::shares])
         problems = list(dict.fromkeys(filter(None, problems)))  # a wrong size once
         if problems:
@@ -111,13 +119,15 @@ def problems_seen(folder: pathlib.Path, share: int, shares: int) -> list[str]:
     return []
 
 
-def problem_of_part(folder: pathlib.Path, name: str, entry: dict, part: int) -> str | None:
+def problem_of_part(
+    folder: pathlib.Path, name: str, entry: dict, part: int, hashed: bool
+) -> str | None:
     """What is wrong with the part-th 64 MiB of a file, by its entry in the manifest."""
     try:
         size = manifest.size_of(folder, name)
         if size != entry["size"]:
             return f"{folder / name}: expected {entry['size']} bytes, found {size}"
-        if size == 0:
+        if not hashed or size == 0:
             return None
         digest = manifest.hash_part(folder, name, part)
     except CorruptCheckpoint as error:
@@ -128,16 +138,6 @@ def problem_of_part(folder: pathlib.Path, name: str, entry: dict, part: int) -> 
     begin = part * manifest.PART
     end = min(begin + manifest.PART, size) - 1
     return f"{folder / name}: bytes {begin} to {end}: expected SHA-256 {expected}, found {digest}"
-
-
-def unreadable_state(folder: pathlib.Path) -> list[str]:
-    """Why a checkpoint's options cannot be read, in one line, or none. Reads no tensors."""
-    try:
-        manifest.read_manifest(folder)
-        read_state(folder)
-    except CorruptCheckpoint as error:
-        return [str(error)]
-    return []
 
 
 # Where to resume
@@ -286,8 +286,12 @@ def checkpoints_of(path: pathlib.Path) -> list[pathlib.Path]:
 
 def read_newest(path: pathlib.Path, read: Callable[[pathlib.Path], Any]) -> Any:
     """read(`path`) if that is a checkpoint, else read(its run's newest good one). Verifies it, and
-    prints to stderr which ones it skips. Raises ConfigError if there is none, none is good, or a
-    run that trains meanwhile removes it."""
+    prints to stderr which ones it skips. If a run that trains meanwhile removes it, reads the one
+    that is newest then. Raises ConfigError if there is none, or none is good."""
+    return manifest.again(RemovedCheckpoint, read_newest_once, path, read)
+
+
+def read_newest_once(path: pathlib.Path, read: Callable[[pathlib.Path], Any]) -> Any:
     for folder in reversed(checkpoints_of(path)):
         problems = problems_of(folder)
         for problem in problems:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import config
 from checkpoint import catalog, compare
 from checkpoint.load import restore, tensors_of
+from checkpoint.manifest import RemovedCheckpoint, again
 from checkpoint.save import SaveFailed, Saver
 from config import ConfigError
 from data.dataset import Dataset
@@ -47,7 +48,7 @@ class Checkpointer:
         check_same_on_all_ranks("prepared data", compare.by_source(dataset.identities))
         text_of_rank_zero = on_rank_zero(dataset.fingerprint)  # a node may have a copy of the data
         on_each_rank(lambda: dataset.require_same_text(text_of_rank_zero))
-        self._choose()
+        again(RemovedCheckpoint, self._choose)
         self.saver: Saver | None = None
         if cfg.checkpoint and not evaluating:
             self.saver = Saver(self.root, cfg.checkpoint, dataset.tokenizer_files)
@@ -59,7 +60,7 @@ class Checkpointer:
         self.base: str | None = None
 
     def _choose(self) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError, and RemovedCheckpoint if a run that trains has just removed it."""
         self.saved, self.start, self.corrupt = compare.starting_point(
             self.cfg, self.evaluating, self._problems_on_all_ranks, on_rank_zero
         )
@@ -113,6 +114,15 @@ class Checkpointer:
         self.base = base
         if self.start not in self.saved:
             return Progress()
+        try:
+            return self._read(model, optimizer)
+        except RemovedCheckpoint:
+            if not self.evaluating:
+                raise
+        self._choose()  # the run that is evaluated trains, and has a newer one now
+        return self._read(model, optimizer)
+
+    def _read(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Progress:
         on_rank_zero(lambda: compare.check_base(self.folder, self.cfg.model.init_from, self.base))
         restore(self.folder, model, optimizer)
         saved = on_rank_zero(lambda: catalog.read_state(self.folder))

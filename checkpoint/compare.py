@@ -25,14 +25,14 @@ ADVICE = {
 def starting_point(
     cfg: config.Config,
     evaluating: bool,
-    problems_with: Callable[[pathlib.Path], list[str]] = catalog.unreadable_state,
+    problems_with: Callable[[pathlib.Path], list[str]] = catalog.wrong_sizes,
     once: Callable[[Callable[[], Any]], Any] = lambda work: work(),
 ) -> tuple[list[int], int, dict[int, list[str]]]:
     """Whether and where a run may start, resume or be evaluated: (the steps of its checkpoints; the
     step to resume after, 0 for a new run; problems of newer checkpoints, by step).
 
-    The launcher reads only options; the ranks hash (problems_with), and one of them looks at the
-    disk for all (once). Raises ConfigError if `resume` contradicts the checkpoints, none is good, the
+    The launcher compares sizes; the ranks hash (problems_with), and one of them looks at the disk
+    for all (once). Raises ConfigError if `resume` contradicts the checkpoints, none is good, the
     one that is chosen is another run's, or the disk cannot hold another.
     """
     root = catalog.root_of(cfg)

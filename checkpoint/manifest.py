@@ -45,20 +45,21 @@ class RemovedCheckpoint(ConfigError):
     """A checkpoint was removed while it was read."""
 
 
+def again(error: type[ConfigError], work: Callable, *arguments: Any) -> Any:
+    """The result of work(*arguments), which is called again, seconds apart, if it raises this
+    error."""
+    for seconds in WAITS:
+        try:
+            return work(*arguments)
+        except error as problem:
+            print_error(f"{problem}; trying again in {seconds:.0f} s")
+            time.sleep(seconds)
+    return work(*arguments)
+
+
 def patient(read: Callable) -> Callable:
-    """Decorates a function that reads: it is called again, seconds apart, while the disk fails."""
-
-    @functools.wraps(read)
-    def retried(*arguments: Any, **keywords: Any) -> Any:
-        for seconds in WAITS:
-            try:
-                return read(*arguments, **keywords)
-            except UnreadableCheckpoint as problem:
-                print_error(f"{problem}; trying again in {seconds:.0f} s")
-                time.sleep(seconds)
-        return read(*arguments, **keywords)
-
-    return retried
+    """Decorates a function that reads: it is called again while the disk fails."""
+    return functools.wraps(read)(functools.partial(again, UnreadableCheckpoint, read))
 
 
 def unreadable(path: pathlib.Path, error: OSError, problem: str = "cannot be read") -> ConfigError:
@@ -93,8 +94,7 @@ def open_file(folder: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
 
 def removed(folder: pathlib.Path) -> RemovedCheckpoint:
     return RemovedCheckpoint(
-        f"{folder}: the run that trains removed it while it was read: start again; a higher "
-        "checkpoint.keep_last keeps it longer"
+        f"{folder}: was removed while it was read; a higher checkpoint.keep_last keeps it longer"
     )
 
 
