@@ -17,7 +17,6 @@ import pathlib
 import re
 import shlex
 import statistics
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ import config
 from config import ConfigError, run_tool
 from system.files import read_json, write_atomic
 from system.processes import print_line
-from tools.svg import short, ticks
+from tools.svg import Chart, Drawing, Point
 
 
 class Quantity(NamedTuple):
@@ -51,78 +50,54 @@ QUANTITIES = (
     Quantity("peak_memory_gib", "Peak memory", "GiB", from_zero=True),
 )
 # What a training row has besides; any other number is a metric of a fork, and drawn as well.
-OTHER_KEYS = {
-    *[
-        "step",
-        "loss",
-        "tokens",
-        "mfu",
-        "step_seconds",
-        "data_seconds",
-        "own_seconds",
-        "epochs",
-        "batch_digest",
-    ]
-}
-WIDTH = 1000  # of a curve in units of its drawing: about the pixels of a wide screen
-COLORS = 4  # of the style sheet; further runs have the same ones, dashed
+NOT_DRAWN = (
+    "step",
+    "loss",
+    "tokens",
+    "mfu",
+    "step_seconds",
+    "data_seconds",
+    "own_seconds",
+    "epochs",
+    "batch_digest",
+)
+WIDTH = 600  # of a chart, in units of its drawing
+HEIGHT = 250
+COLORS = ("#2f7de1", "#d9661f", "#1a9a6b", "#b452c8")  # of runs; further ones are dashed
 
 # Of rank 0's log: the beginning of a record, and the records that the page shows.
 TIME = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
 LAUNCHED = re.compile(TIME + r".*: ([\d,]+ parameters on .*), [a-z]+[0-9]+$", re.M)
 RESUMED = re.compile(TIME + r".* tokens per step = .*; resuming after step (\d+)$", re.M)
-SAVED = re.compile(TIME + r"saved .*step-(\d+)$", re.M)
 STEP_OR_SAMPLE = re.compile(TIME + rf"(?:step (\d+)|a sample:\n(.*?)(?={TIME}|\Z))", re.M | re.S)
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #1c2024; --soft: #5f6b76; --line: #d9dee3; --page: #fff }
-.c0 { color: #1f6feb } .c1 { color: #d9480f } .c2 { color: #0b8457 } .c3 { color: #a626a4 }
+:root { color-scheme: light dark; --ink: #1f2328; --soft: #5f6b76; --line: #d9dee3; --page: #fff }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ec; --soft: #9aa5b1; --line: #353c44; --page: #14171a }
-  .c0 { color: #62a8ff } .c1 { color: #ff9455 } .c2 { color: #45c992 } .c3 { color: #d98ae6 } }
+  :root { --ink: #e6edf3; --soft: #9aa5b1; --line: #353c44; --page: #0d1117 } }
 body { margin: 0 auto; padding: 1rem; max-width: 1240px; background: var(--page); color: var(--ink);
   font: 15px/1.45 system-ui, sans-serif }
 h1 { font-size: 1.5rem; margin: 0 0 .5rem; overflow-wrap: anywhere }
 h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
 .charts { display: grid; gap: 1rem 2rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)) }
-figure { margin: 0; padding: 0 14px 40px 54px } figure:first-child { grid-column: 1 / -1 }
-figcaption { margin: 0 0 10px -54px; font-weight: 600 }
-small { font: 13px system-ui, sans-serif; margin-left: .4em }
-small, .note, td:first-child { color: var(--soft) } svg text { font-size: 12px; fill: var(--soft) }
-figure > svg { display: block; width: 100%; height: 190px; overflow: visible }
-figure:first-child > svg { height: 300px }
-.grid { stroke: var(--line) } .axis { stroke: var(--soft) }
-path { fill: none; stroke: currentColor; stroke-width: 1.5; stroke-opacity: .85;
-  stroke-linejoin: round; stroke-linecap: round; vector-effect: non-scaling-stroke }
-path.dots { stroke-width: 7; stroke-opacity: 1 }
-.dashed { stroke-dasharray: 6 4; border-style: dashed } .thin { stroke-width: 1; opacity: .5 }
-.saved { stroke: currentColor; stroke-width: 2 }
-.resumed { stroke: currentColor; stroke-dasharray: 2 3 }
-.key { display: inline-block; width: 1.6em; border-width: 3px 0 0; vertical-align: middle;
-  margin-right: .4em }
-.key:not(.dashed) { border-style: solid } .names span { margin-right: 1.2em; white-space: nowrap }
+figure { margin: 0 } figcaption { font-weight: 600 }
+small, .note, td:first-child { color: var(--soft) } .names span { margin-right: 1.2em }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-size: 14px; min-width: 50% }
 td { vertical-align: top; padding: 3px 16px 3px 0; border-bottom: 1px solid var(--line) }
 td + td { min-width: 8.5em; overflow-wrap: anywhere }
-@media (max-width: 600px) { table { font-size: 12px; min-width: 100% }
-  td { padding-right: 8px } td:first-child { overflow-wrap: anywhere; min-width: 5em }
-  td + td { min-width: 5.5em } }
 pre { overflow-x: auto; padding: 10px; border: 1px solid var(--line); font-size: 13px }
 summary { color: var(--soft); cursor: pointer }
 """
 PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<html lang="en"><head><meta charset="utf-8"/>
+<meta name="viewport" content="width=device-width, initial-scale=1"/>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'"/>
 <title>{title}</title><style>{style}</style></head>
 <body>
 {body}
 </body></html>
 """
-
-
-Point = tuple[float, float | None]  # step, value
 
 
 @dataclass(frozen=True)
@@ -143,11 +118,6 @@ class Run:
     def resumed(self) -> list[int]:
         """The steps after which launches resumed."""
         return sorted({int(step) for step in RESUMED.findall(self.log)})
-
-    @property
-    def saved(self) -> list[int]:
-        """The steps of checkpoints, also of those that were deleted since."""
-        return sorted({int(step) for step in SAVED.findall(self.log)})
 
     @property
     def samples(self) -> dict[str, str]:
@@ -210,132 +180,57 @@ def read_rows(path: pathlib.Path) -> list[dict]:
 
 
 def as_number(value: Any) -> float | None:
-    """None if the value is not a finite number."""
-    is_number = type(value) in (int, float) and abs(value) < 1e300
-    return value if is_number else None
+    """None if the value is not a number."""
+    return value if type(value) in (int, float) else None
 
 
-# Drawing. A curve is drawn in a square of WIDTH x WIDTH units, which stretches to the page. Text
-# keeps its size.
-
-
-class Scale(NamedTuple):
-    """Which steps and values a chart shows. Positions are fractions of its width and height."""
-
-    first: float  # step at the left
-    last: float  # step at the right
-    low: float  # value at the bottom, of its logarithm if `logarithmic`
-    high: float  # at the top
-    logarithmic: bool
-
-    def across(self, step: float) -> float:
-        """The position of a step, from the left."""
-        return (step - self.first) / (self.last - self.first)
-
-    def down(self, value: float) -> float:
-        """The position of a value, from the top."""
-        if self.logarithmic:
-            value = math.log10(value)
-        return (self.high - value) / (self.high - self.low)
+# Curves
 
 
 def draw(quantity: Quantity, runs: list[Run]) -> str:
     """A figure of a quantity over steps; "" if no run has it."""
-    curves = []  # (CSS classes, points)
-    for i, run in enumerate(runs):
-        curves.append((color_of(i), run.curve(quantity.key)))
-        if quantity.key == "loss_mean":
-            curves.append((f"{color_of(i)} thin", run.validation()))
-            curves.append((f"{color_of(i)} dots", run.validation()))
-    points = [point for _, curve in curves for point in curve]
+    curves = [run.curve(quantity.key) for run in runs]
+    validation = []
+    if quantity.key == "loss_mean":
+        validation = [run.validation() for run in runs]
+    points = [point for curve in (*curves, *validation) for point in curve]
     values = [value for _, value in points if value is not None]
     if not values:
         return ""
-    scale = scale_of(quantity, [step for step, _ in points], values)
-    shapes = draw_axes(scale)
-    for i, run in enumerate(runs):
-        shapes += draw_marks(scale, run.saved, f"{color_of(i)} saved", top="97%")
-        shapes += draw_marks(scale, run.resumed, f"{color_of(i)} resumed", top="0")
-    paths = [draw_curve(scale, css_class, curve) for css_class, curve in curves]
-    unit = f"{quantity.unit}, logarithmic" if scale.logarithmic else quantity.unit
-    title = html.escape(quantity.title)
-    return (
-        f"<figure><figcaption>{title}<small>{unit}</small></figcaption>"
-        f'<svg role="img" aria-label="{title} over steps">{"".join(shapes)}'
-        f'<svg width="100%" height="100%" viewBox="0 0 {WIDTH} {WIDTH}" '
-        f'preserveAspectRatio="none" overflow="visible">{"".join(paths)}</svg>'
-        "</svg></figure>"
-    )
-
-
-def color_of(i: int) -> str:
-    """The CSS classes of run i."""
-    if i < COLORS:
-        return f"c{i}"
-    return f"c{i % COLORS} dashed"
-
-
-def scale_of(quantity: Quantity, steps: list[float], values: list[float]) -> Scale:
+    steps = [step for step, _ in points]
     first = min(steps) if min(steps) > 1 else 0
     last = max(*steps, first + 1)
+    logarithmic = quantity.logarithmic and 0 < 100 * min(values) < max(values)
+    page = Drawing(WIDTH, HEIGHT)
+    area = (60, 10, WIDTH - 75, HEIGHT - 45)
+    chart = Chart(page, area, (first, last), shown_values(quantity, values), logarithmic)
+    chart.scales("", whole=True)
+    for i, run in enumerate(runs):
+        color, dashes = line_of(i)
+        chart.line(thinned(curves[i]), color, dashes)
+        if validation:
+            chart.line(validation[i], color, dashes)
+            chart.dots(validation[i], color)
+        for step in run.resumed:
+            if first <= step <= last:
+                page.path(f"M{chart.x(step):.1f} {chart.top}v{chart.height}", color, dashes="2 3")
+    unit = f"{quantity.unit}, logarithmic" if logarithmic else quantity.unit
+    caption = f"{escaped(quantity.title)} <small>{unit}</small>"
+    return f"<figure><figcaption>{caption}</figcaption>{page.svg()}</figure>"
+
+
+def line_of(i: int) -> tuple[str, str]:
+    """(color, dashes) of run i's lines."""
+    return COLORS[i % len(COLORS)], "" if i < len(COLORS) else "6 4"
+
+
+def shown_values(quantity: Quantity, values: list[float]) -> tuple[float, float]:
+    """The values at the ends of a chart's scale."""
     low = min(values)
     high = max(values)
-    logarithmic = quantity.logarithmic and low > 0 and high > 100 * low
-    if logarithmic:
-        low = math.log10(low)
-        high = math.log10(high)
-    elif quantity.from_zero:
+    if quantity.from_zero:
         low = min(low, 0)
-    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1
-    return Scale(
-        first, last, low if quantity.from_zero else low - margin, high + margin, logarithmic
-    )
-
-
-def draw_axes(scale: Scale) -> list[str]:
-    """The line under the curves, a horizontal line for each tick's value, and the numbers."""
-    shapes = ['<line class="axis" x2="100%" y1="100%" y2="100%"/>']
-    # on a logarithmic scale only powers of ten
-    for tick in ticks(scale.low, scale.high, whole=scale.logarithmic):
-        value = 10.0**tick if scale.logarithmic else tick
-        y = f"{scale.down(value):.2%}"
-        shapes.append(
-            f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/><text x="-8" y="{y}" dy="4" '
-            f'text-anchor="end">{short(value)}</text>'
-        )
-    for step in ticks(scale.first, scale.last, whole=True):
-        x = f"{scale.across(step):.2%}"
-        shapes.append(f'<text x="{x}" y="100%" dy="18" text-anchor="middle">{short(step)}</text>')
-    shapes.append('<text x="100%" y="100%" dy="34" text-anchor="end">step</text>')
-    return shapes
-
-
-def draw_marks(scale: Scale, steps: Iterable[int], css_class: str, top: str) -> list[str]:
-    """A vertical line from `top` to the axis at each step that the scale shows. Steps so close that
-    they share a position share a line."""
-    visible = [step for step in steps if scale.first <= step <= scale.last]
-    positions = {f"{scale.across(step):.1%}" for step in visible}
-    return [
-        f'<line class="{css_class}" x1="{x}" x2="{x}" y1="{top}" y2="100%"/>'
-        for x in sorted(positions)
-    ]
-
-
-def draw_curve(scale: Scale, css_class: str, curve: list[Point]) -> str:
-    """A path through the points, broken where a value is None. The class "dots" draws only the
-    points."""
-    connected = "dots" not in css_class
-    commands = []
-    pen_down = False
-    for step, value in thinned(curve):
-        if value is None:
-            pen_down = False
-            continue
-        point = f"{scale.across(step) * WIDTH:.1f},{scale.down(value) * WIDTH:.1f}"
-        # h0 draws a dot, which shows where no line follows
-        commands.append(f"L{point}" if pen_down else f"M{point}h0")
-        pen_down = connected
-    return f'<path class="{css_class}" d="{"".join(commands)}"/>' if commands else ""
+    return low, high if high > low else low + (abs(low) or 1)
 
 
 def thinned(curve: list[Point]) -> list[Point]:
@@ -430,7 +325,6 @@ def summary(run: Run) -> dict[str, str]:
             "peak memory, GiB": round(max(peaks), 2) if peaks else None,
             "launches": len(launches) or None,
             "resumed after steps": run.resumed[-5:] or None,
-            "saves": len(run.saved),
         }
     )
 
@@ -505,8 +399,8 @@ def page(runs: list[Run]) -> str:
     sections += [
         table(summaries, names, all_labels(summaries)),
         section("Options that differ", options, names, differing),
-        "<h2>Curves</h2><p class=note>Dots: validation. A mean loss is drawn in the middle of its "
-        "steps. Dotted vertical lines: a launch resumed there. Small ticks on the axis: saves.</p>"
+        '<h2>Curves over steps</h2><p class="note">Dots: validation. A mean loss is drawn in the middle of its '
+        "steps. Dotted vertical lines: a launch resumed there.</p>"
         f'<div class="charts">{"".join(charts)}</div>',
         section("Last evaluation", evaluations, names),
         section("Plan and measurement", [plan(run) for run in runs], names),
@@ -524,7 +418,7 @@ def page(runs: list[Run]) -> str:
 
 def other_quantities(runs: list[Run]) -> list[Quantity]:
     """The metrics of a fork: numbers of the training rows that no other run has."""
-    known = OTHER_KEYS | {quantity.key for quantity in QUANTITIES}
+    known = {*NOT_DRAWN, *(quantity.key for quantity in QUANTITIES)}
     names: dict[str, None] = {}
     for run in runs:
         for row in run.train:
@@ -535,11 +429,13 @@ def other_quantities(runs: list[Run]) -> list[Quantity]:
 
 
 def legend(names: list[str]) -> str:
-    """The color of each run."""
+    """The line of each run."""
     entries = []
     for i, name in enumerate(names):
-        entries.append(f'<span><i class="key {color_of(i)}"></i>{escaped(name)}</span>')
-    return f"<p class=names>{''.join(entries)}</p>"
+        color, dashes = line_of(i)
+        line = "╍╍╍" if dashes else "━━━"
+        entries.append(f'<span><b style="color: {color}">{line}</b> {escaped(name)}</span>')
+    return f'<p class="names">{" ".join(entries)}</p>'
 
 
 def section(
@@ -565,7 +461,7 @@ def sample_texts(run: Run, name: str) -> str:
     for step, text in reversed(texts):
         pre = f"<pre>{escaped(text)}</pre>"
         if (step, text) == texts[-1]:
-            lines.append(f"<p class=note>After step {step}</p>{pre}")
+            lines.append(f'<p class="note">After step {step}</p>{pre}')
         else:
             lines.append(f"<details><summary>After step {step}</summary>{pre}</details>")
     return "".join(lines)
@@ -621,7 +517,7 @@ def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
 
 
 def command_line(purpose: str, *words: str) -> str:
-    return f"{purpose}: {shlex.join(['./run_train.sh', *words])}"
+    return f"{purpose}: {config.command(*words)}"
 
 
 def main(argv: list[str]) -> int:

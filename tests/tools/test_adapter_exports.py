@@ -6,6 +6,7 @@ import shutil
 
 from safetensors.torch import load_file, save_file
 
+import generate
 from tests.conftest import run_tool
 from tools import huggingface as hf
 
@@ -14,57 +15,34 @@ def export(run: pathlib.Path, folder: pathlib.Path, base: pathlib.Path) -> int:
     return hf.main(["export", str(run), str(folder), "--base", str(base)])
 
 
-def test_the_tools_use_a_run_with_adapters(run, base, tmp_path, capsys):
-    import generate
-
+def test_the_tools_use_a_run_with_adapters_on_its_base_alone(run, base, tmp_path, capsys):
     _, run = run
-    assert (
-        generate.main([str(run), "--prompt", "the cat", "--tokens", "3", "--temperature", "0"]) == 0
-    )
+    asked = [run, "--prompt", "the cat", "--tokens", 3, "--temperature", 0]
+    assert run_tool(generate.main, *asked) == 0
     text = capsys.readouterr().out
     moved = shutil.copytree(base, tmp_path / "moved")
-    assert (
-        generate.main(
-            [
-                str(run),
-                "--prompt",
-                "the cat",
-                "--tokens",
-                "3",
-                "--temperature",
-                "0",
-                "--base",
-                str(moved),
-            ]
-        )
-        == 0
-        and capsys.readouterr().out == text
-    )
+    assert run_tool(generate.main, *asked, "--base", moved) == 0
+    assert capsys.readouterr().out == text
     tensors = load_file(moved / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][5, 7] += 1e-4
     save_file(tensors, moved / "model.safetensors", metadata={"format": "pt"})
-    for main, words in (
-        (generate.main, [run, "--prompt", "the cat"]),
-        (hf.main, ["export", run, tmp_path / "out"]),
-    ):
+    to_export = ["export", run, tmp_path / "out"]
+    for main, words in ((generate.main, asked), (hf.main, to_export)):
         assert run_tool(main, *words, "--base", moved) == 2
         assert "was trained on a base with" in capsys.readouterr().err
     theirs = json.loads((moved / "config.json").read_text())
     (moved / "config.json").write_text(json.dumps({**theirs, "rms_norm_eps": 0.01}))
-    assert run_tool(hf.main, "export", run, tmp_path / "out", "--base", moved) == 2
-    told = capsys.readouterr().err
-    assert "norm_eps" in told and f"{moved}/config.json has rms_norm_eps = 0.01" in told
-    assert told.count("\n") == 1
+    assert run_tool(hf.main, *to_export, "--base", moved) == 2
+    error = capsys.readouterr().err
+    assert "norm_eps" in error and f"{moved}/config.json has rms_norm_eps = 0.01" in error
     assert not (tmp_path / "out").exists()
-    whole = tmp_path / "whole"
-    assert hf.main(["import", str(base), str(whole)]) == 0
-    capsys.readouterr()
-    for words, message in (
-        (["--base", str(base)], "has no [lora]"),
-        (["--adapter"], "has no [lora]; export it whole"),
-    ):
-        assert run_tool(hf.main, "export", whole, tmp_path / "out", *words) == 2
-        assert message in capsys.readouterr().err
+
+
+def test_options_of_adapters_are_refused_without_adapters(base, tmp_path, capsys):
+    assert run_tool(hf.main, "import", base, tmp_path / "imported") == 0
+    for options in (["--base", base], ["--adapter"]):
+        assert run_tool(hf.main, "export", tmp_path / "imported", tmp_path / "out", *options) == 2
+        assert "has no [lora]" in capsys.readouterr().err
 
 
 def test_a_merged_export_takes_from_its_base_what_users_need_besides_weights(

@@ -31,15 +31,8 @@ from tests.extras.chat.conftest import CHATML, LLAMA3, QWEN3, talk
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 
 END = "<|end_of_text|>"  # of a document: what the base's tokenizer calls EOS
-SPECIAL = [
-    "<|begin_of_text|>",
-    END,
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-]
+SPECIAL = ["<|begin_of_text|>", END, "<|im_start|>", "<|im_end|>", "<|start_header_id|>"]
+SPECIAL += ["<|end_header_id|>", "<|eot_id|>"]
 ANSWER = "the red cat"
 INLINE = "{% for m in messages %}{{ m.content }}{% endfor %}"  # the base's own, of another form
 
@@ -47,8 +40,7 @@ INLINE = "{% for m in messages %}{{ m.content }}{% endfor %}"  # the base's own,
 RUNS = {
     "llama3": (LLAMA3, "<|eot_id|>", LlamaConfig, {"eos_token_id": 1, "temperature": 0.6}),
     "qwen3": (QWEN3, "<|im_end|>", Qwen3Config, {"eos_token_id": [1, 4]}),
-    "chatml": (CHATML, "<|im_end|>", LlamaConfig, {"do_sample": False}),
-    "no settings": (CHATML, "<|im_end|>", LlamaConfig, None),
+    "chatml": (CHATML, "<|im_end|>", LlamaConfig, None),
 }
 
 
@@ -126,9 +118,8 @@ def trained(on_ranks, tmp_path_factory):
         prepare(cfg.data, cfg.model.vocab_size)
         runs[f"{name} full"] = sections
         runs[f"{name} lora"] = {**sections, "lora": {"rank": 16, "base_dtype": "float32"}}
-    found = on_ranks(1, cases.train_all, runs, str(folder))[0]
-    for name, of_run in found.items():
-        assert of_run[-1]["loss"] < 0.1, name
+    for name, rows in on_ranks(1, cases.train_all, runs, str(folder))[0].items():
+        assert rows[-1]["loss"] < 0.1, name
     return folder / "1", folder
 
 
@@ -167,15 +158,10 @@ def test_an_export_stops_where_its_template_ends_a_turn(trained, tmp_path, kind,
     if kind == "lora" and name == "qwen3":
         ends.add(4)
     assert {*written["eos_token_id"]} == ends
-    assert (
-        json.loads((tmp_path / "hf/config.json").read_text())["eos_token_id"]
-        == (written["eos_token_id"])
-    )
+    settings = json.loads((tmp_path / "hf/config.json").read_text())
+    assert settings["eos_token_id"] == written["eos_token_id"]
     if kind == "lora" and generation:
-        assert {**written, "eos_token_id": 0, **generation} == {
-            **written,
-            "eos_token_id": generation.get("eos_token_id", 0),
-        }
+        assert written == {**written, **generation, "eos_token_id": written["eos_token_id"]}
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import random
-import resource
 import shutil
 import sys
 from collections.abc import Callable
@@ -18,13 +17,11 @@ from checkpoint.__main__ import main as checkpoint_tool
 from checkpoint.load import restore
 from data.tokenizer import Tokenizer
 from model import llama
-from system import files
 from tests.conftest import (
     REPO,
     make_config,
     refuses,
     run_tool,
-    seal,
     sentencepiece_model,
     token_ids,
     train_run,
@@ -205,26 +202,6 @@ def test_nothing_is_overwritten_and_a_kill_leaves_nothing_that_looks_complete(
     assert sorted(os.listdir(tmp_path)) == ["out", "twice"]
 
 
-def test_what_appears_is_on_disk(folder, checkpoint, tmp_path, monkeypatch):
-    synced = {}
-    fsync = os.fsync
-    publish = files.publish
-
-    def recording(handle: int) -> None:
-        fsync(handle)
-        synced[os.readlink(f"/proc/self/fd/{handle}")] = os.fstat(handle).st_size
-
-    def checked(temporary: pathlib.Path, final: pathlib.Path) -> None:
-        written = {str(path.resolve()): path.stat().st_size for path in temporary.iterdir()}
-        assert written and written.items() <= synced.items()
-        publish(temporary, final)
-
-    monkeypatch.setattr(os, "fsync", recording)
-    monkeypatch.setattr(files, "publish", checked)
-    assert run("export", checkpoint, tmp_path / "out", "--shard-gib", 0.00003) == 0
-    assert run("import", folder, tmp_path / "in") == 0
-
-
 def test_corrupt_checkpoint_is_not_exported(checkpoint, tmp_path, capsys):
     copy = shutil.copytree(checkpoint, tmp_path / "copy")
     path = next(copy.glob("*.distcp"))
@@ -233,25 +210,12 @@ def test_corrupt_checkpoint_is_not_exported(checkpoint, tmp_path, capsys):
     assert "SHA-256" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-@distributed(ranks=1)
-def test_full_disk_is_one_line(world, folder, checkpoint, tmp_path, capsys):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    for command in (["export", checkpoint], ["import", folder]):
-        assert run(*command, tmp_path / "out") == 2
-        assert refuses_one_line(capsys, "File too large")
-    assert not [*tmp_path.iterdir()]
-
-
-def refuses_one_line(capsys: Any, text: str) -> bool:
-    error = capsys.readouterr().err
-    return text in error and error.count("\n") == 1
-
-
 @pytest.mark.parametrize("package", ["safetensors.torch", "google.protobuf.message"])
 def test_missing_package_is_one_line(checkpoint, tmp_path, monkeypatch, capsys, package):
     monkeypatch.setitem(sys.modules, package, None)
     assert run("export", checkpoint, tmp_path / "out") == 2
-    assert refuses_one_line(capsys, "-m pip install")
+    error = capsys.readouterr().err
+    assert "-m pip install" in error and error.count("\n") == 1
     assert not [*tmp_path.iterdir()]
 
 
@@ -310,18 +274,6 @@ def test_tokenizer_json_alone_is_copied(folder, prepared, tmp_path):
     ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("the cat")["input_ids"]
     ours = Tokenizer(prepared / "tokenizer.model")
     assert ids == ours.bos + ours.encode(["the cat"])[0]
-
-
-def test_unreadable_tokenizer_is_reported(checkpoint, tmp_path, capsys):
-    copy = shutil.copytree(checkpoint, tmp_path / "copy")
-    (copy / "tokenizer.model").unlink()
-    (copy / "tokenizer.json").write_text("{}")
-    for path in copy.glob("generation_config.json"):
-        path.unlink()
-    seal(copy)
-    assert run("export", copy, tmp_path / "out") == 0
-    assert "BOS and EOS tokens are left out of config.json" in capsys.readouterr().err
-    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] is None
 
 
 @pytest.mark.parametrize(
@@ -435,20 +387,6 @@ def test_tokenizer_that_tokenizer_json_cannot_express_is_copied_alone(
 )
 def test_what_shapes_the_vocabulary_alone_is_expressed(tmp_path, options):
     assert not is_different(edited(tmp_path / "tokenizer.model", options))
-
-
-def test_bos_and_eos_are_those_that_sentencepiece_reports(tmp_path):
-    """By their names: another program may have changed these, or the ids, alone."""
-
-    def change(model: Any) -> None:
-        model.trainer_spec.bos_id = 7
-        model.trainer_spec.eos_piece = "cat"
-
-    path = edited(tmp_path / "tokenizer.model", {}, change)
-    ours = Tokenizer(path)
-    assert (ours.bos, ours.eos) == ([1], [])
-    settings = fast_tokenizer_files(read_sentencepiece(path))["tokenizer_config.json"]
-    assert (settings["bos_token"], settings["eos_token"]) == ("<s>", None)
 
 
 def test_file_that_is_not_a_sentencepiece_model_is_refused(tmp_path):

@@ -1,16 +1,16 @@
 """The page of a run, and of several."""
 
-import html.parser
 import json
-import math
 import pathlib
 import re
+import xml.etree.ElementTree as ET
 
 import pytest
 
 import config
 from tests.conftest import make_config, refuses, run_tool
 from tools import report
+from tools.svg import Point
 
 pytestmark = pytest.mark.quick
 
@@ -20,7 +20,6 @@ LOG = f"""{TIME}outputs/x: 5,048,576 parameters on 1 x cpu (1 x 1), bfloat16
 {TIME}step 2  validation loss 2.8
 {TIME}a sample:
 first <x>
-{TIME}saved outputs/x/checkpoints/step-00000002
 {TIME}step 4  validation loss 2.75
 {TIME}a sample:
 def f(x):
@@ -61,62 +60,44 @@ def write_run(folder: pathlib.Path, rows: list[dict], **sections) -> pathlib.Pat
     return folder
 
 
-class Page(html.parser.HTMLParser):
-    """Every figure's ticks and curves, the cells of tables, the text; asserts that elements are
-    closed in their order."""
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Page:
+    """A page that is well-formed: its figures by title, the cells of its tables, its text."""
 
     def __init__(self, text: str):
-        super().__init__()
-        self.open: list[tuple[str, dict]] = []
-        self.figures: dict[str, list[tuple[str, dict]]] = {}  # (text, attributes) of elements
-        self.cells: list[str] = []
-        self.text = ""
-        self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: list) -> None:
-        if tag != "meta":
-            self.open.append((tag, dict(attrs)))
-
-    def handle_startendtag(self, tag: str, attrs: list) -> None:
-        if self.figures and tag in ("path", "line"):
-            [*self.figures.values()][-1].append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop()[0] == tag
-
-    def handle_data(self, data: str) -> None:
-        tag, attributes = self.open[-1] if self.open else ("", {})
-        if tag == "figcaption":
-            self.figures[data] = []
-        elif tag == "text":
-            [*self.figures.values()][-1].append((data, attributes))
-        elif tag == "td":
-            self.cells.append(data)
-        elif tag != "style":
-            self.text += data
+        root = ET.fromstring(text)
+        self.cells = [cell.text or "" for cell in root.iter("td")]
+        self.text = " ".join(root.itertext())
+        self.figures = {}
+        for figure in root.iter("figure"):
+            self.figures["".join(figure[0].itertext()).strip()] = figure[1]
 
     def value_of(self, label: str) -> str:
         return self.cells[self.cells.index(label) + 1]
 
-    def curve(self, title: str, css_class: str = "c0") -> list[list[tuple[float, float]]]:
-        """The parts of a curve as (step, value), read by the ticks as an eye would."""
-        elements = self.figures[title]
-        ticks = {"x": [], "y": []}
-        for text, attributes in elements:
-            if text not in ("path", "line", "step"):
-                axis = "y" if attributes["x"] == "-8" else "x"
-                ticks[axis].append((float(attributes[axis].rstrip("%")) * 10, float(text)))
-        (x0, step0), *_, (x1, step1) = ticks["x"]
-        (y0, low), *_, (y1, high) = ticks["y"]
-        path = next(a["d"] for tag, a in elements if tag == "path" and a["class"] == css_class)
+    def ticks(self, title: str, anchor: str, coordinate: str) -> list[tuple[float, float]]:
+        """(position, number) of one axis."""
+        texts = self.figures[title].iter(f"{SVG}text")
+        shown = [text for text in texts if text.attrib["text-anchor"] == anchor]
+        numbers = [(text.text or "").replace("k", "e3") for text in shown]
+        return [(float(t.attrib[coordinate]), float(n)) for t, n in zip(shown, numbers)]
+
+    def curves(self, title: str, color: str = report.COLORS[0]) -> list[list]:
+        """The parts of the curves of a color as (step, value), read by the ticks as an eye would."""
+        (x0, step0), *_, (x1, step1) = self.ticks(title, "middle", "x")
+        (y0, low), *_, (y1, high) = self.ticks(title, "end", "y")
         parts: list[list[tuple[float, float]]] = []
-        for pen, x, y in re.findall(r"([ML])([-\d.]+),([-\d.]+)", path):
-            if pen == "M":
-                parts.append([])
-            step = step0 + (float(x) - x0) / (x1 - x0) * (step1 - step0)
-            value = low + (float(y) - y0) / (y1 - y0) * (high - low)
-            parts[-1].append((step, value))
+        for path in self.figures[title].iter(f"{SVG}path"):
+            if path.attrib["stroke"] == color and "," in path.attrib["d"]:
+                for pen, x, y in re.findall(r"([ML])([-\d.]+),([-\d.]+)", path.attrib["d"]):
+                    if pen == "M":
+                        parts.append([])
+                    step = step0 + (float(x) - x0) / (x1 - x0) * (step1 - step0)
+                    # a tick's number stands 4 units below its line
+                    value = low + (float(y) + 4 - y0) / (y1 - y0) * (high - low)
+                    parts[-1].append((step, value))
         return parts
 
 
@@ -127,26 +108,24 @@ def page_of(*folders: pathlib.Path) -> Page:
 def test_curves_are_the_rows(tmp_path):
     rows = [train_row(step) for step in (1, 10, 20, 30)]
     page = page_of(write_run(tmp_path / "r", rows))
-    (loss,) = page.curve("Loss")
+    loss, validation, dot = page.curves("Loss nats per token")
     # a mean over ten steps stands in their middle
     expected = [(1, 9.0), (6, 0.9), (15.5, 0.45), (25.5, 0.3)]
-    assert loss == [pytest.approx(point, abs=0.03) for point in expected]
-    assert page.curve("Loss", "c0 dots") == [[pytest.approx((4, 2.75), abs=0.03)]]
-    (rates,) = page.curve("Learning rate")
-    assert rates == [pytest.approx((row["step"], row["lr"]), abs=0.03) for row in rows]
-    marks = [a["class"] for tag, a in page.figures["Loss"] if tag == "line" and "x1" in a]
-    assert marks == ["c0 saved", "c0 resumed"]
+    assert loss == [pytest.approx(point, abs=0.1) for point in expected]
+    assert validation == dot == [pytest.approx((4, 2.75), abs=0.1)]
+    [rates] = page.curves("Throughput tokens per second and device")
+    assert rates == [pytest.approx((row["step"], 100 * row["step"]), abs=20) for row in rows]
+    dashed = page.figures["Loss nats per token"].findall(f"{SVG}path[@stroke-dasharray='2 3']")
+    assert len(dashed) == 1  # resumed after step 2
 
 
 def test_gap_breaks_a_curve_and_powers_of_ten_are_logarithmic(tmp_path):
     rows = [train_row(step) for step in range(1, 7)]
     rows[2]["loss_mean"] = None
-    rows[3]["loss_mean"] = math.inf
     page = page_of(write_run(tmp_path / "r", rows))
-    assert [len(part) for part in page.curve("Loss")] == [2, 2]
-    labels = [text for text, a in page.figures["Gradient norm"] if a.get("x") == "-8"]
-    assert labels == ["1e-06", "1e-05", "0.0001", "0.001", "0.01", "0.1"]
-    assert "before clipping, logarithmic" in page.text
+    assert [len(part) for part in page.curves("Loss nats per token")] == [2, 3, 1, 1]
+    powers = page.ticks("Gradient norm before clipping, logarithmic", "end", "y")
+    assert [number for _, number in powers] == [1e-06, 1e-05, 0.0001, 0.001, 0.01, 0.1]
 
 
 def test_metrics_of_a_fork_are_drawn(tmp_path):
@@ -182,12 +161,13 @@ def test_runs_stand_side_by_side_with_the_options_that_differ(tmp_path):
     page = page_of(one, two)
     first = page.cells.index("optim.lr")
     assert page.cells[first + 1 : first + 3] == [str(make_config().optim.lr), "0.5"]
-    assert page.curve("Loss", "c1") == page.curve("Loss", "c0")
+    title = "Loss nats per token"
+    assert page.curves(title) == page.curves(title, report.COLORS[1]) != []
     assert page_of(one, one).text.count(str(one)) > 1  # of equal names, the folders
 
 
 def test_thinned_curve_keeps_its_extremes_and_gaps():
-    curve: list[report.Point] = [(step, float(step % 7)) for step in range(1, 50_001)]
+    curve: list[Point] = [(step, float(step % 7)) for step in range(1, 50_001)]
     curve[30_000] = (30_001, 99.0)
     curve[40_000] = (40_001, None)
     drawn = report.thinned(curve)

@@ -492,7 +492,7 @@ def test_scales_follow_the_weights(run_of):
 
 
 def test_a_short_training_ends_near_bfloat16_s(run_of):
-    """docs/float8.md has the long one."""
+    """docs/precision.md has the long one."""
     sizes = {"dim": 128, "n_layers": 1, "ffn_dim": 256, "n_kv_heads": 4}
     more = {"model": sizes, "parallel": {"param_dtype": "bfloat16"}}
     none, *eight = (losses_of(run_of(name, name, 40, **more), 1) for name in ("none", *RECIPES))

@@ -41,10 +41,8 @@ OF_64 = {"dim": 128, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 256}  # NF4's blo
 HELD: dict[str, tuple[tuple[int, ...], dict]] = {  # on 1, 2, 3 or 4 ranks
     "sharded": ((1, 2, 3, 4), {"model": UNEVEN}),
     "replicas": ((2, 4), {"model": UNEVEN, "parallel": {"dp_replicate": 2}}),
-    "cp": ((4,), {"model": UNEVEN, "parallel": {"cp": 2}}),
     "tp": ((2, 4), {"model": UNEVEN_OVER_TP, "parallel": {"tp": 2}}),
     "cp x tp": ((4,), {"model": UNEVEN_OVER_TP, "parallel": {"cp": 2, "tp": 2}}),
-    "frozen": ((1, 2), {"model": {"tie_embeddings": True, "freeze": ["blocks.0.*"]}}),
     "frozen, replicated": (
         (2, 3),
         {
@@ -54,8 +52,6 @@ HELD: dict[str, tuple[tuple[int, ...], dict]] = {  # on 1, 2, 3 or 4 ranks
     ),
     "bfloat16 states": ((2, 3), {"optim": {"state_dtype": "bfloat16"}}),
     "muon": ((2, 3), {"optim": {"name": "muon"}}),
-    "lora": ((2,), {"model": UNEVEN, "lora": "float32"}),
-    "lora on nf4": ((3,), {"model": OF_64, "lora": "nf4"}),
     "lora on nf4, tp": ((4,), {"model": OF_64, "lora": "nf4", "parallel": {"tp": 2}}),
 }
 WIDE = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 176, "vocab_size": 1000, "n_layers": 3}
@@ -63,7 +59,6 @@ DEFERRED = {"sync_every_micro_batch": False}
 BFLOAT16 = {"param_dtype": "bfloat16", "prefetch_forward": 2, "prefetch_backward": 2}
 STEPS = [  # on two ranks, or on as many as its mesh has
     {"parallel": {"dp_shard": 1}},
-    {"parallel": {"dp_shard": 1, "recompute": "elementwise"}},
     {},
     {"parallel": {"recompute": "full", **DEFERRED}},
     {"parallel": {"recompute": "selective"}, "model": {"qk_norm": True}},

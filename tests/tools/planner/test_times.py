@@ -11,7 +11,7 @@ import config
 from model.build import meta_model
 from tests.conftest import REPO, make_config
 from tools.planner.counted import Phase
-from tools.planner.devices import DEVICES, OF_LINK, Cluster, Moment, device, known_as, timeline
+from tools.planner.devices import DEVICES, OF_LINK, Cluster, Moment, known_as, timeline
 from tools.planner.plan import Asked, planned
 from tools.planner.show import reached
 from tools.planner.simulate import simulate
@@ -56,13 +56,10 @@ def test_gpus_are_those_of_the_documents():
     [
         ("NVIDIA A100-SXM4-80GB", 79.3, "A100-80"),
         ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40"),
-        ("NVIDIA A100 80GB PCIe", 79.2, "A100-80"),
         ("NVIDIA H100 80GB HBM3", 79.1, "H100"),
-        ("NVIDIA H200", 140, "H200"),
         ("NVIDIA GeForce RTX 4090", 23.5, "RTX4090"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.7, None),
         ("NVIDIA H100 PCIe", 79.1, None),
-        ("NVIDIA H100 NVL", 93.0, None),
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 39.6, None),
         ("NVIDIA GH200 480GB", 95, None),
         ("Tesla T4", 15, None),
@@ -175,14 +172,6 @@ def test_the_update_waits_for_all_gradients_and_for_their_norm():
     assert last.begin == pytest.approx(1) and last.end == pytest.approx(3)
 
 
-def test_gathers_and_reductions_are_sent_apart():
-    phase = sends("all_gather")
-    phase.sent["dp_shard", "reduce_scatter", "bytes"] = round(BYTES_OF_A_SECOND / 5)
-    [moment] = timed(phase)
-    seconds = {kind: end - begin for kind, (begin, end) in moment.sends.items()}
-    assert seconds == pytest.approx({"gathers": 1, "reduces": 0.2})
-
-
 def test_reductions_of_replicas_take_their_time():
     """Two nodes, a replica on each: a block's gradients are reduce-scattered within a node (7/8 of the bytes leave each
     GPU), then all-reduced with the other node (its bytes leave twice, half of them each time)."""
@@ -208,7 +197,7 @@ def test_slow_networks_are_waited_for_and_one_gpu_for_nothing():
 
 def test_measured_runs_reached_this_share_of_the_planned_speed():
     """Those of docs/performance.md, of 16 sequences a step."""
-    page = (REPO / "docs/performance.md").read_text().partition("## GPU")[2]
+    page = (REPO / "docs/performance.md").read_text().partition("## One H200")[2]
     shares: dict[tuple[float, float], list[float]] = {}
     name = ""
     for cell, speed in re.findall(r"^\| ([^|]*`[^|]*`) \| \d \| ([\d,]+) \|", page, re.M):
@@ -224,9 +213,3 @@ def test_measured_runs_reached_this_share_of_the_planned_speed():
     assert len(shares) == 2
     for bounds, measured in shares.items():
         assert bounds == (min(measured), max(measured))
-
-
-def test_a_device_is_named_as_in_the_table():
-    assert device("h100") is H100
-    with pytest.raises(config.ConfigError, match="--gpu H1000: unknown; known are A100-40"):
-        device("H1000")
