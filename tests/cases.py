@@ -3,26 +3,21 @@
 import contextlib
 import functools
 import math
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._inductor import metrics
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
-from checkpoint import catalog
-from checkpoint.load import Reader, tensors_of
-from checkpoint.save import Saver
 from config import ConfigError
 from data.loader import inputs_and_targets
 from model.build import meta_model
-from model.llama import Llama, after_weight_update, named_parameters
+from model.llama import Llama, after_weight_update
 from parallel import materialize as materialize_module
 from parallel.fsdp import reshard, set_communication, unshard_first_units
 from parallel.materialize import materialize
@@ -34,7 +29,6 @@ from run.watchdog import Watchdog
 from tests import forks
 from tests.conftest import compiled_by, make_config, rows
 from tests.conftest import full as whole
-from tests.conftest import hashes as digests  # noqa: F401
 
 
 def process_group():
@@ -126,14 +120,6 @@ def run_training(cfg: config.Config, world: World) -> None:
         run.claim.release()  # the next run of this process may have the same folder
 
 
-def save(
-    cfg: config.Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int
-) -> None:
-    Saver(catalog.root_of(cfg), cfg.checkpoint, []).write(
-        step, tensors_of(model, optimizer), {"step": step, "config": config.to_dict(cfg)}
-    )
-
-
 def own_inputs(rows: torch.Tensor, world: World) -> tuple[torch.Tensor, ...]:
     """The model's arguments for these windows, as data/loader.py makes them."""
     tensors = inputs_and_targets(rows)
@@ -207,35 +193,6 @@ def gradient_norms() -> dict[str, tuple[float, float, float, float]]:
                 expected,
                 torchs,
             )
-    return found
-
-
-def bfloat16_updates() -> dict[str, list[str]]:
-    """By mesh: which weights and moments differ from those of one process after three updates with bfloat16 states."""
-    from optim import build_optimizer
-
-    o = make_config(optim={"state_dtype": "bfloat16"}).optim
-    shapes, generator = ((19, 6), (5,), (3, 2, 2), (7, 3)), torch.Generator().manual_seed(0)
-    full = [torch.randn(shape, generator=generator) for shape in shapes]
-
-    def trained(model: torch.nn.ParameterList) -> dict[str, torch.Tensor]:
-        optimizer = build_optimizer(model, o)
-        for step in range(3):
-            for p in model:
-                p.grad = p.detach() * (step + 1)
-            optimizer.step()
-        tensors = {}
-        for i, p in enumerate(model):
-            for key, t in {"weight": p, **optimizer.state[p]}.items():
-                tensors[f"{i} {key}"] = whole(t.detach())
-        return tensors
-
-    expected, found = trained(torch.nn.ParameterList(t.clone() for t in full)), {}
-    with process_group() as world:
-        for name, model in over_meshes(full, world):
-            found[name] = [
-                key for key, t in trained(model).items() if not torch.equal(t, expected[key])
-            ]
     return found
 
 
@@ -314,57 +271,6 @@ def one_step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor) 
         model(*own_inputs(ids, world))[0]["loss"].backward()
     clip_gradients(model, torch.optim.SGD(model.parameters()), 1.0)
     after_weight_update(model)
-
-
-def unit_map(sections: dict) -> list[dict]:
-    from parallel.verify import verify_sharding
-
-    cfg = make_config(**sections)
-    with process_group() as world:
-        spread = world_for(cfg, world)
-        return verify_sharding(build(cfg, spread), cfg.parallel, spread)
-
-
-def batches(vocab_size: int, steps: int, sequences: int = 8) -> torch.Tensor:
-    """(steps, sequences, 17 tokens), the same everywhere."""
-    return torch.randint(
-        0, vocab_size, (steps, sequences, 17), generator=torch.Generator().manual_seed(3)
-    )
-
-
-def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]]:
-    """(losses, gradient norms, final weights as arrays) of each case, by the trainer's own parts."""
-    from optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
-
-    found = []
-    with process_group() as world:
-        for sections in cases:
-            cfg = make_config(**sections)
-            spread = world_for(cfg, world)
-            model = build(cfg, spread)
-            optimizer = build_optimizer(model, cfg.optim)
-            losses, norms = [], []
-            for step, ids in enumerate(batches(cfg.model.vocab_size, cfg.train.steps), 1):
-                total = torch.zeros(())
-                ours = ids[spread.dp_rank :: spread.dp_size]
-                for i, row in enumerate(ours):
-                    set_communication(model, cfg.parallel, spread, i == len(ours) - 1)
-                    loss = model(*own_inputs(row[None], spread))[0]["loss"]
-                    assert loss.dtype == torch.float32  # whatever the head computes in
-                    (loss * (spread.fsdp_size / (8 * 16))).backward()
-                    total += loss.detach() / spread.tp
-                dist.all_reduce(total)
-                losses.append(total.item() / (8 * 16))
-                norms.append(clip_gradients(model, optimizer, cfg.train.max_grad_norm).item())
-                set_learning_rate(optimizer, learning_rate(cfg.optim, cfg.train.steps, step))
-                optimizer.step()
-                optimizer.zero_grad()
-            weights = {
-                name: p.full_tensor().detach().numpy().copy() for name, p in named_parameters(model)
-            }
-            found.append((losses, norms, weights))
-            del model, optimizer
-    return found if world.rank == 0 else []
 
 
 def train_to(steps: int, sections: dict, output: str) -> list[dict]:
@@ -450,103 +356,6 @@ def train_with_units(steps: int, sections: dict, output: str, units: list[bool])
     return " and ".join(computed)
 
 
-def same_batch(
-    cases: list[dict], as_on_a_gpu: int | None = None
-) -> list[tuple[float, list[float]]]:
-    """(loss, each gradient's norm) of one micro-batch of each case, the same on all data ranks, after an update. In the
-    case of this number shards are cast to float8 by the kernel that a GPU's runs compile."""
-    found, on_gpu = [], contextlib.nullcontext()
-    if as_on_a_gpu is not None:
-        from extras.float8.all_gather import Float8AllGather
-
-        on_gpu = mock.patch.object(Float8AllGather, "is_cuda", True, create=True)
-    with process_group() as world:
-        for i, sections in enumerate(cases):
-            cfg = make_config(**sections)
-            ours = world_for(cfg, world)
-            model = build(cfg, ours)
-            ids = torch.randint(
-                0, cfg.model.vocab_size, (1, 33), generator=torch.Generator().manual_seed(0)
-            )
-            unshard_first_units(model, cfg.parallel)
-            metrics.reset()
-            for _ in range(2):
-                for p in model.parameters():
-                    p.grad = None
-                with on_gpu if i == as_on_a_gpu else contextlib.nullcontext():
-                    loss = model(*own_inputs(ids, ours))[0]["loss"]
-                    (loss * ours.cp).backward()
-                with torch.no_grad():  # makes every matrix larger than its first scale was for
-                    for p in model.parameters():
-                        p.mul_(1.5)
-                after_weight_update(model)
-            total = loss.detach().clone()
-            if ours.cp > 1:
-                dist.all_reduce(total, group=ours.mesh.get_group("cp"))
-            norms = [whole(p.grad).norm().item() for p in model.parameters() if p.grad is not None]
-            found.append((total.item(), norms))
-            # of the first shape, of all
-            assert i != as_on_a_gpu or metrics.generated_kernel_count == 2
-            del model
-    return found
-
-
 def without_kernels() -> contextlib.AbstractContextManager:
     """What is compiled within is traced and partitioned, but has no kernels: these take half a minute."""
     return compiled_by("aot_eager_decomp_partition")
-
-
-def same_batch_traced(cases: list[dict]) -> list[tuple[float, list[float]]]:
-    with without_kernels():
-        return same_batch(cases)
-
-
-def stored(checkpoints: pathlib.Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """(shape, dtype) of every tensor of the newest checkpoint, as its metadata has them."""
-    items = Reader(max(checkpoints.glob("step-*"))).metadata.state_dict_metadata
-    return {name: (item.size, item.properties.dtype) for name, item in items.items()}
-
-
-def scales_between(sections: dict) -> tuple[type, str]:
-    """(the type of what is made of a shard, the error of update_scales() while a block is all-gathered)."""
-    cfg = make_config(**sections)
-    with process_group() as world:
-        model = build(cfg, world)
-        with torch.no_grad():
-            made = type(model.blocks[0].attention.q_proj.weight.to_local() * 2)
-        model.blocks[0].unshard()
-        try:
-            after_weight_update(model)
-            return made, "none"
-        except AssertionError as error:
-            return made, str(error)
-        finally:
-            reshard(model)
-            del model
-
-
-def scales_of_a_run(sections: dict, output: str) -> list[bool]:
-    """Whether every matrix' scale is that of its weights as they are, before and after each step of a run."""
-    import train
-    from extras.float8.all_gather import tensorwise
-
-    found, training_step = [], train.training_step
-
-    def right(model: Llama) -> bool:
-        largest = [linear.weight.full_tensor().abs().max() for linear in tensorwise(model)]
-        return all(
-            torch.allclose(linear.inverse_scale, m / 448)
-            for linear, m in zip(tensorwise(model), largest, strict=True)
-        )
-
-    def checked(model, *rest):
-        reshard(model)  # of the units that are unsharded early
-        found.append(right(model))
-        result = training_step(model, *rest)
-        found.append(right(model))
-        return result
-
-    cfg = make_config(**sections, run={"name": "scales", "output_dir": output})
-    with process_group() as world, mock.patch("train.training_step", checked):
-        run_training(cfg, world_for(cfg, world))
-    return found

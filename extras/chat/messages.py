@@ -139,14 +139,14 @@ def first_of(row: dict[str, Any], names: tuple[str, ...]) -> Any:
 def required(row: dict[str, Any], names: tuple[str, ...], option: str) -> tuple[str, Any]:
     """(the first of these columns that the row has, its value). option: for the message. Raises
     ConfigError without one."""
-    found = name_of(row, names)
-    if found is None:
+    name = name_of(row, names)
+    if name is None:
+        for empty in names:
+            if empty in row:
+                raise ConfigError(f"field {empty!r} is null ({option})")
         fields = " or ".join(map(repr, names))
-        for name in names:
-            if name in row:
-                raise ConfigError(f"field {name!r} is null ({option})")
         raise ConfigError(f"has no field {fields} ({option}), but {', '.join(row)}")
-    return found, row[found]
+    return name, row[name]
 
 
 def text_of(row: dict[str, Any], names: tuple[str, ...], option: str) -> str:
@@ -324,7 +324,7 @@ def as_call(call: dict) -> dict:
     """A call with a name, in OpenAI's envelope. Its arguments are an object, where OpenAI has JSON
     of one; without any it is empty. Raises ConfigError."""
     call = as_function(call)
-    function = call.get("function")
+    function: Any = call.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name.strip():
         raise ConfigError("a tool call needs a name")

@@ -215,9 +215,9 @@ class Turns:
         return self.marked.pieces[mark_number // 2].message
 
     def _span(self, i: int) -> tuple[int, int]:
-        own = [n for n in self.positions if self._message(n) == i]
-        first = min(own, key=self.positions.__getitem__)
-        last = max(own, key=self.positions.__getitem__)
+        numbers = [n for n in self.positions if self._message(n) == i]
+        first = min(numbers, key=self.positions.__getitem__)
+        last = max(numbers, key=self.positions.__getitem__)
         begin = self._begin(i, self.positions[first])
         return begin, self._end(i, self.positions[first], last)
 
@@ -244,7 +244,7 @@ class Turns:
         return start + shared
 
     def _text_before(self, first: int) -> tuple[int | None, int]:
-        """The mark at the end of the last text before a position, and where it stands."""
+        """(the number of the mark at the end of the last text before a position, its position)."""
         previous = None
         start = 0
         for number, position in self.positions.items():

@@ -62,11 +62,11 @@ def published(detected: str | None, *rows: Row, **options: str) -> Published:
     return Published(detected, rows, options)
 
 
-def user(text: str, **more: Any) -> dict:
+def user(text: Any, **more: Any) -> dict:
     return {"role": "user", "content": text, **more}
 
 
-def assistant(text: str, **more: Any) -> dict:
+def assistant(text: Any, **more: Any) -> dict:
     return {"role": "assistant", "content": text, **more}
 
 

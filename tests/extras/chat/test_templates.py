@@ -3,6 +3,8 @@ where they lie. benchmarks/chat_templates.py does the same with the templates of
 
 import itertools
 import json
+import pathlib
+from typing import Any
 
 import pytest
 
@@ -90,6 +92,10 @@ GREETED = ["Hello! How can I help?<|im_end|>", "Jane Austen did.<|im_end|>"]
 
 def ended(by: str) -> list[str]:
     return [answer + by for answer in ANSWERS]
+
+
+def in_transformers(folder: pathlib.Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture
@@ -377,7 +383,7 @@ def test_the_default_template_of_a_folder(template, tmp_path, files, inline):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert find_template(tmp_path) == find_template(tmp_path / "tokenizer.json") == "A"
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs = in_transformers(tmp_path)
     assert theirs.get_chat_template() == "A"
 
 
@@ -415,7 +421,7 @@ def test_special_tokens_of_an_older_folder(template, tmp_path, has_decoder):
     named = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
     chat = Chat(tmp_path)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs = in_transformers(tmp_path)
     expected = theirs.apply_chat_template(THREE_TURNS, return_dict=True)["input_ids"]
     assert chat.encode(checked(THREE_TURNS))[0] == expected
     assert (expected[0] == theirs.convert_tokens_to_ids("<s>")) != has_decoder
@@ -435,7 +441,7 @@ def test_a_token_that_the_settings_name_is_special(template, tmp_path):
     settings["eos_token"] = "<|im_end|>"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     chat = Chat(tmp_path)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs = in_transformers(tmp_path)
     expected = theirs.apply_chat_template(THREE_TURNS, return_dict=True)["input_ids"]
     assert chat.encode(checked(THREE_TURNS))[0] == expected
     assert chat.end_of_turn() == [theirs.eos_token_id]
@@ -457,7 +463,7 @@ def test_a_tokenizer_of_llama_2_s_kind(tmp_path, settings):
         (tmp_path / name).write_text(json.dumps(content))
     (tmp_path / "chat_template.jinja").write_text(SYSTEM_LAST)
     chat = Chat(tmp_path)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs = in_transformers(tmp_path)
     assert type(theirs).__name__ == "LlamaTokenizer"
     for messages in (THREE_TURNS, CONVERSATIONS["white space"], CONVERSATIONS["Unicode, markup"]):
         expected = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]

@@ -29,7 +29,7 @@ from model.build import meta_model
 from model.llama import Linear, Llama
 from parallel.mesh import World
 from parallel.verify import verify_sharding
-from tests.conftest import build, compiled_by, make_config, mesh_for, refuses, train_run
+from tests.conftest import build, compiled_by, full, make_config, mesh_for, refuses, train_run
 from tests.distributed import distributed, run_on_ranks
 from tests.parallel import test_activation_checkpoint
 from tests.parallel.test_collectives import Collectives, step_of
@@ -150,7 +150,7 @@ def test_a_gpu_s_kernel_gets_the_layouts_that_it_takes(recipe, by_row):
         calls.append((use_fast_accum, a_scale.numel() > 1))
         return ((a.float() @ b.float()) * a_scale * b_scale).to(out_dtype)
 
-    def results(*tensors: Tensor) -> list[Tensor]:
+    def results(*tensors: Tensor) -> list[Any]:
         x, weight, grad = tensors
         context = SimpleNamespace(
             saved_tensors=(x, weight, None),
@@ -468,7 +468,7 @@ def test_scales_follow_the_weights(run_of):
 
     def check(model: Llama) -> None:
         for linear in tensorwise(model):
-            amax = linear.weight.full_tensor().abs().max()
+            amax = full(linear.weight).abs().max()
             torch.testing.assert_close(linear.inverse_scale, (amax / 448).view(1, 1))
         checked.append(len(tensorwise(model)))
 

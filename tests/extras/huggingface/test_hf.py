@@ -202,13 +202,15 @@ def plain_loop(theirs: PreTrainedModel, cfg: config.Config) -> list[dict]:
         betas=o.betas,
         eps=o.eps,
     )
+    limit = cfg.train.max_grad_norm
+    assert limit != "off"
     loader = loader_of(cfg)
     steps = []
     for step in range(1, cfg.train.steps + 1):
         inputs, targets = (torch.cat(tensors) for tensors in zip(*next(loader).micro_batches))
         loss = F.cross_entropy(theirs(inputs).logits.flatten(0, 1), targets.flatten())
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), cfg.train.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), limit)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(o, config.schedule_steps(cfg), step)
         optimizer.step()
@@ -347,24 +349,27 @@ def test_short_dtypes_are_read_exactly(copy_of, dtype):
         assert torch.equal(weights.read(name), theirs[hf_name(name)].float())
 
 
-def test_names_of_wrapping_modules_are_left_out(copy_of, folders):
-    """As DDP and torch.compile add them in front, FSDP1 and its checkpointing in the middle."""
+WRAPPED = "._fsdp_wrapped_module._checkpoint_wrapped_module.self_attn."
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda name: f"module.{name}",
+        lambda name: f"_orig_mod.module.{name}",
+        lambda name: name.replace(".self_attn.", WRAPPED),
+    ],
+    ids=["DDP", "compiled", "FSDP1"],
+)
+def test_names_of_wrapping_modules_are_left_out(copy_of, folders, rename):
+    folder = copy_of("single")
     expected = stored_in(folders["single"])
-    wrapped = "._fsdp_wrapped_module._checkpoint_wrapped_module.self_attn."
-    for number, rename in enumerate(
-        (
-            lambda name: f"module.{name}",
-            lambda name: f"_orig_mod.module.{name}",
-            lambda name: name.replace(".self_attn.", wrapped),
-        )
-    ):
-        folder = copy_of("single", to=str(number))
-        tensors = load_file(folder / "model.safetensors")
-        renamed = {rename(name): tensor for name, tensor in tensors.items()}
-        save_file(renamed, folder / "model.safetensors")
-        weights = stored_in(folder)
-        for name in expected.stored:
-            assert torch.equal(weights.read(name), expected.read(name))
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {rename(name): tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors")
+    weights = stored_in(folder)
+    for name in expected.stored:
+        assert torch.equal(weights.read(name), expected.read(name))
     both = {name: tensor.clone() for name, tensor in (renamed | tensors).items()}
     save_file(both, folder / "model.safetensors")
     with refuses("model.safetensors: ", " and ", "; keep one"):
@@ -414,7 +419,8 @@ def test_what_a_folder_leaves_out_is_transformers_default(copy_of):
     edit(folder / "config.json", **dict.fromkeys(absent))
     m = config_from(folder).model
     theirs = LlamaConfig.from_pretrained(folder)
-    assert m.rope_theta == theirs.rope_parameters["rope_theta"] and m.rope_scaling is None
+    assert theirs.rope_parameters and m.rope_scaling is None
+    assert m.rope_theta == theirs.rope_parameters["rope_theta"]
     assert m.norm_eps == theirs.rms_norm_eps and m.n_kv_heads == theirs.num_key_value_heads
     assert m.tie_embeddings == theirs.tie_word_embeddings
 

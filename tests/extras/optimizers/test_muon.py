@@ -368,13 +368,3 @@ def test_a_run_resumes_on_any_mesh_and_from_no_other_optimizer(
     model, saved = meta_model(cfg.model), tmp_path / "alone/r/checkpoints/step-00000006"
     with pytest.raises(ConfigError, match="has no optim.*exp_avg"):
         check_tensors(Reader(saved), model, build_optimizer(model, make_config().optim))
-
-
-def test_a_run_with_adamw_does_not_resume(saved_by_two):
-    model = meta_model(make_config().model)
-    with pytest.raises(ConfigError, match="has no optim.*momentum"):
-        check_tensors(
-            Reader(saved_by_two[0]),
-            model,
-            build_optimizer(model, make_config(optim={"name": "muon"}).optim),
-        )
