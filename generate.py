@@ -10,7 +10,6 @@ import json
 import math
 import pathlib
 import random
-import shlex
 import sys
 import warnings
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from model.build import meta_model
 from model.llama import Llama, parameter_count
 from parallel.fsdp import reshard
 from parallel.materialize import initialize_buffers, materialize
-from parallel.mesh import World
+from parallel.mesh import World, has_native_bfloat16
 from parallel.ranks import all_gather_objects
 from system.processes import printable
 
@@ -128,8 +127,8 @@ def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset,
     is_code = "python-stdlib" in (dataset.names or [cfg.data.source])
     prompt = "def " if is_code else "The "
     if world.tp * world.cp > 1 or parameter_count(model) > MAX_SAMPLED_PARAMETERS:
-        words = ["./run_train.sh", "-m", "generate", str(config.run_folder(cfg))]
-        log.info("a sample: %s", shlex.join([*words, "--prompt", prompt]))
+        words = ("-m", "generate", config.run_folder(cfg), "--prompt", prompt)
+        log.info("a sample: %s", config.command(*words))
         return
     tokenizer = tokenizer_for(prompt, dataset)
     are_loaded = all(all_gather_objects(tokenizer is not None))
@@ -169,7 +168,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="CKPT_OR_RUN")
     parser.add_argument("--prompt", metavar="TEXT", required="--chat" not in argv)
-    chat = "./run_train.sh -m generate CKPT_OR_RUN --chat"
+    chat = config.command("-m", "generate", "CKPT_OR_RUN", "--chat")
     parser.add_argument("--chat", action="store_true", help=f"a conversation: {chat}")
     parser.add_argument("--tokens", type=int, default=128, metavar="N", help="at most")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
@@ -211,6 +210,8 @@ def load_model(folder: pathlib.Path, cfg: config.Config, device: torch.device) -
     # the logits of the newest token alone
     model.head.register_forward_pre_hook(lambda head, args: (args[0][:, -1:], *args[1:]))
     dtype = cfg.parallel.param_dtype if device.type == "cuda" else "float32"
+    if dtype == "auto":  # of imported weights, for which no run has decided it
+        dtype = "bfloat16" if has_native_bfloat16(device) else "float32"
     return model.to(getattr(torch, dtype)).eval()
 
 

@@ -309,7 +309,7 @@ OPTIONS = (
     ("optim", {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}),
     ("optim", {"schedule": "cosine", "schedule_steps": None, "warmup_steps": 0}),
     ("optim", {"decay_steps": None, "min_lr_ratio": 0.1}),
-    ("parallel", {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": None}),
+    ("parallel", {"param_dtype": "auto", "reduce_dtype": "float32", "output_dtype": None}),
     ("parallel", {"reshard_after_forward": True, "prefetch_forward": 1, "prefetch_backward": 1}),
     ("parallel", {"recompute": "none"}),
     ("checkpoint", {"save_every_steps": None}),

@@ -275,12 +275,12 @@ class Progress:
         self.targetless_steps += 1
         self.targetless_in_a_row += 1
         if self.targetless_in_a_row >= TARGETLESS_LIMIT:
+            look = config.command("-m", "data.show", "CONFIG", "--step", step)
             raise NoTargets(
                 f"step {step}: no token of the last {self.targetless_in_a_row} steps has a loss, and "
                 "nothing was updated; usual causes: train.seq_len cuts conversations before the "
                 "assistant's turn, or data.document_mask meets documents of one token; raise "
-                "train.seq_len, or look at the data: ./run_train.sh -m data.show CONFIG "
-                f"--step {step}"
+                f"train.seq_len, or look at the data: {look}"
             )
 
 

@@ -6,18 +6,18 @@
 #SBATCH --ntasks-per-node=1
 # Sets up on first use, prepares the data, trains: on a laptop, a node with GPUs, or many nodes under SLURM.
 #
-#   ./run_train.sh [CONFIG] [--section.key=value ...]     default CONFIG: configs/tiny.toml
+#   ./run_train.sh [CONFIG] [--section.key=value ...]     CONFIG: a file, or a name in configs/; tiny unless given
 #   NPROC=2 ./run_train.sh ...                            processes on this machine; default: its GPUs, else 1
 #   ./run_train.sh CONFIG --dry-run [--world-size N[,N...]] [--gpu NAME] [--gpu-memory-gib G] [--gpus-per-node N]
 #                                   [--plot FILE.svg] [--json] [--config]
 #   ./run_train.sh CONFIG --eval-only
 #   ./run_train.sh --setup                                the environment only; its Python is the last line
 #   ./run_train.sh -m TOOL ...                            a tool, as generate, in that environment
-#   ./run_train.sh --help [SECTION or OPTION]             with the tools' names
+#   ./run_train.sh --help [WORD]                          options; of a section, or that have this word; tools
 #   sbatch --nodes=N --gpus-per-node=8 run_train.sh CONFIG ...
 #
 # PYTHON=... chooses the Python. Else the active one serves if its torch is supported and requirements.txt is there; else
-# .venv is made from requirements.txt, and made again when that file changes.
+# .venv is made from requirements.txt, and made again when that file changes; by uv if it is there, else by pip.
 # MAX_RESTARTS=... is how often the processes are started again after a failure: 3 times under SLURM, else 0.
 # Under SLURM environment and data are made before: ./run_train.sh --setup; ./run_train.sh -m data.prepare CONFIG
 # A job takes whole nodes; a part of one: sbatch --oversubscribe --cpus-per-task=16 --gpus-per-node=2 ...
@@ -52,26 +52,39 @@ base_python() {
     return 1
 }
 
+# Installs packages into .venv. Not by uv where pip's configuration says where they are, since uv does not read it; and by
+# pip where uv fails.
+install() {
+    if command -v uv >/dev/null && ! [[ $pip_settings =~ index|find-links|constraint|cert|proxy|trusted ]]; then
+        uv pip install --python "$python" "$@" >&2 && return
+    fi
+    "$python" -m pip install "$@" >&2
+}
+
 make_venv() {
-    local venv=$repo/.venv wanted base
+    local venv=$repo/.venv wanted base pip_settings
     wanted=$(cksum <"$repo/requirements.txt")
     python=$venv/bin/python
     if [[ $(cat "$venv/.made-from" 2>/dev/null) == "$wanted" ]]; then return; fi
-    [[ -z ${SLURM_JOB_ID:-} ]] || fail "nothing is installed inside a job; run ./run_train.sh --setup on the login node"
+    [[ -z ${SLURM_JOB_ID:-} ]] || fail "nothing is installed inside a job; run $repo/run_train.sh --setup on the login node"
     [[ -w $repo ]] || fail "$repo: cannot be written to, for .venv; PYTHON=/path/to/python names another Python"
     exec 9>"$repo/.venv.lock"
     if command -v flock >/dev/null; then flock 9; fi
     if [[ $(cat "$venv/.made-from" 2>/dev/null) != "$wanted" ]]; then
-        base=$(base_python) ||
-            fail "needs python3 of version 3.10 or later with its venv module (Debian: apt install python3-venv)"
         echo "setting up $venv (once; one to five minutes, most of them for torch)" >&2
         [[ -t 2 ]] || export PIP_QUIET=1 # else pip shows its progress
         rm -rf "$venv"
-        "$base" -m venv "$venv"
+        if base=$(base_python); then
+            "$base" -m venv "$venv"
+        else
+            uv venv --seed --python '>=3.10' "$venv" >&2 ||
+                fail "needs uv, or python3 of version 3.10 or later with its venv module (Debian: apt install python3-venv)"
+        fi
+        pip_settings=$("$python" -m pip config list)
         # torch first, at its exact version: a range that another package requires might select another build
-        "$venv/bin/python" -m pip install "$(grep '^torch==' "$repo/requirements.txt")" >&2 ||
+        install "$(grep '^torch==' "$repo/requirements.txt")" ||
             fail "torch could not be installed on $(uname -sm), see above; PYTHON=/path/to/python names a Python that has it"
-        "$venv/bin/python" -m pip install -r "$repo/requirements.txt" >&2
+        install -r "$repo/requirements.txt"
         echo "$wanted" >"$venv/.made-from"
     fi
     exec 9>&-
@@ -129,9 +142,10 @@ choose_python
 # Open stdout and stderr on /dev/null if a daemon closed them: ranks could not redirect them to their logs.
 { : 3>&2; } || exec 2>/dev/null
 { : 3>&1; } 2>/dev/null || exec >/dev/null
-# What this machine lacks for the run ends it here.
-if [[ -e $repo/tools/preflight.py ]]; then "$python" -c "$module" "$repo" tools.preflight "$@"; fi
-# Block the signals until the launcher has its handlers. (This needs env of coreutils 8.31 or later.)
+# Block the signals until Python is ready for them. (This needs env of coreutils 8.31 or later.)
 blocked=(env --block-signal=TERM,INT,HUP,USR1,USR2)
 "${blocked[@]}" true 2>/dev/null || blocked=()
-exec ${blocked[@]+"${blocked[@]}"} "$python" -c "$module" "$repo" run.launch "$@"
+start=(${blocked[@]+"${blocked[@]}"} "$python" -c "$module" "$repo")
+# What this machine lacks for the run ends it here.
+if [[ -e $repo/tools/preflight.py ]]; then "${start[@]}" tools.preflight "$@"; fi
+exec "${start[@]}" run.launch "$@"

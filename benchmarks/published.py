@@ -3,7 +3,16 @@
     python -m benchmarks.published
 
 Plans our program with the peers' sizes, at the rates of tools/planner/devices.py. Nothing is
-fitted to a figure. docs/published_runs.md names the sources. Prints a table in Markdown.
+fitted to a figure. Prints a table in Markdown, that of docs/performance.md.
+
+Sources: torchtitan's benchmarks/llama3_h100_202412_torchtitan.md (H100 of 96 GB at 500 W; Llama 3
+of 8,192 tokens, batch 2, selective; cp: batch 1, full, so cp = 1 at 32,768 tokens and 8 at 262,144),
+its pull request 996 (batch 1) and Trainy's llama3-8b_h200_202506; torchtune's README (batch 2 of
+2,048 tokens, compiled); fsdp_qlora's benchmarks_03_2024.md (Llama 2, batch 2 of 2,048).
+
+Assumed: memory is what the allocator reserves. Trainy uses selective activation checkpointing and
+compiles its loss (logits and gradient in bfloat16). torchtune uses activation checkpointing, LoRA
+rank 8 on all projections except k, and AdamW in bfloat16. fsdp_qlora's LoRA rank is 64.
 """
 
 import pathlib
@@ -18,7 +27,7 @@ from tools.planner.plan import GIB, Asked, planned
 # FlashAttention 2, forward and backward, to products on an H100 of 700 W; both fall with its power
 FLASH_2 = 330 / 720
 # Bytes per logit of eager F.cross_entropy of float32 copies
-EAGER_LOSS = 12  # held in backward
+EAGER_LOSS = 12  # held in backward: log-probabilities, their gradient, the logits' gradient
 EAGER_LOSS_MOVES = 36  # moved by all its kernels
 # Bytes per parameter that AdamW moves
 FOREACH = 80
@@ -143,16 +152,16 @@ def after_terms(
     """(GiB at the peak, seconds of a step, the terms as text) with what the peer's program does
     otherwise.
 
-    The terms are those of docs/published_runs.md: of memory in GiB, of time in % of a step.
+    The terms are those of docs/performance.md: of memory in GiB, of time in % of a step.
     """
     phases = [moment.phase for moment in moments]
     gib = memory_terms(run, cfg, row)
     delays = time_terms(run, cfg, row, phases)
     seconds = row["step_seconds"]
-    words = [f"{term} {value:+.1f}" for term, value in gib.items() if value]
+    words = [f"{term}{value:+.1f}" for term, value in gib.items() if value]
     for term, delay in delays.items():
         if abs(delay) > seconds / 200:
-            words.append(f"{term} {delay / seconds:+.0%}")
+            words.append(f"{term}{delay / seconds:+.0%}")
     head = max(phase.peak.total() / GIB for phase in phases if is_head(phase))
     elsewhere = max(phase.peak.total() / GIB for phase in phases if not is_head(phase))
     peak = max(head + gib["L"] + gib["R"] + gib["D"] + gib["H"], elsewhere)

@@ -24,7 +24,7 @@ from system.processes import print_error
 NAME = re.compile(r"step-(\d{8,})")
 TEMPORARY = re.compile(r"\.step-(\d{8,})(\.\d+)?\.tmp")
 NO_OPTIMIZER = (
-    "holds weights without the state of an optimizer, as ./run_train.sh -m huggingface import makes it: no run can "
+    "holds weights without the state of an optimizer, as -m huggingface import makes it: no run can "
     "resume from it; start one from the Hugging Face folder itself, with model.init_from"
 )
 

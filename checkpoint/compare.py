@@ -16,8 +16,9 @@ SAME_RUN = ("shape", "state", "output", "data", "run")
 SAME_OUTPUTS = ("shape", "output")
 ADVICE = {
     "shape": "its weights have those shapes; continue so, or choose another run.name",
-    "state": "continue with that, or start another run from these weights (./run_train.sh -m "
-    "huggingface export, model.init_from): the optimizer's state is of what was trained, and how",
+    "state": "continue with that, or start another run from these weights ("
+    f"{config.command('-m', 'huggingface', 'export')}, model.init_from): the optimizer's state is "
+    "of what was trained, and how",
 }
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ METADATA = ".metadata"  # DCP's: which tensor lies where
 LIMIT = 256 * 2**20  # bytes of a file that is read at once; a million parts take a third of it
 PART = 64 * 2**20  # bytes per SHA-256: all cores and ranks verify parts of one file in parallel
 CHUNK = 2**20  # bytes per read
+THREADED = 8 * 2**20  # bytes that are hashed in a thread, which costs as much as hashing 100 kB
 WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each further try
 
 
@@ -152,17 +154,26 @@ class HashedFile:
         view = memoryview(data).cast("B")
         written = 0
         while written < len(view):
-            # hashed while it is in the core's cache
-            length = min(CHUNK, PART - self.size % PART)
-            piece = view[written : written + length]
-            self.file.write(piece)
-            self.digest.update(piece)
-            written += len(piece)
-            self.size += len(piece)
+            length = min(len(view) - written, PART - self.size % PART)
+            self._write(view[written : written + length])
+            written += length
+            self.size += length
             if self.size % PART == 0:
                 self.digests.append(self.digest.hexdigest())
                 self.digest = hashlib.sha256()
         return written
+
+    def _write(self, piece: memoryview) -> None:
+        if len(piece) < THREADED:
+            self.digest.update(piece)
+            self.file.write(piece)
+            return
+        hashing = threading.Thread(target=self.digest.update, args=[piece])
+        hashing.start()  # both release the GIL
+        try:
+            self.file.write(piece)
+        finally:
+            hashing.join()
 
     def flush(self) -> None:
         self.file.flush()

@@ -1,7 +1,9 @@
 """Writes checkpoints, from all ranks together, and removes old ones."""
 
+import errno
 import json
 import logging
+import os
 import pathlib
 import shutil
 from collections.abc import Callable
@@ -33,6 +35,10 @@ from system import files
 # torch 2.11 also reuses a plan that failed
 # pyrefly: ignore[unsupported-operation]  # TorchVersion allows it
 CACHES_PLANS = torch.__version__ >= (2, 12)
+ROOM = (
+    "; an old checkpoint is removed once the new one is complete, so the disk needs room for "
+    "checkpoint.keep_last + 1 of them: keep fewer, free some, or choose another run.output_dir"
+)
 log = logging.getLogger("train")
 
 
@@ -99,7 +105,8 @@ class Saver:
                 )
             self._on_rank_zero(partial(publish, temporary, by_rank))
         except SaveFailed as error:
-            raise SaveFailed(f"{final}: {error.problems[0]}") from None
+            is_full = os.strerror(errno.ENOSPC) in error.problems[0]
+            raise SaveFailed(f"{final}: {error.problems[0]}{ROOM if is_full else ''}") from None
         finally:
             if temporary and dist.get_rank() == 0:  # a no-op once published
                 shutil.rmtree(temporary, ignore_errors=True)

@@ -5,7 +5,9 @@ import contextlib
 import itertools
 import math
 import os
+import pathlib
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -16,11 +18,12 @@ from typing import Any, NoReturn
 
 from config.option import ConfigError, Option, Schema
 from config.options import SCHEMA, Config
-from config.read import describe, load, load_resolved, suggestion
+from config.read import describe, load, load_resolved, nearest, suggestion
 from config.show import toml
 from system.processes import INPUT_IS_WRONG, print_error, print_line
 
 HELP_COLUMN = 32  # where the meanings of options begin
+REPO = pathlib.Path(__file__).parent.parent
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,8 +35,21 @@ def argument_parser() -> Parser:
     """Of a command line that begins with a CONFIG. A tool adds its flags; parse_arguments() takes
     the options."""
     parser = Parser(prog="run_train.sh", add_help=False, allow_abbrev=False)
-    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("config", metavar="CONFIG", type=config_path)
     return parser
+
+
+def config_path(word: str) -> str:
+    """The file of a CONFIG, which may be the name of one in configs/. Raises ConfigError."""
+    if os.path.exists(word) or "/" in word:
+        return word
+    paths = {path.stem: str(path) for path in sorted((REPO / "configs").glob("*.toml"))}
+    name = word.removesuffix(".toml")
+    if name not in paths:
+        raise ConfigError(
+            f"{word}: no such file, nor a name in configs/: {', '.join(paths)}{nearest(name, paths)}"
+        )
+    return paths[name]
 
 
 def parse_arguments(argv: list[str], parser: Parser | None = None) -> argparse.Namespace:
@@ -108,7 +124,8 @@ def print_help(argv: list[str], usage: str) -> None:
 
 def help_text(subject: str | None = None, schema: Schema = SCHEMA) -> str:
     """Every option with its default, type and meaning; of a subject those of a section, or the
-    options of that name, whole or without their section. Raises ConfigError if there are none."""
+    options of that name, whole or without their section, and a line for each option that has the
+    word elsewhere. Raises ConfigError if there are none."""
     lines = []
     for table, (_, is_optional, _, all_options) in schema.tables.items():
         options = {}
@@ -123,9 +140,30 @@ def help_text(subject: str | None = None, schema: Schema = SCHEMA) -> str:
             for inner in filter(is_dataclass, typing.get_args(option.kind)):
                 lines += ["", f"[[{table}.{key}]]   (one table each)"]
                 lines.append(help_text(schema=Schema(inner)))
-    if not lines:
-        raise ConfigError(f"--help {subject}: no such section or option{suggestion(str(subject))}")
+    if subject and subject not in (*schema.tables, *schema.options):
+        others = _options_with(subject, schema)
+        if len(others) == 1 and not lines:
+            return help_text(others[0], schema)
+        lines += ["", *(f"{name:{HELP_COLUMN}}{schema.options[name].help}" for name in others)]
+        if len(lines) == 1:
+            raise ConfigError(f"--help {subject}: no such section or option{suggestion(subject)}")
     return "\n".join(lines).strip("\n")
+
+
+def _options_with(word: str, schema: Schema) -> list[str]:
+    """The options with this in the name, in one of another trainer, or in the description, without
+    those of this very key."""
+    ranked: list[tuple[int, str]] = []
+    for name, option in schema.options.items():
+        texts = [name, " ".join(option.aka), option.help]
+        hits = [_spaced(word) in _spaced(text) for text in texts]
+        if any(hits) and name.rpartition(".")[2] != word:
+            ranked.append((hits.index(True), name))
+    return [name for _, name in sorted(ranked, key=lambda entry: entry[0])]
+
+
+def _spaced(text: str) -> str:
+    return re.sub("[_-]", " ", text.lower())
 
 
 def _help_lines(key: str, option: Option) -> list[str]:
@@ -143,6 +181,16 @@ def _help_lines(key: str, option: Option) -> list[str]:
         comments[0] = assignment.ljust(HELP_COLUMN) + comments[0].lstrip()
         return comments
     return [assignment, *comments]
+
+
+def command(*words: object) -> str:
+    """A command of run_train.sh, to paste into the shell that this process was called from."""
+    script = os.path.relpath(REPO / "run_train.sh")
+    if script.startswith("../../"):
+        script = str(REPO / "run_train.sh")
+    elif not script.startswith("../"):
+        script = f"./{script}"
+    return shlex.join([script, *map(str, words)])
 
 
 def words_without(*options: str) -> list[str]:

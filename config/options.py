@@ -35,6 +35,9 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 # ids instead of rows.
 RowFormat = Literal["text", "messages", "alpaca", "prompt_completion", "tokens"]
 
+# What to do with a row that cannot be read.
+BadRows = Literal["refuse", "skip"]
+
 # What rules() yields: (options, requirement).
 Rules = Iterator[tuple[str, str]]
 
@@ -159,6 +162,7 @@ class Source:
     text_field: str | None = option(None, "as data.text_field")
     max_tokens: PositiveInt | None = option(None, "as data.max_tokens")
     validation: Path | None = option(None, "as data.validation")
+    bad_rows: BadRows | None = option(None, "as data.bad_rows")
     format: RowFormat | None = option(None, "as data.format")
 
 
@@ -166,7 +170,7 @@ class Source:
 class Data(Section):
     source: Path = option(
         "python-stdlib",
-        "Hugging Face id, or local files (.jsonl, .json, .parquet, .arrow, .txt)",
+        "Hugging Face id, or local files (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, .md)",
         aka="dataset dataset_name dataset_path train_file",
     )
     subset: str | None = option(None, "configuration of a Hugging Face dataset")
@@ -197,6 +201,9 @@ class Data(Section):
         "global", "growing: train while the text is being prepared", resume="run"
     )
     validation: Path | None = option(None, "files, or a split; absent: held out", aka="val_file")
+    bad_rows: BadRows = option(
+        "refuse", "skip: leave out rows that cannot be read, at most one in a hundred"
+    )
     sources: tuple[Source, ...] = option((), "a mixture, weighted", aka="datasets")
 
     @property
@@ -297,34 +304,33 @@ class Train(Section):
         aka="train_batch_size grad_accum_steps gradient_accumulation_steps",
     )
     micro_batch_size: PositiveInt | None = option(
-        None, "sequences per pass; absent: no accumulation", resume="free", aka="local_batch_size"
+        None,
+        "sequences per pass; absent: all, no gradient accumulation",
+        resume="free",
+        aka="local_batch_size",
     )
     max_grad_norm: PositiveFloat | Literal["off"] = option(
         1.0, "clip the gradient norm to this", aka="clip_grad grad_clip gradient_clip_val"
     )
     skip_nonfinite: NonNegativeInt = option(0, "steps in a row with NaN or inf to skip; 0: none")
     skip_spikes: PositiveFloat | None = option(
-        None,
-        "skip a step this many standard deviations above the last 128; absent: none",
-        aka="sigma_factor",
+        None, "skip a step so many sigmas above the last 128; absent: none", aka="sigma_factor"
     )
 
     def rules(self, cfg: "Config") -> Rules:
         if self.micro_batch_size and self.global_batch_size % self.micro_batch_size:
-            problem = f"must divide global_batch_size = {self.global_batch_size}"
-            yield "micro_batch_size global_batch_size", problem
+            names = "micro_batch_size global_batch_size"
+            yield names, f"must divide global_batch_size = {self.global_batch_size}"
         p = cfg.parallel
-        if p.cp > 1 and self.seq_len % (2 * p.cp):
-            problem = (
-                f"must be a multiple of 2 x parallel.cp = {2 * p.cp}: each rank has two chunks"
-            )
-            yield "seq_len parallel.cp", problem
-        if self.seq_len % (p.cp * p.tp):
-            problem = f"must be a multiple of parallel.cp x parallel.tp = {p.cp * p.tp}"
-            yield "seq_len parallel.cp parallel.tp", problem
-        if p.float8 != "none" and self.seq_len % (16 * p.cp):
-            problem = f"must be a multiple of 16 x parallel.cp = {16 * p.cp} with float8's kernels"
-            yield "seq_len parallel.cp parallel.float8", problem
+        divisors = {f"parallel.cp x parallel.tp = {p.cp * p.tp}": p.cp * p.tp}
+        if p.cp > 1:  # each rank has two chunks
+            divisors[f"2 x parallel.cp = {2 * p.cp}"] = 2 * p.cp
+        if p.float8 != "none":
+            divisors[f"16 x parallel.cp = {16 * p.cp} with float8's kernels"] = 16 * p.cp
+        for product, divisor in divisors.items():
+            if self.seq_len % divisor:
+                names = "seq_len parallel.cp parallel.tp parallel.float8"
+                yield names, f"must be a multiple of {product}"
 
 
 @dataclass(frozen=True)
@@ -347,9 +353,7 @@ class Optim(Section):
     )
     decay_steps: PositiveInt | None = option(None, "length of wsd's decay", aka="decay_ratio")
     schedule_steps: PositiveInt | None = option(
-        None,
-        "where the schedule ends; absent: train.steps",
-        aka="lr_decay_iters lr_decay_steps total_steps",
+        None, "the schedule's end; absent: train.steps", aka="lr_decay_iters total_steps"
     )
     min_lr_ratio: Fraction = option(0.1, "final learning rate / lr", aka="min_lr min_lr_factor")
     state_dtype: Dtype = option(
@@ -367,11 +371,10 @@ class Optim(Section):
         if self.schedule != "wsd" and self.decay_steps:
             yield f"decay_steps {reads}", 'requires schedule = "wsd"'
         if self.decay_steps and self.warmup_steps <= end < self.warmup_steps + self.decay_steps:
-            start = f"with warmup_steps = {self.warmup_steps}"
-            yield f"decay_steps {reads}", f"{start} must fit into the schedule's length, {end}"
+            yield f"decay_steps {reads}", f"must fit behind warmup_steps, before step {end}"
         if self.name == "muon" and (cfg.parallel.cpu_offload or cfg.lora):
-            problem = "is incompatible with cpu_offload (the host would orthogonalize) and [lora]"
-            yield "name parallel.cpu_offload lora.rank", problem
+            names = "name parallel.cpu_offload lora.rank"
+            yield names, "is incompatible with cpu_offload and [lora]"
         if self.muon_lr and self.name != "muon":
             yield "muon_lr name", 'requires name = "muon"'
 
@@ -398,8 +401,8 @@ class Parallel(Section):
         1, "units all-gathered ahead in backward; 0: implicit", aka="backward_prefetch"
     )
     param_dtype: Literal["auto", "float32", "bfloat16"] = option(
-        "bfloat16",
-        "of all-gather and compute; auto: bfloat16 where native",
+        "auto",
+        "of all-gather and compute; auto: bfloat16 where devices have units for it, else float32",
         resume="recipe",
         aka="bf16 dtype fp16 mixed_precision mixed_precision_param",
     )
@@ -441,8 +444,7 @@ class Parallel(Section):
 
     def rules(self, cfg: "Config") -> Rules:
         if self.dp_replicate == self.dp_shard == "auto":
-            problem = 'only one of dp_replicate and dp_shard may be "auto"; dp_shard is by default'
-            yield "dp_replicate dp_shard", problem
+            yield "dp_replicate dp_shard", 'only one may be "auto", and dp_shard is by default'
         for key in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
             if getattr(cfg.model, key) % self.tp:
                 yield f"model.{key} parallel.tp", f"must be a multiple of parallel.tp = {self.tp}"
@@ -450,41 +452,32 @@ class Parallel(Section):
             units = unit_names(cfg.model)
             if not all(fnmatch.filter(units, pattern) for pattern in self.keep_fp32):
                 examples = ", ".join([*units[:3], "...", units[-1]])
-                problem = f"a pattern matches no unit; they are {examples}"
-                yield "keep_fp32 model.n_layers", problem
+                yield "keep_fp32 model.n_layers", f"a pattern matches no unit of {examples}"
         if self.replicated and self.cpu_offload:
-            problem = "is incompatible with cpu_offload, which would leave them on the host"
-            yield "replicated cpu_offload", problem
+            yield "replicated cpu_offload", "is incompatible with cpu_offload"
         if self.replicated and self.tp > 1:
             yield "replicated tp", "requires tp = 1: tp shards every matrix"
         if isinstance(self.recompute, int) and self.recompute > cfg.model.n_layers:
-            problem = f"every n-th of {cfg.model.n_layers} blocks: n must not exceed them"
-            yield "recompute model.n_layers", problem
-        if self.tp > 1 and self.compile and self.recompute not in ("none", *SELECTIVE):
-            choices = ", ".join(["none", *SELECTIVE])
-            problem = f"must be one of {choices} with tp and compile: torch 2.13 fails on others"
+            yield "recompute model.n_layers", f"must not exceed the {cfg.model.n_layers} blocks"
+        choices = ("none", *SELECTIVE)
+        if self.tp > 1 and self.compile and self.recompute not in choices:
+            problem = f"must be one of {', '.join(choices)}: torch 2.13 compiles no other with tp"
             yield "recompute tp compile", problem
         if self.float8 != "none":
             yield from self._float8_rules(cfg)
 
     def _float8_rules(self, cfg: "Config") -> Rules:
         if self.tp > 1:
-            problem = "each rank would scale its part of a matrix by itself"
-            yield "float8 tp", f"requires tp = 1, not {self.tp}: {problem}"
-        float32_blocks = []
+            yield "float8 tp", f"requires tp = 1, not {self.tp}: its scales are of whole matrices"
+        blocks = [unit for unit in unit_names(cfg.model) if unit.startswith("blocks.")]
         for pattern in self.keep_fp32:
-            units = fnmatch.filter(unit_names(cfg.model), pattern)
-            float32_blocks += [name for name in units if name.startswith("blocks.")]
-        if float32_blocks:
-            blocks = ", ".join(float32_blocks[:3])
-            problem = f"is incompatible with {blocks} in keep_fp32: its matmuls would be in 8 bits"
-            yield "float8 keep_fp32 model.n_layers", problem
+            if fnmatch.filter(blocks, pattern):
+                problem = f"is incompatible with {pattern} in keep_fp32: would be in 8 bits"
+                yield "float8 keep_fp32 model.n_layers", problem
         if self.float8 == "tensorwise" and self.cpu_offload:
-            problem = "is incompatible with cpu_offload: a copied shard loses its scale"
-            yield "float8 cpu_offload", f'{problem}; "rowwise" needs none'
+            yield "float8 cpu_offload", 'is incompatible with cpu_offload; "rowwise" is not'
         if cfg.lora:
-            problem = "is incompatible with [lora], whose base may be in 4 bits (lora.base_dtype)"
-            yield "float8 lora.rank", problem
+            yield "float8 lora.rank", "is incompatible with [lora]; lora.base_dtype has 4 bits"
 
 
 @dataclass(frozen=True)
@@ -506,8 +499,7 @@ class Lora(Section):
     def rules(self, cfg: "Config") -> Rules:
         m = cfg.model
         if not m.init_from:
-            problem = "adapters need a base: name its Hugging Face folder, model.init_from"
-            yield "rank model.init_from", problem
+            yield "rank model.init_from", "adapters need a base: model.init_from, a folder or id"
         attention_dim = m.n_heads * m.width_per_head
         kv_dim = m.n_kv_heads * m.width_per_head
         widths = (attention_dim, kv_dim, kv_dim, attention_dim, m.ffn_dim, m.ffn_dim, m.ffn_dim)
@@ -515,26 +507,25 @@ class Lora(Section):
         largest_rank = min(min(m.dim, other_side[name]) for name in self.targets)
         sizes = "model.dim model.n_heads model.n_kv_heads model.ffn_dim model.head_dim"
         if self.rank > largest_rank:
-            problem = f"must not exceed the smallest side of its matrices, {largest_rank}"
-            yield f"rank targets {sizes}", problem
-        # the row lengths of a rank's matrices
+            names = f"rank targets {sizes}"
+            yield names, f"must not exceed the smallest side of its matrices, {largest_rank}"
         tp = cfg.parallel.tp
         row_lengths = {
             "dim": m.dim,
             "n_heads x head_dim over tp": attention_dim / tp,
             "ffn_dim over tp": m.ffn_dim / tp,
         }
-        if self.base_dtype == "nf4" and any(length % 64 for length in row_lengths.values()):
-            shown = ", ".join(f"{name} = {length:g}" for name, length in row_lengths.items())
-            problem = f"its blocks of 64 weights must come out even: {shown}"
-            yield f"base_dtype {sizes} parallel.tp", problem
+        for name, length in row_lengths.items():
+            if self.base_dtype == "nf4" and length % 64:
+                names = f"base_dtype {sizes} parallel.tp"
+                yield names, f"needs rows in multiples of 64: {name} = {length:g}"
 
 
 @dataclass(frozen=True)
 class Checkpoint(Section):
     save_every_steps: PositiveInt | None = option(
         None,
-        "absent: only at the last step",
+        "steps between saves; absent: only the last is saved",
         aka="always_save_checkpoint checkpoint.enable checkpoint.interval save_interval save_steps",
     )
     keep_last: PositiveInt | None = option(
@@ -562,7 +553,7 @@ class Checkpoint(Section):
 class Eval(Section):
     every_steps: PositiveInt | None = option(
         None,
-        "absent: only at the last step",
+        "steps between evaluations; absent: only at the last step",
         aka="eval_steps eval_interval validation.enable validation.freq",
     )
     batches: PositiveInt | None = option(

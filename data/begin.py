@@ -3,26 +3,24 @@
 Checks a folder that exists against the configuration and the source's files.
 """
 
-import functools
+import contextlib
 import glob
 import os
 import pathlib
 import shutil
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
-
-import filelock
 
 import config
 from config import ConfigError
 from data.folder import (
-    MANIFEST,
+    beside,
     check_identity,
     common_tokenizer,
     identity,
     manifest_of,
     prepared_folders,
+    read_manifest,
     separated,
     write_manifest,
 )
@@ -32,42 +30,33 @@ from data.tokenizer import Tokenizer, tokenizer_hash
 from data.tokenizer_training import train_on_sources
 from system import files, processes
 
-POLL_SECONDS = 0.5  # between looks at what another process begins
-
 
 def begin_all(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, config.Data]]:
     """Begins the folder of each source, or checks the one that exists. Returns prepared_folders().
     vocab_size: of the model. Raises ConfigError and OSError."""
     path = common_tokenizer(data, vocab_size)
-    if path:
-        make_once(path, path, functools.partial(_train_tokenizer, path, data, vocab_size))
+    if path and not path.exists():
+        with alone(path):
+            if not path.exists():
+                weights = [source.weight for source in data.sources]
+                model = train_on_sources(separated(data), weights, vocab_size)
+                files.write_atomic(path, model)
     sources = prepared_folders(data, vocab_size)
     for folder, source in sources:
-        make_once(folder, folder / MANIFEST, functools.partial(_begin, folder, source, vocab_size))
+        if not read_manifest(folder):  # one that exists may be on a disk that can only be read
+            with alone(folder):
+                if not read_manifest(folder):
+                    _begin(folder, source, vocab_size)
         manifest = manifest_of(folder)
         check_identity(folder, manifest, identity(source, vocab_size))
         check_files(folder, manifest, source)
     return sources
 
 
-def make_once(path: pathlib.Path, marker: pathlib.Path, make: Callable[[], None]) -> None:
-    """Calls make() in one process alone. path: what it makes. marker: the file that exists once it
-    has. Raises ConfigError and OSError."""
-    while not marker.exists():
-        lock = take_lock(path)
-        if lock is None:
-            time.sleep(POLL_SECONDS)
-            continue
-        try:
-            if not marker.exists():
-                make()
-        finally:
-            lock.release()
-
-
-def take_lock(path: pathlib.Path) -> filelock.BaseFileLock | None:
-    """The lock of what is prepared at `path`; None while another process holds it, which is printed
-    once. Raises ConfigError and OSError."""
+@contextlib.contextmanager
+def alone(path: pathlib.Path) -> Iterator[None]:
+    """Holds the lock of what is prepared at `path`, for which it waits. Raises ConfigError and
+    OSError."""
     if not path.name:
         raise ConfigError(f"[data] path = {path}: is the current folder or /; name one in it")
     lock_file = path.with_name(f".{path.name}.lock")
@@ -76,15 +65,13 @@ def take_lock(path: pathlib.Path) -> filelock.BaseFileLock | None:
         lock = files.lock(lock_file)
     except TimeoutError:
         holder = lock_file.read_text() or "another process"
-        processes.warn_once(f"waiting for {holder}, which prepares {path}")
-        return None
+        processes.print_error(f"waiting for {holder}, which prepares {path}")
+        lock = files.lock(lock_file, timeout=-1)
     lock_file.write_text(processes.process_name())
-    return lock
-
-
-def _train_tokenizer(path: pathlib.Path, data: config.Data, vocab_size: int) -> None:
-    weights = [source.weight for source in data.sources]
-    files.write_atomic(path, train_on_sources(separated(data), weights, vocab_size))
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _begin(folder: pathlib.Path, data: config.Data, vocab_size: int) -> None:
@@ -112,6 +99,8 @@ def _begin(folder: pathlib.Path, data: config.Data, vocab_size: int) -> None:
         "validation_files": validation_files,
         "files": source_files,
     }
+    if data.bad_rows == "skip":
+        manifest["rows"] = manifest["validation_rows"] = [0, 0]
     for killed in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
         shutil.rmtree(killed, ignore_errors=True)
     temporary = folder.with_name(f".{folder.name}.{processes.process_name()}.tmp")
@@ -143,7 +132,7 @@ def validation_source(data: config.Data) -> config.Data | None:
     if not data.validation:
         return None
     validation = replace(data, validation=None, max_tokens=None)
-    if local_paths(data.validation, None) is not None:
+    if local_paths(data.validation) is not None:
         return replace(validation, source=data.validation)
     return replace(validation, split=data.validation)
 
@@ -153,12 +142,10 @@ def _validation_files(data: config.Data, revision: str | None) -> list[SourceFil
     validation = validation_source(data)
     if validation is None:
         return []
-    paths = local_paths(data.source, data.split)
-    is_split = validation.split == data.validation
-    if is_split and paths and paths == local_paths(data.source, validation.split):
+    if local_paths(data.validation or "") is None and local_paths(data.source) is not None:
         raise ConfigError(
-            f"[data] validation = {data.validation}: no such file, folder or pattern, and {data.source} "
-            "has no such split"
+            f"[data] validation = {data.validation}: no such file, folder or pattern; a Hugging Face "
+            "dataset alone has splits"
         )
     return list_files(validation, revision)[0]
 
@@ -179,7 +166,7 @@ def check_files(folder: pathlib.Path, manifest: dict, data: config.Data) -> None
 
 def _compare(folder: pathlib.Path, data: config.Data, recorded: list, read: list) -> None:
     """recorded, read: lists of SourceFile, or of lists of its fields."""
-    paths = local_paths(data.source, data.split)
+    paths = local_paths(data.source)
     if not paths:  # a dataset's commit does not change; or they are gone
         return
     now = {path: file_now(SourceFile(path)) for path in paths}
@@ -193,8 +180,8 @@ def _compare(folder: pathlib.Path, data: config.Data, recorded: list, read: list
 
 def _changed(folder: pathlib.Path, problem: str) -> ConfigError:
     return ConfigError(
-        f"{problem} after {folder} was begun: restore the source, delete the folder to prepare all "
-        "anew, or name another data.path"
+        f"{problem} after {folder} was begun: restore the source, or prepare it anew next to that "
+        f"folder: {beside(folder)}"
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import config
 from config import ConfigError
 from data import hub
-from data.folder import check_identity, identity, manifest_of, source_folders
+from data.folder import check_identity, identity, manifest_of, prepare_command, source_folders
 from data.mixture import Mixture
 from data.order import SamplePosition, SourceOrder, Windows, border_of, growing_borders
 from data.row_format import row_format
@@ -104,9 +104,7 @@ class PreparedSource(Source):
         self.manifest = manifest_of(folder)
         check_identity(folder, self.manifest, identity(data, vocab_size))
         if data.order == "global" and not self.manifest["complete"]:
-            raise ConfigError(
-                f"{folder}: is not complete; `python -m data.prepare CONFIG` prepares the rest"
-            )
+            raise ConfigError(f"{folder}: is not complete; {prepare_command()} prepares the rest")
         self.identity = {key: self.manifest[key] for key in ("identity", "tokenizer", "revision")}
         self.hashes = hashes_of(self.manifest)
         self.changed = time.monotonic()  # when the record was last seen to change
@@ -225,8 +223,8 @@ class Dataset:
         for source in self.sources:
             if source.validation is None:
                 raise ConfigError(
-                    f"{source.data.source}: its validation text is not prepared yet; `python -m "
-                    "data.prepare CONFIG` prepares it"
+                    f"{source.data.source}: its validation text is not prepared yet; "
+                    f"{prepare_command()} prepares it"
                 )
             streams.append(source.validation)
         return streams

@@ -10,19 +10,22 @@ data/prepare.py fills it. The record is manifest.json:
     vocab_size, dtype of the ids: "uint16" or "int32"
     tokens, documents by token file, "train" and "heldout": so many are synced
     left_out          rows of which the tokenizer made nothing
+    rows              [read, wrong], with data.bad_rows = "skip"; validation_rows: of data.validation
     position          [file, row]: the last row that was read
-    file_start        these four before the file of that row was read
+    file_start        these before the file of that row was read
     segments          SHA-256 of each segment of train.bin up to the last border
     validation        [token file, first token, one past the last, SHA-256]; null: not decided yet
     complete          whether all text is recorded
 """
 
 import hashlib
+import itertools
 import json
 import pathlib
 import platform
 import re
-from dataclasses import replace
+import shlex
+from dataclasses import fields, replace
 from typing import Any
 
 import config
@@ -34,11 +37,13 @@ from system import files, processes
 MANIFEST = "manifest.json"
 FORMAT = 5  # version of the files; part of the identity
 STDLIB = "python-stdlib"
-# a source of a mixture has these options of its own, or else those of [data]
-SOURCE_OPTIONS = ("subset", "split", "text_field", "max_tokens", "validation", "format")
 
 
 # Names
+
+
+def prepare_command() -> str:
+    return config.command("-m", "data.prepare", "CONFIG")
 
 
 def source_folders(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, config.Data]]:
@@ -49,7 +54,7 @@ def source_folders(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Pat
         return [(pathlib.Path(data.path), data)]
     trained = common_tokenizer(data, vocab_size)
     if trained and not trained.exists():
-        raise ConfigError(f"{trained}: no prepared data; `python -m data.prepare CONFIG` makes it")
+        raise ConfigError(f"{trained}: no prepared data; {prepare_command()} makes it")
     root = pathlib.Path(data.path or "prepared")
     sources = sources_of(data, vocab_size)
     return [(root / folder_name(source, vocab_size), source) for source in sources]
@@ -85,8 +90,11 @@ def separated(data: config.Data) -> list[config.Data]:
         return [data]
     sources = []
     for entry in data.sources:
-        options = {name: getattr(entry, name) or getattr(data, name) for name in SOURCE_OPTIONS}
-        sources.append(replace(data, source=entry.source, sources=(), path=None, **options))
+        options: dict[str, Any] = {"sources": (), "path": None}
+        for field in fields(entry):
+            if field.name != "weight":
+                options[field.name] = getattr(entry, field.name) or getattr(data, field.name)
+        sources.append(replace(data, **options))
     return sources
 
 
@@ -128,9 +136,20 @@ def identity(data: config.Data, vocab_size: int) -> dict[str, Any]:
         entries["tokenizer"] = tokenizer_hash(tokenizer_files(data.tokenizer))
         entries["vocab_size"] = None  # the tokenizer's; the model may have more rows
     entries |= row_format(data).identity()
+    if data.bad_rows != config.Data.bad_rows:
+        entries["bad_rows"] = data.bad_rows
     if data.source == STDLIB:
         entries["python"] = platform.python_version()
     return entries
+
+
+def beside(folder: pathlib.Path) -> str:
+    """The option that prepares anew next to a folder, for a message."""
+    for number in itertools.count(2):
+        path = folder.with_name(f"{folder.name}-{number}")
+        if not path.exists():
+            return f"--data.path={shlex.quote(str(path))}"
+    raise AssertionError
 
 
 def check_identity(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) -> None:
@@ -145,7 +164,7 @@ def check_identity(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) ->
         if before.get(key) != now.get(key):
             problems.append(
                 f"{folder}: was prepared with {key} = {before.get(key)!r}, the configuration says "
-                f"{now.get(key)!r}; delete the folder or name another data.path"
+                f"{now.get(key)!r}; delete the folder or name another: {beside(folder)}"
             )
     if problems:
         raise ConfigError(*problems)
@@ -182,9 +201,7 @@ def manifest_of(folder: pathlib.Path) -> dict:
     """As read_manifest(), but raises ConfigError if there is none."""
     manifest = read_manifest(folder)
     if manifest is None:
-        raise ConfigError(
-            f"{folder}: holds no prepared data; `python -m data.prepare CONFIG` makes it"
-        )
+        raise ConfigError(f"{folder}: holds no prepared data; {prepare_command()} makes it")
     return manifest
 
 

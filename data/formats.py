@@ -44,12 +44,13 @@ def format_of(
     of complete(). Raises ConfigError and OSError."""
     if data.text_field != config.Data.text_field:
         return "text"
-    if not local_paths(data.source, data.split):
+    if not local_paths(data.source):
         name = recorded_format(data, vocab_size, root)
         if name or is_plan:
             return name or "text"
     files, _ = list_files(data)
-    _, row = next(SourceReader(data, files).rows(), ("", {data.text_field: ""}))
+    rows = SourceReader(data, files).read((), lambda where, row: row)
+    row = next(rows, {data.text_field: ""})
     formats = formats_with(row)
     if isinstance(row.get(data.text_field), str):
         formats.insert(0, "text")

@@ -26,11 +26,11 @@ from dataclasses import dataclass, field
 import config
 from config import ConfigError
 from data import formats
-from data.begin import begin_all, check_files, file_now, take_lock, validation_source
+from data.begin import alone, begin_all, check_files, file_now, validation_source
 from data.folder import manifest_of
 from data.order import HELD_OUT_OF
 from data.row_format import Encoded, row_format
-from data.source import Position, SourceFile, SourceReader
+from data.source import Position, RowCount, SourceFile, SourceReader
 from data.writer import TokenWriter, check_hashes
 from system.machine import usable_cores
 from system.processes import FINISHED, die_with_parent, print_error
@@ -39,7 +39,6 @@ BATCH_CHARACTERS = 1 << 18  # per task of a thread, rounded up to full documents
 AHEAD = 3  # batches per thread that are read ahead
 RECORD_SECONDS = 5.0  # between records; a killed process resumes from the last one
 LOG_SECONDS = 10.0  # between lines of progress
-POLL_SECONDS = 1.0  # between looks at folders that another process prepares
 MOST_WORKERS = 64  # one process that reads cannot feed more
 
 
@@ -50,6 +49,8 @@ class Batch:
     preparation: "Preparation"
     documents: list[str] = field(default_factory=list)
     position: Position = Position()  # of the source, after the last document
+    count: RowCount = RowCount()  # of its rows up to there
+    count_before_file: RowCount = RowCount()
     # why the documents cannot be tokenized or, of the last batch, no more can be read
     problem: ConfigError | OSError | None = None
 
@@ -60,25 +61,22 @@ def prepare(data: config.Data, vocab_size: int, workers: int | None = None) -> l
     and OSError."""
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # threads of ours take one core each
     sources = begin_all(data, vocab_size)
-    while True:
-        incomplete = [each for each in sources if not manifest_of(each[0])["complete"]]
-        if not incomplete:
-            return [folder for folder, _ in sources]
-        with contextlib.ExitStack() as stack:
-            preparations = []
-            for folder, source in incomplete:
-                lock = take_lock(folder)
-                if lock:
-                    stack.callback(lock.release)
-                    preparation = Preparation(folder, source)
-                    stack.callback(preparation.close)
-                    preparations.append(preparation)
-            if preparations:
-                pool = start_pool(data, workers or worker_count())
-                stack.callback(pool.shutdown, cancel_futures=True)
-                prepare_together(preparations, pool)
-            else:
-                time.sleep(POLL_SECONDS)
+    with contextlib.ExitStack() as stack:
+        preparations = []
+        # in one order for all processes: two mixtures may have sources in common
+        for folder, source in sorted(sources, key=lambda each: each[0]):
+            if manifest_of(folder)["complete"]:
+                continue
+            stack.enter_context(alone(folder))
+            if not manifest_of(folder)["complete"]:
+                preparation = Preparation(folder, source)
+                stack.callback(preparation.close)
+                preparations.append(preparation)
+        if preparations:
+            pool = start_pool(data, workers or worker_count())
+            stack.callback(pool.shutdown, cancel_futures=True)
+            prepare_together(preparations, pool)
+    return [folder for folder, _ in sources]
 
 
 def prepare_together(preparations: "list[Preparation]", pool: Executor) -> None:
@@ -86,10 +84,6 @@ def prepare_together(preparations: "list[Preparation]", pool: Executor) -> None:
     try:
         for batch, encoded in encoded_in_order(pool, interleaved(preparations)):
             batch.preparation.write(batch, encoded)
-    except ConfigError:
-        for preparation in preparations:
-            preparation.keep()
-        raise
     except OSError as error:
         if error.filename is None:  # a write knows only its handle
             error.filename = str(preparations[0].folder)
@@ -188,7 +182,9 @@ class Preparation:
     def batches(self) -> Iterator[Batch]:
         """What is left to tokenize: first the text of a validation source. Each source ends with a
         batch without documents."""
-        source = SourceReader(self.data, self.files, Position(*self.manifest["position"]))
+        position = Position(*self.manifest["position"])
+        count = RowCount(*self.manifest.get("rows", ()))
+        source = SourceReader(self.data, self.files, position, count)
         if self.validation and not self.manifest["validation"]:
             yield from self._batches(
                 SourceReader(self.validation, self.manifest["validation_files"])
@@ -211,9 +207,12 @@ class Preparation:
                     size = 0
                 batch.documents.append(document)
                 batch.position = source.position
+                batch.count = source.count
+                batch.count_before_file = source.count_before_file
                 size += len(document)
         except (ConfigError, OSError) as error:
             last.problem = error
+        last.count = source.count
         if batch.documents:
             yield batch
         yield last
@@ -232,20 +231,27 @@ class Preparation:
         is_last = not batch.documents
         if self.validation and not self.manifest["validation"]:
             self._append(encoded, is_validation=True)
+            self._count(batch.count, "validation_rows")
             if is_last:
                 self._end_validation()
             return
         file, row = self.manifest["position"]
         if not row or batch.position.file != file:
+            self._count(batch.count_before_file, "rows")
             self.writer.begin_file(batch.position.file)
         self._append(encoded, is_validation=False)
         self.manifest["position"] = batch.position
+        self._count(batch.count, "rows")
         if is_last or self.is_full():
             self._complete()
         elif self.writer.is_due or time.monotonic() > self.next_record:
             self.writer.record()
             self.next_record = time.monotonic() + RECORD_SECONDS
         self._log()
+
+    def _count(self, count: RowCount, key: str) -> None:
+        if key in self.manifest:  # data.bad_rows = "skip"
+            self.manifest[key] = count
 
     def _append(self, encoded: Encoded, is_validation: bool) -> None:
         """is_validation: of the text of data.validation."""
@@ -281,6 +287,11 @@ class Preparation:
             f"prepared {self.folder}: {tokens['train']:,} tokens to train on, "
             f"{tokens['heldout']:,} for validation"
         )
+        for key in ("rows", "validation_rows"):
+            count = RowCount(*self.manifest.get(key, ()))
+            if count.wrong:
+                share = f"{count.wrong:,} of {count.read:,} {key}, {count.wrong / count.read:.3%}"
+                print_error(f"{self.folder}: left out {share}, were wrong")
 
     def _log(self) -> None:
         if time.monotonic() > self.next_line:
@@ -289,11 +300,6 @@ class Preparation:
             file = self.manifest["position"][0] + 1
             progress = f"{tokens:,} tokens prepared, file {file} of {len(self.files)}"
             print_error(f"{self.data.source}: {progress}")
-
-    def keep(self) -> None:
-        """Records what came before a wrong row, if there is text to train on."""
-        if self.manifest["documents"]["train"]:
-            self.writer.record()
 
     def close(self) -> None:
         self.writer.close()

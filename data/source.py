@@ -4,12 +4,13 @@ import collections
 import errno
 import glob
 import io
-import json
+import itertools
 import os
 import pathlib
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import IO, Any, NamedTuple
 
 import config
@@ -20,21 +21,23 @@ from data.order import name_hash
 from data.row_format import row_format
 from data.rows import READERS, is_plain_text, is_readable, read_rows
 from system.files import TRANSIENT_ERRORS
+from system.processes import warn_once
 
 HUB = "hf://"
 CONVERTED = "refs/convert/parquet"  # the hub's own copy of a dataset of other files
 HUB_SECONDS = 10.0  # until the hub has to answer
 DATASET_ID = re.compile(r"(?P<repo>[\w-][\w.-]*(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?")
-# files that datasets.save_to_disk() writes
-SAVED_STATE = "state.json"
-SAVED_SPLITS = "dataset_dict.json"
 # other suffixes of files: what ends with one is not the id of a dataset
-OTHER_SUFFIXES = (".csv", ".tsv", ".gz", ".zst", ".zip", ".xz", ".md")
-# of a folder these are not read: caches of `datasets`, scripts that load the data
-NOT_IN_FOLDERS = (".arrow", ".py")
+OTHER_SUFFIXES = (".gz", ".zst", ".zip", ".xz")
+# of a folder these are not read: scripts that load the data, caches of `datasets`, and what its
+# save_to_disk() writes next to rows
+NOT_IN_FOLDERS = re.compile(r".*\.py|cache-.*\.arrow|(state|dataset_info|dataset_dict)\.json")
+README = re.compile(r"readme\..*", re.IGNORECASE)
 # in a file's name, between other than letters: which split it is
 TRAIN_WORDS = {"train", "training"}
 OTHER_SPLITS = {"val", "valid", "validation", "dev", "eval", "evaluation", "test", "testing"}
+COUNTED_ROWS = 1000  # before a share of wrong rows is one
+LOGGED_ROWS = 10  # of the wrong ones
 
 
 class SourceFile(NamedTuple):
@@ -52,49 +55,105 @@ class Position(NamedTuple):
     row: int = 0  # the last that was read
 
 
+class RowCount(NamedTuple):
+    """With data.bad_rows = "skip" a manifest stores it as a list of these fields in this order."""
+
+    read: int = 0
+    wrong: int = 0
+
+    def require_few(self, source: str) -> None:
+        """Raises ConfigError if more than one row in a hundred is wrong."""
+        if 100 * self.wrong > self.read:
+            raise ConfigError(
+                f"[data] source = {source}: {self.wrong:,} of the first {self.read:,} rows are "
+                'wrong; data.bad_rows = "skip" leaves out at most one in a hundred'
+            )
+
+
 class SourceReader:
-    """The documents of a source, from a position on. After each, `position` is its own."""
+    """The documents of a source, from a position on. After each, `position` is its own, `count` that
+    of the rows so far, and `count_before_file` without those of its file."""
 
     def __init__(
-        self, data: config.Data, files: list[SourceFile], position: Position | None = None
+        self,
+        data: config.Data,
+        files: list[SourceFile],
+        position: Position | None = None,
+        count: RowCount | None = None,
     ):
         self.data = data
         self.files = files
         self.position = position or Position()
+        self.count = count or RowCount()
+        self.count_before_file = self.count
         self.format = row_format(data)
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the documents that aren't empty. Raises ConfigError, which names file and row, and
-        OSError if a retry may help."""
-        for where, row in self.rows(self.format.columns):
-            try:
-                document = self.format.document(where, row)
-            except ConfigError as error:
-                raise ConfigError(f"{where}: {error}") from None
-            if document:
-                yield document
+        """Yields the documents that aren't empty. Raises as read()."""
+        return filter(None, self.read(self.format.columns, self.format.document))
 
-    def rows(self, columns: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields (where the row stands, the row). columns: those that are read; empty: all. Raises
-        ConfigError and OSError."""
+    def read(self, columns: tuple[str, ...], parse: Callable[[str, dict], Any]) -> Iterator[Any]:
+        """Yields parse(where the row stands, the row) of each row. parse() raises ConfigError if
+        the row is wrong: data.bad_rows says what to do then. columns: those that are read; empty:
+        all. Raises ConfigError, which names file and row, and OSError if a retry may help."""
+        rows = self._parsed(columns, parse)
+        for where, row in rows:
+            is_wrong = isinstance(row, ConfigError)
+            self.count = RowCount(self.count.read + 1, self.count.wrong + is_wrong)
+            if not is_wrong:
+                yield row
+                continue
+            if self.data.bad_rows == "refuse":
+                raise refusal(f"{where}: {row}", rows)
+            if self.count.wrong <= LOGGED_ROWS:
+                warn_once(f"{where}: {row}; left out, as data.bad_rows says")
+            if self.count.read >= COUNTED_ROWS:
+                self.count.require_few(self.data.source)
+        self.count.require_few(self.data.source)
+
+    def _parsed(
+        self, columns: tuple[str, ...], parse: Callable[[str, dict], Any]
+    ) -> Iterator[tuple[str, Any]]:
+        """Yields (where the row stands, what read() yields), or a ConfigError for a wrong row."""
+        for where, row in self._rows(columns):
+            if not isinstance(row, dict | ConfigError):
+                row = ConfigError(f"is no object, but of type {type(row).__name__}")
+            try:
+                parsed = row if isinstance(row, ConfigError) else parse(where, row)
+            except ConfigError as error:
+                parsed = error
+            yield where, parsed
+
+    def _rows(self, columns: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+        """Yields (where the row stands, the row) as the readers of data/rows.py do."""
         for number in range(self.position.file, len(self.files)):
             path = self.files[number].path
             skip = self.position.row if number == self.position.file else 0
             row_number = skip
+            self.count_before_file = self.count
             try:
                 with open_file(path) as file:
                     for row_number, row in read_rows(file, path, columns, skip):
-                        if is_plain_text(path):
+                        if is_plain_text(path) and isinstance(row, str):
                             row = {self.data.text_field: row}
-                        if not isinstance(row, dict):
-                            kind = type(row).__name__
-                            raise ConfigError(f"row {row_number}: is no object, but of type {kind}")
                         self.position = Position(number, row_number)
                         yield f"{path}: row {row_number}", row
             except ConfigError as error:
                 raise ConfigError(f"{path}: {error}") from None
             except Exception as error:
                 raise unreadable(path, error, f"rows from {row_number + 1} on: ") from None
+
+
+def refusal(problem: str, following: Iterator[tuple[str, Any]]) -> ConfigError:
+    """The error of the first wrong row. following: the rows after it."""
+    count = RowCount(1, 1)
+    with suppress(ConfigError, OSError):
+        for _, row in itertools.islice(following, COUNTED_ROWS - 1):
+            count = RowCount(count.read + 1, count.wrong + isinstance(row, ConfigError))
+    return ConfigError(
+        f"{problem}; {count.wrong:,} of {count.read:,} rows from there on are wrong: mend them, or "
+        "leave them out, if they are at most one in a hundred: --data.bad_rows=skip"
+    )
 
 
 def open_file(path: str) -> IO[bytes]:
@@ -137,7 +196,7 @@ def list_files(
     mixed as it is read. revision: None for the newest commit. Raises ConfigError, and OSError if a
     retry may help.
     """
-    paths = local_paths(data.source, data.split)
+    paths = local_paths(data.source)
     if paths is None:
         return hub_files(data, revision)
     for path in paths:
@@ -147,10 +206,10 @@ def list_files(
                 'data.format = "tokens"'
             )
     if not paths:
-        raise ConfigError(
-            f"[data] source = {data.source}: no such file (or folder, or pattern) of "
-            f"{', '.join(READERS)}"
-        )
+        problem = "no such file (or folder, or pattern) of"
+        if os.path.isdir(data.source):
+            problem = f"holds {endings_in(data.source)}, and no file to read: none of"
+        raise ConfigError(f"[data] source = {data.source}: {problem} {', '.join(READERS)}")
     files = []
     for path in paths:
         try:
@@ -162,14 +221,13 @@ def list_files(
     return sorted(files, key=lambda file: name_hash(os.path.relpath(file.path, root))), None
 
 
-def local_paths(source: str, split: str | None) -> list[str] | None:
-    """The files of a local source, by name; None for the id of a Hugging Face dataset. split: of a
-    folder that datasets.save_to_disk() wrote with several. Raises ConfigError, and OSError if a
-    retry may help."""
+def local_paths(source: str) -> list[str] | None:
+    """The files of a local source, by name; None for the id of a Hugging Face dataset. Raises
+    ConfigError."""
     if source == STDLIB:
         return stdlib_files()
     if os.path.isdir(source):
-        return folder_files(pathlib.Path(source), split)
+        return folder_files(pathlib.Path(source))
     if os.path.exists(source):
         return [source]
     is_file_name = is_readable(source) or source.endswith(OTHER_SUFFIXES)
@@ -178,36 +236,27 @@ def local_paths(source: str, split: str | None) -> list[str] | None:
     return sorted(path for path in glob.glob(source, recursive=True) if not os.path.isdir(path))
 
 
-def folder_files(folder: pathlib.Path, split: str | None) -> list[str]:
-    """As local_paths()."""
-    if has_splits(folder):
-        splits = saved(folder / SAVED_SPLITS, "splits")
-        if split not in splits:
-            raise ConfigError(f"[data] split = {split}: {folder} has {', '.join(map(str, splits))}")
-        folder = folder / str(split)
-    if (folder / SAVED_STATE).exists():
-        return [
-            str(folder / file["filename"]) for file in saved(folder / SAVED_STATE, "_data_files")
-        ]
+def folder_files(folder: pathlib.Path) -> list[str]:
+    """The files in a folder that are rows or texts: next to rows no README is a text. Raises
+    ConfigError."""
     paths = []
     for path in sorted(map(str, folder.glob("[!.]*"))):  # no hidden ones: macOS's ._a.jsonl
-        if is_readable(path) and not path.endswith(NOT_IN_FOLDERS) and not os.path.isdir(path):
+        is_excluded = NOT_IN_FOLDERS.fullmatch(os.path.basename(path)) or os.path.isdir(path)
+        if is_readable(path) and not is_excluded:
             paths.append(path)
+    if not all(map(is_plain_text, paths)):
+        paths = [path for path in paths if not README.fullmatch(os.path.basename(path))]
     refuse_splits(folder, paths)
     return paths
 
 
-def has_splits(source: str | pathlib.Path) -> bool:
-    """Whether a source is a folder that datasets.save_to_disk() wrote with several splits."""
-    return os.path.exists(os.path.join(source, SAVED_SPLITS))
-
-
-def saved(path: pathlib.Path, key: str) -> list[Any]:
-    """An entry of what datasets.save_to_disk() wrote next to rows."""
-    try:
-        return json.loads(path.read_bytes())[key]
-    except Exception as error:
-        raise unreadable(str(path), error) from None
+def endings_in(folder: str) -> str:
+    """What a folder holds, by the most frequent endings, for a message."""
+    endings = collections.Counter()
+    for path in sorted(pathlib.Path(folder).glob("[!.]*")):
+        endings["folders" if path.is_dir() else path.suffix or "files without an ending"] += 1
+    counts = [f"{ending} ({count})" for ending, count in endings.most_common(3)]
+    return ", ".join(counts) or "nothing"
 
 
 def refuse_splits(folder: pathlib.Path, paths: list[str]) -> None:

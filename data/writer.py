@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 
 from config import ConfigError
-from data.folder import MANIFEST, manifest_of, write_manifest
+from data.folder import MANIFEST, beside, manifest_of, write_manifest
 from data.order import HELD_OUT_OF, border_of, last_hundredth
 from data.tokens import damaged
 from system import files
@@ -28,7 +28,7 @@ END_BYTES = 8
 BUFFER_BYTES = 1 << 20
 HASH_BYTES = 1 << 24  # read at a time
 # keys of the manifest that return to their values at "file_start" when a file is read again
-RESUMED = ("position", "tokens", "documents", "left_out")
+RESUMED = ("position", "tokens", "documents", "left_out", "rows")
 
 
 class TokenWriter:
@@ -78,7 +78,7 @@ class TokenWriter:
     def begin_file(self, number: int) -> None:
         """Before the documents of a file: read_again() returns here. number: of the file."""
         self.manifest["position"] = [number, 0]
-        start = {key: self.manifest[key] for key in RESUMED}
+        start = {key: self.manifest[key] for key in RESUMED if key in self.manifest}
         self.manifest["file_start"] = copy.deepcopy(start)
 
     def append(self, split: str, ids: bytes) -> None:
@@ -101,7 +101,7 @@ class TokenWriter:
     def _other_text(self) -> ConfigError:
         return ConfigError(
             f"{self.changed_path}: has other text than when {self.folder} was prepared from it: "
-            "restore it, or delete the folder to prepare all anew"
+            f"restore it, or prepare it anew next to that folder: {beside(self.folder)}"
         )
 
     def _hash(self, ids: bytes) -> None:
@@ -198,23 +198,14 @@ def check_hashes(folder: pathlib.Path) -> None:
     """Raises ConfigError if a complete folder's token files are not as they were written."""
     manifest = manifest_of(folder)
     width = WIDTH[manifest["dtype"]]
-    tokens = manifest["tokens"]["train"]
-    ranges = []  # (token file, what of it, first token, one past the last, SHA-256)
+    ranges = [manifest["validation"]]
     for number, sha256 in enumerate(manifest["segments"]):
-        first = border_of(number - 1)
-        end = min(tokens, border_of(number))
-        ranges.append(("train", f"segment {number}", first, end, sha256))
-    split, first, end, sha256 = manifest["validation"]
-    ranges.append((split, "the validation text", first, end, sha256))
-    for split, name, first, end, sha256 in ranges:
+        end = min(manifest["tokens"]["train"], border_of(number))
+        ranges.append(["train", border_of(number - 1), end, sha256])
+    for split, first, end, sha256 in ranges:
         path = folder / f"{split}.bin"
         digest = hashlib.sha256()
-        try:
-            with path.open("rb") as file:
-                hash_range(digest, file, first * width, end * width)
-        except FileNotFoundError:
-            raise damaged(path, "is missing") from None
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            hash_range(digest, file, first * width, end * width)
         if digest.hexdigest() != sha256:
-            raise damaged(
-                path, f"{name} (tokens {first} to {end}) was changed since it was written"
-            )
+            raise damaged(path, f"tokens {first} to {end} were changed since they were written")

@@ -27,7 +27,6 @@ if __name__ == "__main__":
 import contextlib
 import functools
 import pathlib
-import shlex
 import shutil
 import subprocess
 import time
@@ -49,7 +48,9 @@ from system.processes import die_with_parent, print_error, print_line
 
 WATCH_SECONDS = 0.5  # between looks at the process that prepares text
 # torch's reader of NCCL's flight recorder: it says which collective which ranks have not begun
-READER = "./run_train.sh -m torch.distributed.flight_recorder.fr_trace --prefix nccl-rank-"
+READER = config.command(
+    "-m", "torch.distributed.flight_recorder.fr_trace", "--prefix", "nccl-rank-"
+)
 
 
 def launch(argv: list[str]) -> int:
@@ -98,7 +99,7 @@ def check_prepared(data: config.Data, vocab_size: int, job: str, words: list[str
     """Raises ConfigError if a SLURM job would have to prepare its data first: its GPUs would idle
     meanwhile. job: its id. words: the command line."""
     if job and not trains_meanwhile(data) and not is_prepared(data, vocab_size):
-        command = shlex.join(["./run_train.sh", "-m", "data.prepare", *words])
+        command = config.command("-m", "data.prepare", *words)
         raise ConfigError(
             f"its data is not prepared, and none is inside a job; run {command} on the login node"
         )

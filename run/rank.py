@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import pathlib
-import shlex
 import socket
 import sys
 import traceback
@@ -140,14 +139,18 @@ def shared_options(cfg: Config, device: torch.device) -> dict[str, Any]:
 
 def resolve_param_dtype(cfg: Config, world: World) -> Config:
     """The configuration with param_dtype = "auto" resolved: to what the run's checkpoint was
-    trained with, or without one to bfloat16 if every rank's device supports it natively, since
-    emulated bfloat16 is slower than float32."""
-    if cfg.parallel.param_dtype != "auto":
-        return cfg
-    dtype = on_rank_zero(lambda: saved_param_dtype(catalog.root_of(cfg), cfg.checkpoint))
-    if dtype is None:
-        is_native = all(all_gather_objects(has_native_bfloat16(world.device)))
-        dtype = "bfloat16" if is_native else "float32"
+    trained with, or without one to bfloat16 if every rank's device supports it natively. Prints a
+    line where bfloat16 is emulated, which is slower than float32."""
+    dtype = cfg.parallel.param_dtype
+    is_native = all(all_gather_objects(has_native_bfloat16(world.device)))
+    if dtype == "auto":
+        saved = on_rank_zero(lambda: saved_param_dtype(catalog.root_of(cfg), cfg.checkpoint))
+        dtype = saved or ("bfloat16" if is_native else "float32")
+    if dtype == "bfloat16" and not is_native and world.rank == 0:
+        print_error(
+            '[parallel] param_dtype = "bfloat16": emulated, since not every rank\'s device has units '
+            "for it; this is many times slower than --parallel.param_dtype=float32"
+        )
     return replace(cfg, parallel=replace(cfg.parallel, param_dtype=dtype))
 
 
@@ -231,12 +234,11 @@ def how_to_plan(run: Run | None) -> str:
     """The command that says what would fit."""
     if not run:
         return ""
-    words = ["./run_train.sh", *config.words_without("--eval-only"), "--dry-run"]
-    words.append(f"--world-size={run.world.size}")
+    words = [*config.words_without("--eval-only"), "--dry-run", f"--world-size={run.world.size}"]
     if run.world.device.type == "cuda":
         _, total = torch.cuda.mem_get_info()
         words.append(f"--gpu-memory-gib={total / 2**30:.0f}")
-    return f"\nwhat would fit: {shlex.join(words)}"
+    return f"\nwhat would fit: {config.command(*words)}"
 
 
 def exit_immediately(code: int) -> NoReturn:

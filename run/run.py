@@ -76,7 +76,7 @@ class Run:
         self.loader: Any = None  # a Loader, from wait_for_text() on
         self.next_step = 0  # whose batch the ranks agree on
         self.awaited: PreparedSource | None = None  # the source whose text this rank lacks for it
-        self.failure: Exception | None = None  # why this rank cannot read its next batch
+        self.failure: Exception | None = None  # why this rank cannot continue
 
     @property
     def stops(self) -> bool:
@@ -130,7 +130,7 @@ class Run:
         if self.cfg.log.tracker and not self.launch:
             yield (
                 f"log.tracker = {self.cfg.log.tracker}: without the launcher no row is sent; to send "
-                f"them: ./run_train.sh -m follow {self.folder}"
+                f"them: {config.command('-m', 'follow', self.folder)}"
             )
 
     @contextlib.contextmanager
@@ -165,7 +165,7 @@ class Run:
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """Yields each step to train, up to `last` or until all ranks agree to stop. Collective. If
-        a rank cannot read its next batch, raises why after the step before was saved."""
+        a rank cannot continue, raises why after the step before was saved."""
         traced = contextlib.nullcontext
         if self.cfg.profile:
             from extras.profiler.profiler import Profiler
@@ -195,14 +195,30 @@ class Run:
         """Starts an all-reduce, with whether what is read next is prepared."""
         self.next_step = next_step
         try:
+            if self.claim:
+                self._check_folder()
             evaluates = config.evaluation_is_due(self.cfg, next_step - 1)
             self.awaited = self.loader.missing(next_step, evaluates)
         except (ConfigError, OSError) as error:
             self._stop_by(error)
         self.agreement.begin(waits=self.awaited is not None)
 
+    def _check_folder(self) -> None:
+        """Raises OSError if the rows are written to a file that was deleted or moved: nobody would
+        read them, nor the logs. A disk that fails for a moment is no proof of that."""
+        path = self.folder / "metrics.jsonl"
+        try:
+            path.stat()
+        except FileNotFoundError:
+            problem = "was deleted or moved, and with it the rows so far; the run ends"
+            if self.cfg.checkpoint:
+                problem += ", and saves first: the same command resumes"
+            raise OSError(errno.ENOENT, problem, str(path)) from None
+        except OSError:
+            pass
+
     def _stop_by(self, error: Exception) -> None:
-        """Stops all ranks because this one cannot read its next batch."""
+        """Stops all ranks because this one cannot continue."""
         self.failure = error
         self.agreement.note(signal.SIGTERM, None)
 

@@ -95,7 +95,9 @@ class Watchdog:
         still end within the phase's timeout."""
         self._write_line(exit_code=exit_code, final=final)
         try:
-            return self.file is not None and os.write(self.file, text.encode()) > 0
+            # of a file that was deleted the launcher reads nothing
+            is_linked = self.file is not None and os.fstat(self.file).st_nlink > 0
+            return is_linked and os.write(self.file, text.encode()) > 0
         except OSError:
             return False
 

@@ -65,7 +65,7 @@ def process_name() -> str:
     return f"{platform.node()}-{os.getpid()}"
 
 
-def listen(handler: Callable) -> None:
+def listen(handler: Callable | signal.Handlers) -> None:
     """Installs the handler of all signals that ask to stop, and unblocks them."""
     for number in SIGNALS:
         # under nohup it is ignored, and stays so

@@ -2,11 +2,9 @@
 
 import contextlib
 import functools
-import gc
-import hashlib
 import math
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch._inductor import metrics
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,6 +33,8 @@ from run.run import Run
 from run.watchdog import Watchdog
 from tests import forks
 from tests.conftest import compiled_by, make_config, rows
+from tests.conftest import full as whole
+from tests.conftest import hashes as digests  # noqa: F401
 
 
 def process_group():
@@ -127,20 +126,6 @@ def run_training(cfg: config.Config, world: World) -> None:
         run.claim.release()  # the next run of this process may have the same folder
 
 
-def modes_of(sections: dict, output: str) -> set[tuple[bool, bool]]:
-    """(is the model in training mode, are gradients recorded) of every forward pass of a run."""
-    found, forward = set(), Llama.forward
-
-    def noting(model: Llama, *arguments, **keywords):
-        found.add((model.training, torch.is_grad_enabled()))
-        return forward(model, *arguments, **keywords)
-
-    cfg = make_config(**sections, run={"name": "modes", "output_dir": output})
-    with process_group() as world, mock.patch.object(Llama, "forward", noting):
-        run_training(cfg, world_for(cfg, world))
-    return found
-
-
 def save(
     cfg: config.Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int
 ) -> None:
@@ -164,27 +149,6 @@ def build(cfg: config.Config, world: World, weights: Any = None) -> Llama:
     parallelize(model, cfg, world)
     materialize(model, cfg.run.seed, world.device, weights and weights.read_into)
     return model
-
-
-@contextlib.contextmanager
-def recorded(events: list[tuple[str, str]], names: Callable[[FSDPParamGroup], str]):
-    """Writes down each all-gather as it is issued, and the end of each unit's backward."""
-    original, post_backward = FSDPParamGroup.unshard, FSDPParamGroup.post_backward
-
-    def unshard(group, async_op=False):
-        before = group._all_gather_result is None and not group.is_unsharded
-        original(group, async_op)
-        if before and group._all_gather_result is not None:
-            events.append(("gather", names(group)))
-
-    def after(group, *unused):
-        if names(group) not in [name for what, name in events if what == "backward"]:
-            events.append(("backward", names(group)))
-        return post_backward(group, *unused)
-
-    FSDPParamGroup.unshard, FSDPParamGroup.post_backward = unshard, after
-    yield
-    FSDPParamGroup.unshard, FSDPParamGroup.post_backward = original, post_backward
 
 
 def over_meshes(
@@ -216,10 +180,6 @@ def over_meshes(
         )
         model.append(full[-1].clone())
         yield name, model
-
-
-def whole(t: torch.Tensor) -> torch.Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def gradient_norms() -> dict[str, tuple[float, float, float, float]]:
@@ -277,13 +237,6 @@ def bfloat16_updates() -> dict[str, list[str]]:
                 key for key, t in trained(model).items() if not torch.equal(t, expected[key])
             ]
     return found
-
-
-def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-    return {
-        name: hashlib.sha256(t.detach().numpy().tobytes()).hexdigest() for name, t in full.items()
-    }
 
 
 class Collectives(TorchDispatchMode):
@@ -427,17 +380,6 @@ def train_to(steps: int, sections: dict, output: str) -> list[dict]:
         return rows(config.run_folder(cfg)) if world.rank == 0 else []
 
 
-def train_files(path: str, overrides: list[list[str]]) -> list[int]:
-    """Trains a configuration with each list of overrides; the last step of each."""
-    found = []
-    with process_group() as world:
-        for arguments in overrides:
-            cfg = config.load(path, arguments)
-            run_training(cfg, world_for(cfg, world))
-            found.append(rows(config.run_folder(cfg))[-1]["step"] if world.rank == 0 else 0)
-    return found
-
-
 class HostReads(TorchDispatchMode):
     """Notes each read of a tensor's value by the host, but for those of a tensor that is the host's own."""
 
@@ -506,45 +448,6 @@ def train_with_units(steps: int, sections: dict, output: str, units: list[bool])
             cfg = resolve_param_dtype(cfg, world)
             evaluate_newest(cfg, world, Run(cfg, world, Watchdog(world.rank, None), None))
     return " and ".join(computed)
-
-
-def generated(
-    cases: list[dict], prompts: list[list[int]], count: int
-) -> list[tuple[list, list, list, list]]:
-    """Of each case, what this rank generates, greedy and sampled, with the spread model and with a plain one of the
-    same weights."""
-    from generate import generate
-
-    found = []
-    with process_group() as world, torch.compiler.set_stance("force_eager"):
-
-        def by(which: torch.nn.Module, temperature: float) -> list:
-            return [
-                list(generate(which, prompt, count, 24, world.device, temperature, seed=3))
-                for prompt in prompts
-            ]
-
-        for sections in cases:
-            cfg = make_config(**sections)
-            model = build(cfg, world_for(cfg, world))
-            plain = Llama(cfg.model)
-            # tied, it has one name of two
-            plain.load_state_dict(
-                {name: q.full_tensor() for name, q in named_parameters(model)},
-                strict=not cfg.model.tie_embeddings,
-            )
-            found.append((by(model, 0.0), by(model, 0.9), by(plain, 0.0), by(plain, 0.9)))
-            reshard(model)
-            del model
-    return found
-
-
-def storages() -> dict[int, torch.UntypedStorage]:
-    """Every storage that a Python object holds, by what stays the same where FSDP2 resizes it."""
-    gc.collect()
-    # no compiler's fakes
-    tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
-    return {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
 
 
 def same_batch(

@@ -3,7 +3,7 @@
 # On another torch, in an environment of its own:   PYTHON=ENV/bin/python ./tests/run.sh [pytest arguments]
 #   made by: ENV/bin/pip install -r <(sed 's/^torch==.*/torch==2.11.0/' requirements.txt) -r tests/requirements.txt
 # Only the linter, the formatter and the type checker:   ./tests/run.sh --lint
-# The tests that notice most for their time, in about a minute:   ./tests/run.sh --quick
+# The tests that notice most for their time:   ./tests/run.sh --quick
 # The code for GPUs on a CUDA without one, in an environment of its own:   ./tests/run.sh --fake-cuda [pytest arguments]
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.." # -P: as --setup prints it, where a link leads here

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.conftest import REPO, copy_tracked, launch, rows
+from tests.conftest import REPO, copy_tracked, rows
 from tests.test_repo import BLOCK, commands, run_in
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
@@ -57,25 +57,14 @@ def fork(tmp_path_factory, small):
     return copy
 
 
-def test_worked_change_trains_the_same_on_two_ranks(fork):
-    on_one = [row["loss"] for row in rows(fork / "outputs/relu2")]
-    on_two = [row["loss"] for row in rows(fork / "outputs/relu2-on-two")]
-    assert len(on_one) > 2 and on_two == pytest.approx(on_one, rel=1e-5)
-
-
-def test_worked_change_changes_losses_only_while_it_is_on(fork, write_config, tmp_path):
-    losses = {}
-    for name, repo, *options in (
-        ("original", REPO),
-        ("off", fork),
-        ("on", fork, "--model.activation=relu2"),
-    ):
-        done = launch(write_config(name), *options, repo=repo)
-        assert done.returncode == 0, done.stderr
-        losses[name] = [row["loss"] for row in rows(tmp_path / "outputs" / name)]
-    assert losses["off"] == losses["original"]
+def test_worked_change_trains_the_same_on_two_ranks_and_other_than_without_it(fork, small):
+    command = "./run_train.sh configs/tiny.toml --run.name=silu --train.steps=20"
+    assert run_in(fork, command + small).returncode == 0
+    names = ("relu2", "relu2-on-two", "silu")
+    on, on_two, off = ([row["loss"] for row in rows(fork / "outputs" / name)] for name in names)
+    assert len(on) > 2 and on_two == pytest.approx(on, rel=1e-5)
     # fresh blocks add little to the residual stream, so not at first
-    assert abs(losses["on"][-1] - losses["off"][-1]) > 2e-4 * losses["off"][-1]
+    assert abs(on[-1] - off[-1]) > 2e-4 * off[-1]
 
 
 @pytest.mark.parametrize("command, words", list(zip(REFUSED, WORDS, strict=True)))

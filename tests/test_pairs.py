@@ -6,9 +6,9 @@ in the first 24, which need no extra. Paths that begin with @ are below folder()
 """
 
 import functools
+import itertools
 import json
 import pathlib
-import random
 import shutil
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,11 +16,11 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 import config
 from data.prepare import prepare
-from model.build import meta_model
 from tests import cases, plain
 from tests.conftest import REPO, lacks, make_config, rows, words
 from tests.conftest import saved_tensors as weights
@@ -32,8 +32,22 @@ STEPS = 4
 FIRST_LEG = 2  # steps before a run with [checkpoint] is started again
 # What a run that is allowed to goes on with.
 CHANGED = {"train.seq_len": 16, "train.global_batch_size": 4}
+# Documents by file, of numbers that nothing divides.
+TEXTS = {"a.jsonl": 211, "b.json": 97, "more-0.jsonl": 53, "more-1.jsonl": 71, "more-2.jsonl": 43}
 ROWS = (REPO / "tests/pairs.jsonl").read_text().splitlines()
-BASE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 128, "head_dim": 16}
+BASE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 128,
+    "head_dim": 16,
+    "vocab_size": 320,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000.0,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+}
 
 
 # What the rows read
@@ -42,111 +56,54 @@ BASE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 128,
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, prepared) -> pathlib.Path:
     """Of texts, bases, adapters, prepared data and runs."""
-    found = tmp_path_factory.mktemp("pairs")
-    write_texts(found)
-    (found / "tokenizer").mkdir()
+    folder = tmp_path_factory.mktemp("pairs")
+    for name, count in TEXTS.items():
+        write_texts(folder / name, count)
+    (folder / "tokenizer").mkdir()
     for copy in ("tokenizer.model", "tokenizer/tokenizer.model"):
-        shutil.copy(prepared / "tokenizer.model", found / copy)
-    if config.has_extra("huggingface"):
-        write_base(found / "llama", "llama", {})
-        write_base(found / "qwen3", "qwen3", {"tie_word_embeddings": True})
-    if config.has_extra("huggingface") and config.has_extra("lora"):
-        write_adapter(found / "adapter", 4, 6, config.PROJECTIONS)
-        write_adapter(found / "few", 5, 5, ("o_proj", "up_proj"))
-    return found
+        shutil.copy(prepared / "tokenizer.model", folder / copy)
+    write_base(folder / "llama", LlamaConfig(**BASE))
+    write_base(folder / "qwen3", Qwen3Config(**BASE, tie_word_embeddings=True))
+    write_adapter(folder / "adapter", folder / "llama", 4, 6, [*config.PROJECTIONS])
+    write_adapter(folder / "few", folder / "llama", 5, 5, ["o_proj", "up_proj"])
+    return folder
 
 
-def write_texts(folder: pathlib.Path) -> None:
-    """Texts, one twice, of sizes that nothing divides, and a quarter of them held out, so that an evaluation has
-    several batches."""
-    texts = random.Random(0)
+def write_texts(path: pathlib.Path, count: int) -> None:
+    """Texts, one twice, of which a quarter is held out, so that an evaluation has several batches."""
+    seeds = itertools.count()
 
-    def text(size: int, end: str, held_out: bool) -> str:
-        """Random words of which the hash decides so."""
-        while True:
-            found = words(texts.randrange(10**9), size) + end
-            if plain.is_held_out(found) == held_out:
-                return found
+    def text(size: int, is_held_out: bool, end: str = "") -> str:
+        texts = (words(seed, size) + end for seed in seeds)
+        return next(text for text in texts if plain.is_held_out(text) == is_held_out)
 
-    def rows(count: int) -> list[dict]:
-        found = []
-        for i in range(count):
-            held_out = i % 4 == 1
-            found.append(
-                {
-                    "text": text(texts.choice([2, 5, 11, 29]), "", held_out),
-                    "body": text(7, " é", held_out),
-                    "title": text(5, "", held_out),
-                }
-            )
-        return [*found, found[0]]
-
-    def write(name: str, its_rows: list[dict]) -> None:
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in its_rows]
-        (folder / name).write_text("".join(lines))
-
-    write("a.jsonl", rows(211))
-    write("b.json", rows(97))
-    for number, size in enumerate((53, 71, 43)):
-        write(f"more-{number}.jsonl", rows(size))
+    rows = []
+    for i in range(count):
+        held_out = i % 4 == 1
+        row = {"text": text((2, 5, 11, 7, 29)[i % 5], held_out)}
+        rows.append({**row, "body": text(7, held_out, " é"), "title": text(5, held_out)})
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in [*rows, rows[0]]]
+    path.write_text("".join(lines))
 
 
-def write_base(folder: pathlib.Path, kind: str, more: dict) -> None:
+def write_base(folder: pathlib.Path, settings: PretrainedConfig) -> None:
     """A Hugging Face folder of random weights."""
-    m = make_config(
-        model={
-            **BASE,
-            "qk_norm": kind == "qwen3",
-            "tie_embeddings": bool(more),
-        }
-    ).model
-    folder.mkdir()
-    settings = {
-        "model_type": kind,
-        "architectures": [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind]],
-        "hidden_size": m.dim,
-        "num_hidden_layers": m.n_layers,
-        "num_attention_heads": m.n_heads,
-        "num_key_value_heads": m.n_kv_heads,
-        "intermediate_size": m.ffn_dim,
-        "head_dim": m.head_dim,
-        "vocab_size": m.vocab_size,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1000.0,
-        "hidden_act": "silu",
-        "max_position_embeddings": 64,
-        **more,
-    }
-    (folder / "config.json").write_text(json.dumps(settings))
-    weights = {}
-    for number, (name, p) in enumerate(meta_model(m).named_parameters()):
-        generator = torch.Generator().manual_seed(number)
-        weight = 0.1 * torch.randn(p.shape, generator=generator)
-        theirs = plain.name_in_folder(name)
-        weights[theirs] = weight + 1 if p.ndim == 1 else weight
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(settings)
+    for weight in model.parameters():
+        if weight.ndim == 1:
+            torch.nn.init.normal_(weight, 1.0, 0.1)
+    model.save_pretrained(folder)
 
 
-def write_adapter(folder: pathlib.Path, rank: int, alpha: float, targets: tuple[str, ...]) -> None:
+def write_adapter(
+    folder: pathlib.Path, base: pathlib.Path, rank: int, alpha: int, targets: list[str]
+) -> None:
     """PEFT's folder of random adapters, B too."""
-    folder.mkdir()
-    settings = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": alpha,
-        "target_modules": [*targets],
-        "bias": "none",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    lora = config.Lora(rank=rank, targets=targets, base_dtype="float32")
-    tensors = {}
-    for number, (name, p) in enumerate(
-        meta_model(make_config(model=BASE).model, lora).named_parameters()
-    ):
-        if "lora_" in name:
-            generator = torch.Generator().manual_seed(number)
-            tensors[plain.name_in_adapter(name)] = 0.1 * torch.randn(p.shape, generator=generator)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    torch.manual_seed(1)
+    settings = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, init_lora_weights=False)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    get_peft_model(model, settings).save_pretrained(folder)
 
 
 # The runs

@@ -54,6 +54,17 @@ def documented(tool: str) -> list[str]:
     return command.split(f"-m {tool}")[1].split()
 
 
+def test_every_block_says_what_it_is():
+    """A command that no test would run is noticed by its label."""
+    needs = "needs-(a-gpu|a-cluster|a-tracker|lm-eval)"
+    known = (
+        rf"bash (run|dry-run|fork|fork-refused|{needs})|diff fork|python (quoted \S+|fork-source|"
+        "full-state)|text output|toml table|yaml kubernetes"
+    )
+    for page, label, _ in blocks(""):
+        assert re.fullmatch(known, label), f"{page}: {label}"
+
+
 def test_quoted_code_is_that_of_the_file():
     for page, label, text in blocks("python quoted "):
         file = label.removeprefix("python quoted ")
@@ -117,8 +128,8 @@ def test_world_sizes_in_configurations_are_supported():
                 config.micro_batch_size(cfg.train, math.prod(config.mesh_shape(cfg, ranks)[:2]))
 
 
-def test_configurations_of_cluster_commands_load():
-    for command in documented_commands("bash needs-a-cluster"):
+def test_configurations_of_commands_that_are_not_run_load():
+    for command in documented_commands("bash needs-"):
         for path in re.findall(r"configs/\S+\.toml", command):
             config.load(str(REPO / path), re.findall(r"--\w+\.\w+=\S+", command))
 
@@ -155,7 +166,7 @@ def run_in(folder: pathlib.Path, command: str) -> subprocess.CompletedProcess:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         env=environment,
     )
 
@@ -166,15 +177,13 @@ def test_commands_do_not_find_the_packages_of_the_tests(tmp_path):
 
 
 def shortened(command: str) -> str:
-    """The command on less text, with fewer steps, tokens and bytes."""
-    command = re.sub(r"--mib \d+", "--mib 8", command).replace("--ranks 1,2", "--ranks 1")
-    command = command.replace("100_000_000", "5_000_000").replace("-mb 8", "-mb 2")
+    """The command on less text, with fewer steps."""
     if command == "./tests/run.sh --quick":
         return f"{command} --collect-only"
     if command.startswith("./tests/run.sh") and "--lint" not in command:
         return f"{command} -n 0 tests/test_metrics.py -k console_line"
-    if re.search(r"run_train\.sh(( -m data.*)? (configs/tiny|outputs/mixture)\.toml|$)", command):
-        command += " --data.max_tokens=1_000_000"
+    if re.search(r"run_train\.sh(( -m data.*)? configs/tiny\.toml|$)", command):
+        command += " --data.max_tokens=300_000"
     if "run_train.sh" in command and not re.search("-m |--setup|--dry-run|--help", command):
         command += " --eval.batches=2"
         if ".toml" in command:
@@ -206,13 +215,10 @@ def test_run_blocks_run(clone):
 @needs_tools
 @needs_extra(*EXTRAS)
 def test_dry_run_blocks_print_a_plan(clone):
-    for command in documented_commands("bash dry-run"):
-        if "--dry-run" not in command:
-            command += " --dry-run --world-size 8"
-        done = run_in(clone, command.replace("--world-size 8,16,32", "--world-size 32"))
-        assert done.returncode in (0, 3) and "parameters" in done.stdout, (
-            f"{command}\n{done.stderr}"
-        )
+    for command in dict.fromkeys(documented_commands("bash dry-run")):
+        done = run_in(clone, command)
+        assert done.returncode in (0, 3), f"{command}\n{done.stderr}"
+        assert "parameters" in done.stdout
         assert not warnings_of(done), command
 
 
@@ -259,7 +265,7 @@ esac
         (tmp_path / "calls").write_text("")
         env = {"PATH": f"{python.parent}:{os.environ['PATH']}"}
         done = subprocess.run([tmp_path / "run_train.sh", "--setup"], cwd=tmp_path, env=env)
-        return done.returncode, "-m pip" in (tmp_path / "calls").read_text()
+        return done.returncode, "-m pip install" in (tmp_path / "calls").read_text()
 
     assert set_up() == (1, True)
     (tmp_path / "network").touch()
@@ -270,9 +276,3 @@ esac
     (tmp_path / ".venv.lock").unlink()
     (tmp_path / ".venv.lock").mkdir()  # cannot be opened, as in another user's repository
     assert set_up() == (0, False)
-
-
-def test_workflow_names_files_that_exist():
-    workflow = (REPO / ".github/workflows/ci.yml").read_text()
-    for path in re.findall(r"\S*tests/\S+|\./\S+|\.ci/\S+", workflow):
-        assert (REPO / path).exists() or path in ("tests/extras", "tests/tools"), path

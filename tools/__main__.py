@@ -1,7 +1,7 @@
 """Lists the tools, and starts one by its short name.
 
-python -m tools                          each name, with what it is for
-python -m tools report outputs/tiny      as ./run_train.sh -m report outputs/tiny
+./run_train.sh --help                    each name, with what it is for
+./run_train.sh -m report outputs/tiny    starts tools/report.py
 """
 
 import ast
@@ -9,6 +9,7 @@ import pathlib
 import runpy
 import sys
 
+from config import command, nearest
 from system.processes import INPUT_IS_WRONG, print_error
 
 TOOLS = pathlib.Path(__file__).parent
@@ -51,9 +52,10 @@ def main(name: str, words: list[str]) -> None:
         lacks = error.name or name
         if lacks.split(".")[0] not in ("extras", name.split(".")[0]):
             raise
-        print_error(
-            f"-m {name}: needs {lacks.replace('.', '/')}, which is not here; python -m tools"
-        )
+        problem = f"needs {lacks.replace('.', '/')}, which this copy does not have"
+        if lacks == name.split(".")[0]:
+            problem = f"no such tool{nearest(name, tools())}"
+        print_error(f"-m {name}: {problem}; {command('--help')} lists the tools")
         sys.exit(INPUT_IS_WRONG)
 
 

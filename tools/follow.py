@@ -114,8 +114,8 @@ def attempt(work: Callable[[Followed], None], run: Followed) -> None:
         run.failed.set()
         text = " ".join(str(error).split())
         print_error(
-            f"{work.__name__}: {type(error).__name__}: {text}; to try again: ./run_train.sh -m "
-            f"follow {run.folder}"
+            f"{work.__name__}: {type(error).__name__}: {text}; to try again: "
+            f"{config.command('-m', 'follow', run.folder)}"
         )
 
 
@@ -133,7 +133,7 @@ def follow(run: Followed) -> None:
     if threads[0].is_alive():
         print_error(
             f"the last rows were not taken within {CLOSE_SECONDS:g} s; to send them: "
-            f"./run_train.sh -m follow {run.folder}"
+            f"{config.command('-m', 'follow', run.folder)}"
         )
 
 
@@ -173,7 +173,7 @@ def _status_of_launch(folder: pathlib.Path, before: str, ended: threading.Event)
 
 def main(argv: list[str]) -> int:
     if len(argv) != 1 or argv[0].startswith("-"):
-        raise ConfigError("usage: ./run_train.sh -m follow RUN")
+        raise ConfigError(f"usage: {config.command('-m', 'follow', 'RUN')}")
     folder = pathlib.Path(argv[0])
     if not (folder / "metrics.jsonl").exists():
         raise ConfigError(f"{folder}: is no run with rows")

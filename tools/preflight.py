@@ -10,6 +10,7 @@ import math
 import os
 import resource
 import shutil
+import signal
 import socket
 from collections.abc import Iterator
 
@@ -17,7 +18,7 @@ import config
 from checkpoint import catalog
 from config import ConfigError
 from run.command import Ranks, first_host, rendezvous_port
-from system.processes import print_error
+from system.processes import listen, print_error
 
 GIB = 2**30
 # Open files of rank 0, of so many ranks: its store has a connection to each, and so has each of the
@@ -132,4 +133,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    listen(signal.SIG_DFL)  # run_train.sh has blocked the signals, and says that nothing began
     config.run_tool(main)

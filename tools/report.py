@@ -519,7 +519,7 @@ def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
 
 
 def command_line(purpose: str, *words: str) -> str:
-    return f"{purpose}: {shlex.join(['./run_train.sh', *words])}"
+    return f"{purpose}: {config.command(*words)}"
 
 
 def main(argv: list[str]) -> int:

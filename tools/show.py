@@ -13,6 +13,7 @@ import config
 from config import ConfigError, run_tool
 from data import formats
 from data.dataset import Dataset, open_dataset
+from data.folder import prepare_command
 from data.row_format import row_format
 from data.tokenizer import Tokenizer
 from data.tokens import Span
@@ -25,8 +26,8 @@ def samples(cfg: config.Config, step: int) -> Iterator[str]:
     source = dataset.missing(step)
     if source:
         raise ConfigError(
-            f"--step {step}: its text is not prepared yet ({source.progress()}); `python -m "
-            "data.prepare CONFIG` prepares it"
+            f"--step {step}: its text is not prepared yet ({source.progress()}); "
+            f"{prepare_command()} prepares it"
         )
     if not dataset.tokenizer_files:
         raise ConfigError("[data] tokenizer: is needed to print token files as text")

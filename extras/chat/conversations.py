@@ -22,7 +22,7 @@ from config import ConfigError
 from data.row_format import Encoded, is_held_out
 from data.tokenizer import SPACE, Tokenizer
 from data.tokenizer_json import settings_of, token_name
-from extras.chat.messages import Message, from_document, with_reasoning
+from extras.chat.messages import TOO_DEEP, Message, from_document, with_reasoning
 from extras.chat.template import (
     NONCHARACTERS,
     Marks,
@@ -65,7 +65,12 @@ class Chat:
             self.special = json_special_tokens(self.model)
         else:
             self.model = self.tokenizer.model
-            self._check_sentencepiece()
+            if self.tokenizer.space is None:
+                raise ConfigError(
+                    f"{self.tokenizer.path}: this sentencepiece model adds a space before every "
+                    "text, and does not say whether after a special token, too; name its "
+                    "tokenizer.json"
+                )
             self.special = sentencepiece_special_tokens(self.model)
             variables = sentencepiece_token_variables(self.model)
         # ids that only a name may become; any unknown text becomes UNK
@@ -88,21 +93,6 @@ class Chat:
         text = find_template(tokenizer, template)
         with bounded():
             self.template = self.sandbox.from_string(text, variables)
-
-    def _check_sentencepiece(self) -> None:
-        """Raises ConfigError for a model that cannot tokenize between special tokens, or lacks
-        offsets."""
-        if self.tokenizer.space is None:
-            raise ConfigError(
-                f"{self.tokenizer.path}: this sentencepiece model adds a space before every text, "
-                "and does not say whether after a special token, too; name its tokenizer.json"
-            )
-        if not hasattr(self.model, "encode_as_offset_mapping"):
-            raise ConfigError(
-                f"{self.tokenizer.path}: this version of sentencepiece cannot say which characters "
-                "a token stands for, as the loss mask needs; use 0.2.3 or later, or a "
-                "tokenizer.json"
-            )
 
     def encode(
         self,
@@ -180,12 +170,10 @@ class Chat:
         for messages in (turn, turn + turn):
             first_turn = [i < len(turn) for i in range(len(messages))]
             with contextlib.suppress(ConfigError):  # some end a turn in one of the two only
-                ends += self._last_special(*self.encode(messages, None, first_turn))
+                ids, has_loss = self.encode(messages, None, first_turn)
+                learned = itertools.compress(ids, has_loss)
+                ends += [token for token in learned if token in self.special.values()][-1:]
         return list(dict.fromkeys(ends))
-
-    def _last_special(self, ids: list[int], has_loss: list[bool]) -> list[int]:
-        learned = itertools.compress(ids, has_loss)
-        return [token for token in learned if token in self.special.values()][-1:]
 
     # Rendering
 
@@ -461,6 +449,8 @@ def encode_conversations(folder: pathlib.Path, documents: list[str]) -> Encoded:
             ids, has_loss = chat.encode(messages, conversation.tools, conversation.has_loss)
         except ConfigError as error:
             raise ConfigError(*(f"{where}: {problem}" for problem in error.problems)) from None
+        except RecursionError:
+            raise ConfigError(f"{where}: {TOO_DEEP}") from None
         signed = [token if learned else ~token for token, learned in zip(ids, has_loss)]
         stored = array.array("i", signed).tobytes()
         encoded.append((is_held_out(json.dumps(conversation.messages)), stored))

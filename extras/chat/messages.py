@@ -5,6 +5,7 @@ of tool calls; the tools, if any; and which messages have no loss.
 """
 
 import json
+import textwrap
 from typing import Any, NamedTuple
 
 import config
@@ -37,8 +38,7 @@ PROMPT = ("prompt",)
 COMPLETION = ("completion", "response")
 SYSTEM = ("system",)
 TOOLS = ("tools",)
-DEEPEST = 100  # objects and lists in one another: templates and the search for text recurse
-TOO_DEEP = f"is nested more than {DEEPEST} deep"
+TOO_DEEP = "is nested too deeply"
 # what others call the arguments of a call
 OTHER_ARGUMENTS = ("parameters", "args", "input")
 
@@ -72,14 +72,16 @@ def messages_columns(data: config.Data) -> tuple[str, ...]:
 def as_document(where: str, row: dict[str, Any], data: config.Data) -> str:
     """A row's conversation as a document, which from_document() reads. Raises ConfigError if it is
     none."""
-    messages, tools, has_loss = conversation_of(row, data)
-    entries: list[Any] = [where, messages]
-    if tools or not all(has_loss):
-        entries.append({"tools": tools, "has_loss": has_loss})
     try:
+        messages, tools, has_loss = conversation_of(row, data)
+        entries: list[Any] = [where, messages]
+        if tools or not all(has_loss):
+            entries.append({"tools": tools, "has_loss": has_loss})
         text = json.dumps(entries, ensure_ascii=False)
     except (TypeError, ValueError) as error:  # a date of a parquet file
         raise ConfigError(f"has what JSON cannot hold: {error}") from None
+    except RecursionError:
+        raise ConfigError(TOO_DEEP) from None
     check_text(text)
     return text
 
@@ -94,9 +96,6 @@ def from_document(document: str) -> tuple[str, Conversation]:
 
 def conversation_of(row: dict[str, Any], data: config.Data) -> Conversation:
     """The conversation of a row. Raises ConfigError."""
-    for name in columns_of(data):
-        if is_too_deep(row.get(name)):
-            raise ConfigError(f"field {name!r} {TOO_DEEP}")
     if data.row_format == "alpaca":
         messages = of_alpaca(row)
     elif data.row_format == "prompt_completion":
@@ -165,15 +164,12 @@ def of_messages(row: dict[str, Any], data: config.Data) -> list[Any]:
 
 def list_of_messages(name: str, value: Any) -> list[Any]:
     """The messages of a column: a list, or JSON of one. Raises ConfigError."""
-    needed = f"field {name!r} must be a list of messages, or JSON of one"
     if isinstance(value, list):
         return without_nulls(value)
-    if not isinstance(value, str):
-        raise ConfigError(f"{needed}, not {type(value).__name__}")
     messages = parsed(value)
     if not isinstance(messages, list):
-        lack = "is no valid JSON" if messages is None else f"is of type {type(messages).__name__}"
-        raise ConfigError(f"{needed}, but its text {lack}")
+        shown = textwrap.shorten(str(value), 60)
+        raise ConfigError(f"field {name!r} must be a list of messages, or JSON of one: {shown}")
     return messages
 
 
@@ -236,16 +232,10 @@ def tools_of(value: Any) -> list[dict] | None:
     if not value or (isinstance(value, str) and not value.strip()):
         return None
     value = parsed(value) if isinstance(value, str) else without_nulls(value)
-    if not isinstance(value, list):
+    tools = [parsed(tool) for tool in value] if isinstance(value, list) else [None]
+    if not all(isinstance(tool, dict) for tool in tools):
         raise ConfigError("field 'tools' must be a list of functions, or JSON of one")
-    tools = []
-    for tool in value:
-        if isinstance(tool, str):
-            tool = parsed(tool)
-        if not isinstance(tool, dict):
-            raise ConfigError("field 'tools' must be a list of functions, or JSON of one")
-        tools.append(as_function(tool))
-    return tools or None
+    return [as_function(tool) for tool in tools] or None
 
 
 # Messages
@@ -306,8 +296,7 @@ def joined(content: Any) -> str:
 
 def calls_of(calls: Any) -> list[dict]:
     """Tool calls whose arguments are objects, as templates expect. Raises ConfigError."""
-    if isinstance(calls, str):
-        calls = parsed(calls)
+    calls = parsed(calls)
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ConfigError("tool_calls must be a list of objects")
     return [as_call(call) for call in calls]
@@ -316,13 +305,10 @@ def calls_of(calls: Any) -> list[dict]:
 def calls_of_text(text: Any) -> list[dict]:
     """The tool calls that ShareGPT's function_call writes as JSON: one, or a list of them. Raises
     ConfigError."""
-    calls = parsed(text) if isinstance(text, str) else None
+    calls = parsed(text)
     if isinstance(calls, dict):
         calls = [calls]
-    is_valid = isinstance(calls, list) and all(
-        isinstance(call, dict) and "name" in call for call in calls
-    )
-    if not is_valid:
+    if not isinstance(calls, list):
         raise ConfigError('must be JSON of a call, {"name": ..., "arguments": ...}')
     return calls
 
@@ -339,9 +325,7 @@ def as_call(call: dict) -> dict:
     of one; without any it is empty. Raises ConfigError."""
     call = as_function(call)
     function = call.get("function")
-    if not isinstance(function, dict):
-        raise ConfigError("a tool call needs a name")
-    name = function.get("name")
+    name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name.strip():
         raise ConfigError("a tool call needs a name")
     return {**call, "function": {**function, "arguments": arguments_of(function)}}
@@ -354,10 +338,9 @@ def arguments_of(function: dict) -> dict:
         for key in OTHER_ARGUMENTS:
             if function.get(key):
                 raise ConfigError(f"a tool call has its arguments in arguments, not in {key}")
+    if given is None or (isinstance(given, str) and given.strip() in ("", "null")):
         return {}
-    arguments = given
-    if isinstance(given, str):
-        arguments = {} if given.strip() in ("", "null") else parsed(given)
+    arguments = parsed(given)
     if not isinstance(arguments, dict):
         raise ConfigError(
             f"the arguments of a tool call must be an object, or JSON of one: {given}"
@@ -389,33 +372,14 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def parsed(text: str) -> Any:
-    """The value of JSON; None if it is none. Raises ConfigError if it is nested too deeply."""
+def parsed(value: Any) -> Any:
+    """The value of JSON, None if it is not valid; what is not text as it is."""
+    if not isinstance(value, str):
+        return value
     try:
-        value = json.loads(text)
+        return json.loads(value)
     except ValueError:
         return None
-    except RecursionError:
-        raise ConfigError(f"JSON {TOO_DEEP}") from None
-    if is_too_deep(value):
-        raise ConfigError(f"JSON {TOO_DEEP}")
-    return value
-
-
-def is_too_deep(value: Any) -> bool:
-    """Whether a value is nested too deeply for functions that recurse."""
-    level = [value]
-    for _ in range(DEEPEST + 1):
-        below: list[Any] = []
-        for entry in level:
-            if isinstance(entry, dict):
-                below += entry.values()
-            elif isinstance(entry, list):
-                below += entry
-        if not below:
-            return False
-        level = below
-    return True
 
 
 def with_reasoning(message: Message) -> Message:

@@ -233,7 +233,8 @@ class Turns:
             return start + len(prompt)
         # The turn begins otherwise than the prompt: with a tool call where that has <think>, or
         # without the user's turn before it.
-        prompt = self._added(asked.text, self.render(messages, False).text) or prompt
+        unasked = self.render(messages, False).text
+        prompt = asked.text[len(common_prefix(asked.text, unasked)) :] or prompt
         shared = self._shared(prompt, between)
         if not shared:
             raise ConfigError(
@@ -262,13 +263,6 @@ class Turns:
             messages.insert(turn, self.marked.question)
         return messages
 
-    def _added(self, with_prompt: str, without: str) -> str:
-        """The prompt for the assistant, by two renderings."""
-        common = len(common_prefix(with_prompt, without))
-        if common < len(without):  # a template may end a text that has no prompt
-            common = self._last_boundary(with_prompt, 0, common)
-        return with_prompt[common:]
-
     def _shared(self, prompt: str, text: str) -> int:
         """Where in a text the longest part ends that it shares with the prompt, less a part of a
         word or special token; 0 if they share none."""
@@ -276,13 +270,9 @@ class Turns:
         in_prompt, begin, size = matcher.find_longest_match()
         end = begin + size
         if end < len(text) and in_prompt + size < len(prompt):
-            end = self._last_boundary(text, begin, end)
+            boundaries = [match.end() for match in self.boundaries.finditer(text, begin, end)]
+            end = boundaries[-1] if boundaries else begin
         return end if text[begin:end].strip() else 0
-
-    def _last_boundary(self, text: str, begin: int, end: int) -> int:
-        """Where the last special token or white space between two positions ends."""
-        boundaries = [match.end() for match in self.boundaries.finditer(text, begin, end)]
-        return boundaries[-1] if boundaries else begin
 
     def _end(self, i: int, first: int, last: int) -> int:
         """One past the special token that ends the turn: one that follows its text whether the

@@ -315,22 +315,17 @@ def scan(folder: Path) -> dict[str, StoredTensor]:
     for name in file_names:  # the first stands for all
         hub.refuse_pointer(folder / name)
     headers = together(*(partial(read_header, folder / name) for name in file_names))
+    header_of = dict(zip(file_names, headers))
     tensors = {}
-    for header in headers:
-        for tensor in header.values():
-            tensors[tensor.path, tensor.name] = tensor
-    listed = set()
-    for name, file_name in weight_map.items():
-        if not name.endswith(CONSTANT):
-            listed.add((folder / file_name, name))
     problems = []
-    for path, name in sorted(listed - tensors.keys()):
-        problems.append(f"{path}: has no {name}, which {INDEX} lists")
-    for path, name in sorted(tensors.keys() - listed):
-        problems.append(f"{path}: has {name}, which {INDEX} does not list")
+    for name, file_name in weight_map.items():
+        if name in header_of[file_name]:
+            tensors[name] = header_of[file_name][name]
+        elif not name.endswith(CONSTANT):
+            problems.append(f"{folder / file_name}: has no {name}, which {INDEX} lists")
     if problems:
         raise ConfigError(*problems)
-    return {name: tensor for (_, name), tensor in tensors.items()}
+    return tensors
 
 
 def read_weight_map(index: Path) -> dict[str, str]:

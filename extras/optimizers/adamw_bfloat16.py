@@ -76,8 +76,6 @@ class BFloat16AdamW(torch.optim.Optimizer):
 def as_2d(t: Tensor) -> Tensor:
     """This rank's shard of a tensor in two dimensions: its first, and all others flattened."""
     local = local_tensor(t)
-    if not local.ndim:
-        return local.view(1, 1)
     # the number of columns, for an empty shard too
     return local.view(local.shape[0], math.prod(local.shape[1:]))
 
@@ -98,7 +96,7 @@ class ElementNumbers(NamedTuple):
 
 def number_elements(p: nn.Parameter, key: str) -> ElementNumbers:
     row, column = 0, 0
-    if isinstance(p, DTensor) and p.ndim:
+    if isinstance(p, DTensor):
         _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
         row = offset[0]
         if p.ndim > 1:

@@ -125,13 +125,12 @@ def test_processes(monkeypatch, tmp_path, script, expected):
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(processes, "LEAST_LIMIT", 1.0)
     seconds = 4.0 if "failed: no answer" in expected[0] else 60.0
-    rows, began = [], time.time()
-    deadline = began + (1 if "cut off: time" in expected else 60)
+    rows = []
+    deadline = time.time() + (1 if "cut off: time" in expected else 60)
     given = Work("1B", [*arms.GROUPS["1B"]], deadline, seconds, "runs", True)
     processes.run_group(given, rows.append)
     assert [row["status"] for row in rows] == expected
     assert [row["arm"] for row in rows] == [*arms.GROUPS["1B"]] and rows[0]["model"] == "llama1b"
-    assert time.time() - began < 20
 
 
 @pytest.fixture

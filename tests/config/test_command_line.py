@@ -3,6 +3,8 @@
 import errno
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 
@@ -10,7 +12,7 @@ import pytest
 import tomli
 
 import config
-from config.command_line import help_text
+from config.command_line import config_path, help_text
 from tests.conftest import REPO, launch, make_config, refuses
 
 TINY = str(REPO / "configs/tiny.toml")
@@ -43,6 +45,8 @@ COMMAND_LINES = [
     ("train", [TINY, "--dry-run"], "--dry-run: unknown"),
     ("data.prepare", [TINY, "--eval-only"], "--eval-only: unknown"),
     ("train", ["--help", "optm"], "did you mean optim"),
+    ("train", ["tiny", "--train.steps=0"], r"\[train\] steps = 0"),
+    ("data.prepare", ["tini"], "tini: no such file, .*llama8b.*; did you mean tiny"),
 ]
 
 
@@ -77,12 +81,44 @@ def test_help_is_toml_of_every_option_within_100_columns():
         assert all(f"\n  {key} = " in help_text(section) for key in values)
     for table in ("[lora]", "[profile]", "[model.rope_scaling]", "[[data.sources]]"):
         assert f"\n{table}" in everything
-    assert tomli.loads(help_text("lr")) == tomli.loads(help_text("optim.lr"))
-    assert tomli.loads(help_text("lr")) == {"optim": {"lr": 3e-4}}
+    assert tomli.loads(help_text("optim.lr")) == {"optim": {"lr": 3e-4}}
     with refuses("--help optm", "did you mean optim"):
         help_text("optm")
     with refuses("write --help and the name as two words"):
         config.load(TINY, ["--help=lr"])
+
+
+# a word, the options that --help lists for it, or the only one in full
+SEARCHES = [
+    ("hidden_size", "dim = required"),
+    ("Activation", "recompute = "),
+    ("wandb", "tracker = absent"),
+    ("gradient_accumulation", "train.global_batch_size", "train.micro_batch_size"),
+    ("lr", "  lr = 0.0003", "optim.muon_lr", "optim.min_lr_ratio"),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("word", "first", "others"), [(w, f, rest) for w, f, *rest in SEARCHES])
+def test_help_searches_names_those_of_other_trainers_and_meanings(word, first, others):
+    lines = help_text(word).splitlines()
+    starts = [line for line in lines if line.startswith((first, f"  {first}", *others))]
+    assert [line.split()[0] for line in starts[: 1 + len(others)]] == [first.split()[0], *others]
+
+
+def test_a_file_comes_before_a_name_in_configs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert config_path("tiny") == TINY
+    (tmp_path / "tiny").touch()
+    assert config_path("tiny") == "tiny"
+
+
+@pytest.mark.parametrize("folder", [".", "docs", "..", "/"])
+def test_a_printed_command_works_from_the_folder_of_its_reader(folder, monkeypatch):
+    monkeypatch.chdir(REPO / folder)
+    words = shlex.split(config.command("-m", "data.prepare", "a b"))
+    assert words[1:] == ["-m", "data.prepare", "a b"]
+    assert "/" in words[0] and os.path.samefile(words[0], REPO / "run_train.sh")
 
 
 def test_help_of_a_program_opens_with_its_commands():
@@ -99,6 +135,40 @@ def test_run_train_may_be_called_through_a_link_and_with_any_cdpath(tmp_path):
         command = ["bash", script, TINY, "--train.steps=0"]
         done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=variables)
         assert done.returncode == 2 and "steps = 0" in done.stderr, done.stderr
+
+
+# what pip's configuration says, whether uv works, who installs
+INSTALLERS = [
+    ("global.timeout='60'", True, ["uv", "uv"]),
+    ("global.timeout='60'", False, ["uv", "pip", "uv", "pip"]),
+    (":env:.index-url='https://mirror/simple'", True, ["pip", "pip"]),
+    ("global.find-links='/wheels'", True, ["pip", "pip"]),
+]
+
+
+@pytest.mark.parametrize(("settings", "uv_works", "installers"), INSTALLERS)
+def test_uv_installs_unless_pip_is_told_where_packages_are(
+    settings, uv_works, installers, tmp_path
+):
+    for name in ("run_train.sh", "requirements.txt", "train.py"):
+        shutil.copy(REPO / name, tmp_path / name)
+    (tmp_path / "python3").write_text(f"""#!/bin/bash
+case "$*" in
+*packages.version*) exit 1;;
+"-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python";;
+"-m pip config list") echo "{settings}";;
+"-m pip install "*) echo pip >>{tmp_path}/calls;;
+esac
+""")
+    (tmp_path / "uv").write_text(
+        f"#!/bin/bash\necho uv >>{tmp_path}/calls; exit {int(not uv_works)}\n"
+    )
+    for name in ("python3", "uv"):
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([tmp_path / "run_train.sh", "--setup"], env=env, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "calls").read_text().split() == installers
 
 
 @pytest.mark.quick

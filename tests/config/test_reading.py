@@ -84,6 +84,8 @@ OVERRIDES = [
     ("train.max_grad_norm=off", "train.max_grad_norm", "off"),
     ('parallel.keep_fp32=["blocks.*"]', "parallel.keep_fp32", ("blocks.*",)),
     ("data.source=true", "data.source", "true"),
+    ("data.source=2024", "data.source", "2024"),
+    ("run.name=1e3", "run.name", "1e3"),
     ("data.source=/date=2024/x#1.jsonl", "data.source", "/date=2024/x#1.jsonl"),
     ("model.rope_scaling={factor=8} model.rope_scaling.factor=4", "model.rope_scaling.factor", 4.0),
     ("model.rope_scaling.factor=8 model.rope_scaling=off", "model.rope_scaling", None),

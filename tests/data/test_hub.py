@@ -83,14 +83,15 @@ EN = {
     "en/train-0.jsonl": lines(TEXTS[:400]),
     "en/train-1.jsonl": lines(TEXTS[400:]),
     "en/val.jsonl": lines(["held out"]),
-    "tables/a.csv": b"text\n1",
+    "tables/a.xml": b"<a/>",
 }
 # by repository; `datasets` takes the files of a repository for of one kind
 REPOSITORIES = {
     "gz": {"0.json.gz": gzip.compress(lines(TEXTS[:500])), "1.json.gz": gzip.compress(lines(TEXTS[500:]))},
     "zst": {"a.jsonl.zst": pyarrow.compress(lines(TEXTS), "zstd", asbytes=True)},
     "parquet": {"0.parquet": table(TEXTS[:600]), "1.parquet": table(TEXTS[600:])},
-    "csv": {"a.csv": b"text\n1"},
+    "csv": {"a.csv": b"text\n" + "\n".join(TEXTS).encode()},
+    "xml": {"a.xml": b"<a/>"},
 }  # fmt: skip
 
 
@@ -101,7 +102,7 @@ def server() -> Iterator[Hub]:
         for name, files in REPOSITORIES.items():
             running.commit(f"datasets/me/{name}", files)
         converted = {f"{name}/train/0000.parquet": table([name]) for name in ("en", "fr")}
-        running.commit("datasets/me/csv", converted, branch="refs/convert/parquet")
+        running.commit("datasets/me/xml", converted, branch="refs/convert/parquet")
         yield running
 
 
@@ -153,7 +154,7 @@ def client(server, tmp_path_factory) -> Iterator[Client]:
     client.close()
 
 
-@pytest.mark.parametrize("source", ["me/texts", "me/gz", "me/zst", "me/parquet"])
+@pytest.mark.parametrize("source", ["me/texts", "me/gz", "me/zst", "me/parquet", "me/csv"])
 def test_a_dataset_is_streamed_by_the_hash_of_its_files_names(client, server, source):
     before = len(server.requests)
     answer = client.read(source)
@@ -200,7 +201,7 @@ def test_a_lost_network_fails_to_be_retried_and_reading_resumes(client, server):
     "source, data, problem",
     [
         ("me/missing", {}, "RepositoryNotFoundError"),
-        ("me/csv", {}, "has hf://datasets/me/csv@.*/a.csv; of a dataset, .*try --data.source="),
+        ("me/xml", {}, "has hf://datasets/me/xml@.*/a.xml; of a dataset, .*try --data.source="),
         ("me/texts", {"subset": "tables"}, "try --data.source=me/texts@refs/convert/parquet"),
         ("me/texts", {"subset": "fr"}, "BuilderConfig 'fr' not found"),
         ("me/texts", {"split": "dev"}, "split = dev: me/texts has train, validation"),
@@ -216,12 +217,12 @@ def test_what_cannot_be_read_is_refused_with_the_remedy(client, source, data, pr
 def test_other_files_are_read_as_the_hub_converted_them(client):
     """One subset of them, whose files lie in a folder of its name."""
     for subset in ("en", "fr"):
-        assert client.read("me/csv@refs/convert/parquet", subset=subset)["texts"] == [subset]
+        assert client.read("me/xml@refs/convert/parquet", subset=subset)["texts"] == [subset]
     for data, problem in (
         ({}, "data.subset must select one of en, fr"),
-        ({"subset": "en", "split": "dev"}, "split = dev: me/csv@refs/convert/parquet has train"),
+        ({"subset": "en", "split": "dev"}, "split = dev: me/xml@refs/convert/parquet has train"),
     ):
-        assert problem in client.read("me/csv@refs/convert/parquet", **data)["refused"]
+        assert problem in client.read("me/xml@refs/convert/parquet", **data)["refused"]
 
 
 def test_wrong_text_of_a_dataset_is_not_retried(client, server):

@@ -186,10 +186,8 @@ def test_stop_while_text_is_awaited(path, tmp_path):
     assert os.getpriority(os.PRIO_PROCESS, preparer) == min(19, usual + 19)  # behind the ranks
     os.kill(preparer, signal.SIGSTOP)
     launch.wait_for(lambda: "waiting for text: " in launch.output())
-    began = time.monotonic()
     launch.process.send_signal(signal.SIGTERM)
     assert launch.end() == 75, launch.output()
-    assert time.monotonic() - began < 10
     assert not pathlib.Path(f"/proc/{preparer}").exists()
     trained = launch.trained()
     status = json.loads((launch.folder / "status.json").read_text())

@@ -2,8 +2,11 @@
 named by file and row."""
 
 import codecs
+import contextlib
+import csv
 import gzip
 import hashlib
+import io
 import json
 import pathlib
 import random
@@ -18,6 +21,7 @@ import pytest
 import config
 from data import row_format, rows
 from data.source import Position, SourceReader, list_files
+from system.processes import warn_once
 from tests.conftest import REPO, make_config, prepare_one, refuses, words
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -38,7 +42,7 @@ def documents(source: object, position: Position | None = None, **data: Any) -> 
     return list(SourceReader(d, list_files(d)[0], position))
 
 
-def lines(texts: list[str], end: str = "\n", **style: Any) -> bytes:
+def lines(texts: Sequence[str | None], end: str = "\n", **style: Any) -> bytes:
     written = [json.dumps({"id": i, "text": text}, **style) for i, text in enumerate(texts)]
     return "".join(line + end for line in written).encode()
 
@@ -70,6 +74,14 @@ def as_arrow(texts: list[str], new: Callable = pyarrow.ipc.new_stream) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
+def as_table(texts: list[str], end: str = "\n", delimiter: str = ",") -> bytes:
+    """As csv.writer() makes it."""
+    written = io.StringIO(newline="")
+    rows_of_table = [["text", "id"], *([text, i] for i, text in enumerate(texts))]
+    csv.writer(written, lineterminator=end, delimiter=delimiter).writerows(rows_of_table)
+    return written.getvalue().encode()
+
+
 FORMS = {
     "lines.jsonl": lines(TEXTS),
     "lines.json": lines(TEXTS, ensure_ascii=False),
@@ -81,6 +93,10 @@ FORMS = {
     "two-members.jsonl.gz": gzip.compress(lines(TEXTS[:3])) + gzip.compress(lines(TEXTS[3:])),
     "array.json.gz": gzip.compress(array(TEXTS)),
     "two-frames.json.zst": zstd(lines(TEXTS[:3])) + zstd(lines(TEXTS[3:])),
+    "quoted.csv": as_table(TEXTS),
+    "excel.csv": BOM + as_table(TEXTS, "\r\n"),
+    "blank-lines.csv.gz": gzip.compress(as_table(TEXTS, "\n\n")),
+    "tabs.tsv": as_table(TEXTS, delimiter="\t"),
     "groups.parquet": as_parquet(TEXTS),
     "large.parquet": as_parquet(TEXTS, pyarrow.large_string(), rows_in_group=100),
     "dictionary.parquet": as_parquet(TEXTS, pyarrow.dictionary(pyarrow.int32(), "string")),
@@ -174,12 +190,15 @@ def test_files_are_read_by_the_hash_of_their_names(pattern, tmp_path):
             "train-00000.* and test",
         ),
         ("my_training_set.txt my_dev_set.txt", "my_training_set.txt and my_dev_set.txt"),
-        ("a.jsonl b.jsonl README.txt", "a.jsonl and README.txt"),
+        ("a.jsonl b.jsonl LICENSE.txt", "a.jsonl and LICENSE.txt"),
+        ("a.jsonl b.md", "a.jsonl and b.md"),
         ("train.jsonl pretest.jsonl", None),
         ("test.jsonl latest.jsonl", None),
         ("a.txt b.txt", ".c.jsonl"),
         ("a.jsonl", "._a.jsonl .ipynb_checkpoints/a.jsonl cache-123.arrow load.py more/b.jsonl"),
-        ("a.jsonl", "folder.jsonl/b.jsonl README.md"),
+        ("a.jsonl", "folder.jsonl/b.jsonl README.md readme.txt"),
+        ("a.md README.md b.rst c.txt", "script.py d.pdf"),
+        ("a.csv b.tsv", "state.json dataset_info.json"),
     ],
 )
 def test_a_folder_is_its_files_or_refused_with_another_split_or_a_license(
@@ -198,39 +217,39 @@ def test_a_folder_is_its_files_or_refused_with_another_split_or_a_license(
         assert sorted(read) == sorted(names.split())
 
 
-def test_save_to_disk_s_splits_are_read(tmp_path):
+def test_what_save_to_disk_writes_is_read_without_its_caches(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
-    made = {}
-    for split in ("train", "test"):
-        texts = [f"{split} {i}" for i in range(9)]
-        made[split] = datasets.Dataset.from_dict({"other": texts, "text": texts})
-    saved = tmp_path / "saved"
-    datasets.DatasetDict(made).save_to_disk(saved, num_shards={"train": 3, "test": 1})
-    for split in made:
-        expected = [f"{split} {i}" for i in range(9)]
-        assert sorted(documents(saved, split=split)) == expected
-        assert sorted(documents(saved / split)) == expected
-    with refuses("split = dev", "saved has train, test"):
-        documents(saved, split="dev")
-    (saved / "train/state.json").write_text("{}")
-    with refuses("train/state.json: cannot be read: KeyError"):
-        documents(saved)
+    texts = [f"text {i}" for i in range(9)]
+    made = datasets.Dataset.from_dict({"other": texts, "text": texts})
+    datasets.DatasetDict({"train": made}).save_to_disk(tmp_path, num_shards={"train": 3})
+    (tmp_path / "train/cache-0123.arrow").write_bytes(as_arrow(TEXTS))
+    assert sorted(documents(tmp_path / "train")) == texts
+    with refuses(r"holds .json \(1\), folders \(1\), and no file to read"):
+        documents(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "source", ["my.csv", "no/such/path/at.all", "./thing", "a-*.jsonl", "b.txt.gz"]
+    "source", ["my.csv", "my.md", "no/such/path/at.all", "./thing", "a-*.jsonl", "b.txt.gz"]
 )
 def test_what_looks_like_a_file_is_not_looked_for_on_a_hub(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with refuses(f"source = {source}".replace("*", "."), "no such file", ".jsonl, .json, .parquet"):
+    with refuses(f"source = {source}".replace("*", "."), "no such file", ".jsonl, .json, .csv"):
         documents(source)
 
 
-@pytest.mark.parametrize("name", ["notes.csv", "notes.*", "notes.parquet.gz", "notes"])
+def test_a_folder_without_a_file_to_read_is_refused_with_what_it_holds(tmp_path):
+    for name in ("a.pdf", "b.pdf", "c.docx", "more/d.jsonl", "notes", "e.docx", "f.pdf", ".g"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    with refuses(r"holds \.pdf \(3\), \.docx \(2\), folders \(1\), and no", r"\.jsonl, .*\.md"):
+        documents(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["notes.doc", "notes.*", "notes.parquet.gz", "notes"])
 def test_a_file_of_another_kind_is_refused(name, tmp_path):
-    (tmp_path / name.replace("*", "csv")).write_text('{"text": "a line of JSON"}\n')
-    with refuses("source = .*notes", "must be one of .jsonl, .json, .parquet"):
+    (tmp_path / name.replace("*", "doc")).write_text('{"text": "a line of JSON"}\n')
+    with refuses("source = .*notes", "must be one of .jsonl, .json, .csv"):
         documents(tmp_path / name)
 
 
@@ -258,6 +277,8 @@ def test_files_without_rows_are_skipped(tmp_path, prepared):
         "d.jsonl.gz": gzip.compress(b""),
         "e.parquet": as_parquet([]),
         "f.jsonl": b'{"text": ""}',
+        "h.csv": b"",
+        "i.tsv": b"text\n",
     }.items():
         (tmp_path / name).write_bytes(content)
     assert documents(tmp_path) == []
@@ -291,8 +312,15 @@ WRONG = [
     ),
     ("a.json", b'[{"text": "a"},\n"\xff"]', "is not a valid JSON array: .*byte 0xff"),
     ("a.json", b'[{"text": "a"}, ["b"]]', "row 2: is no object, but of type list"),
-    ("a.txt", b"good\n\xff\n", "line 2: is not UTF-8"),
-    ("a.txt", b"good\n" * 40_000 + b"\xe6\x97", "line 40001: is not UTF-8"),
+    ("a.md", b"good\n\xff\n", "row 1: line 2: is not UTF-8"),
+    ("a.txt", b"good\n" * 40_000 + b"\xe6\x97", "row 5: line 40001: is not UTF-8"),
+    ("a.csv", b'text,n\n"two\nlines",1\n\nb\n', "row 5: has 1 values, but the first row 2 columns"),
+    ("a.csv", b"text,n\na,b,c\n", "row 2: has 3 values"),
+    ("a.csv", b'text\n"a" b\nc\n', "row 2: is not valid CSV"),
+    ("a.csv", b"text\na\n\xff\n", "row 3: is not valid Unicode"),
+    ("a.csv", b'text\n"a\nb\n', "row 2: is not valid CSV: .*end of data; mend its quotation"),
+    ("a.csv", b"text,text\na,b\n", "row 1: names a column twice: text, text"),
+    ("a.tsv", b"body\na\n", "row 2: has no field 'text'"),
     ("a.jsonl.gz", CUT, r"rows from \d+ on: cannot be read: OSError: Truncated"),
     ("a.jsonl.gz", lines(["a"]), "rows from 1 on: cannot be read"),
     ("a.json.zst", zstd(lines(TEXTS))[:-9], r"rows from \d+ on: cannot be read"),
@@ -347,6 +375,88 @@ def test_a_row_of_more_than_64_mib_is_refused(name, tmp_path, monkeypatch):
         documents(tmp_path / name)
     (tmp_path / "b.parquet").write_bytes(as_parquet([long]))
     assert documents(tmp_path / "b.parquet") == [long]
+
+
+# data.bad_rows
+
+
+def wrong_in(total: int, *wrong: int) -> list[str | None]:
+    """Texts by row, of which some are null."""
+    return [None if row in wrong else f"text {row}" for row in range(1, total + 1)]
+
+
+def as_messages(texts: Sequence[str | None]) -> bytes:
+    """Conversations; in place of a null one without a role."""
+    answer = {"role": "assistant", "content": "b"}
+    written = []
+    for text in texts:
+        question = {"role": "user", "content": text} if text else {"content": "a"}
+        written.append(json.dumps({"messages": [question, answer]}) + "\n")
+    return "".join(written).encode()
+
+
+# what is wrong with a row: a null, no JSON, a ragged row, another byte, another type, no role
+KINDS = {
+    "a.jsonl": lambda texts: lines(texts),
+    "b.jsonl.gz": lambda texts: gzip.compress(lines(texts).replace(b'"text": null', b'"text"')),
+    "c.json": lambda texts: json.dumps([{"text": text} for text in texts]).encode(),
+    "d.parquet": lambda texts: as_parquet(texts, rows_in_group=700),
+    "e.csv": lambda texts: "".join(f"{text or ','},\n" for text in ["text", *texts]).encode(),
+    "f.jsonl": lambda texts: lines(texts).replace(b"null", b"5"),
+    "g.jsonl": as_messages,
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_wrong_rows_are_left_out_counted_and_named(name, tmp_path, capfd):
+    warn_once.cache_clear()
+    wrong = [7, 8, *range(1100, 2100, 100)]
+    texts = wrong_in(2000, *wrong)
+    (tmp_path / name).write_bytes(KINDS[name](texts))
+    form = "messages" if name == "g.jsonl" else "text"
+    d = options(tmp_path / name, bad_rows="skip", format=form, tokenizer="t", document_mask=True)
+    source = SourceReader(d, list_files(d)[0])
+    half = [text for _, text in zip(range(1000), source)]
+    resumed = SourceReader(d, source.files, source.position, source.count)
+    read = [*half, *resumed]
+    if form == "messages":
+        read = [json.loads(text)[1][0]["content"] for text in read]
+    assert read == [text for text in texts if text]
+    assert resumed.count == (2000, len(wrong))
+    logged = capfd.readouterr().err.splitlines()
+    header = name == "e.csv"
+    assert len(logged) == 10
+    for line, row in zip(logged, wrong):
+        assert f"{name}: row {row + header}: " in line
+
+
+@pytest.mark.parametrize(
+    "total, wrong, problem",
+    [
+        (100, [1], None),
+        (99, [1], "1 of the first 99 rows are wrong"),
+        (2000, range(1, 11), None),
+        (1050, range(1, 12), "11 of the first 1,050 rows"),
+        (2000, range(1990, 2000), None),
+        (5000, range(50, 5000, 50), "20 of the first 1,000 rows are wrong;.* one in a hundred"),
+        (3000, range(2000, 3000, 20), "25 of the first 2,480 rows"),
+    ],
+)
+def test_more_than_one_row_in_a_hundred_is_refused(total, wrong, problem, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(wrong_in(total, *wrong)))
+    with refuses(f"a.jsonl: {problem}") if problem else contextlib.nullcontext():
+        assert len(documents(tmp_path / "a.jsonl", bad_rows="skip")) == total - len(wrong)
+
+
+def test_the_first_wrong_row_is_refused_with_how_many_follow(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(wrong_in(3000, 1500, 1501, 2499, 2500, 2600)))
+    needed = ["a.jsonl: row 1500: field 'text' must be text, not NoneType", "3 of 1,000 rows"]
+    with refuses(*needed, "one in a hundred", "--data.bad_rows=skip"):
+        documents(tmp_path / "a.jsonl")
+    cut = gzip.compress(b'{"text": 1}\n' + lines([words(i, 900) for i in range(999)]))[:99_000]
+    (tmp_path / "b.jsonl.gz").write_bytes(cut)
+    with refuses(r"b.jsonl.gz: row 1: .*must be text, not int; 1 of \d+ rows"):
+        documents(tmp_path / "b.jsonl.gz")
 
 
 def test_a_file_that_vanished_is_named(tmp_path):

@@ -159,12 +159,13 @@ def make_text() -> Text:
     few = folder / "few.jsonl"
     source = folder / "text.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    for path, count in ((few, 50), (source, len(documents))):
-        if not path.exists():
-            files.write_atomic(path, "".join(documents[:count]))
-    trained = config_for(few, folder / "few")
-    tokenizer = next(prepare_one(trained).glob("tokenizer.*"))
-    prepared = prepare_one(config_for(source, folder / "all", tokenizer=str(tokenizer)))
+    with files.lock(folder / ".lock", timeout=-1):
+        for path, count in ((few, 50), (source, len(documents))):
+            if not path.exists():
+                files.write_atomic(path, "".join(documents[:count]))
+        trained = config_for(few, folder / "few")
+        tokenizer = next(prepare_one(trained).glob("tokenizer.*"))
+        prepared = prepare_one(config_for(source, folder / "all", tokenizer=str(tokenizer)))
     return Text(source, prepared, tokenizer)
 
 

@@ -11,7 +11,6 @@ build.environment().
 """
 
 import argparse
-import atexit
 import ctypes
 import dataclasses
 import json
@@ -32,8 +31,6 @@ def be_alone(size: int) -> None:
     import torch.distributed as dist
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
     from torch.distributed.checkpoint import default_planner
-
-    from checkpoint import load
 
     os.environ |= {
         "RANK": "0",
@@ -68,8 +65,9 @@ def be_alone(size: int) -> None:
         pass
 
     # a checkpoint lacks the other ranks' shards
-    load.is_covered = lambda item: True
-    default_planner._validate_global_plan = lambda *unused: True
+    returned = default_planner._validate_global_plan.__annotations__["return"]
+    valid = True if returned is bool else []  # torch 2.11 returned a bool, later ones the errors
+    default_planner._validate_global_plan = lambda *unused: valid
     # the gathered plans all are rank 0's, which must write all of it
     planner = default_planner.DefaultSavePlanner
     planner._dedup_save_plans = lambda planner, plans: keep_first(plans)
@@ -104,24 +102,27 @@ def ignore_values() -> None:
     from extras.lora.nf4 import NF4Linear
     from parallel import materialize
 
-    Weights.read_into = lambda weights, name, offsets, out: name in weights.stored
-    torch.nn.init.trunc_normal_ = lambda tensor, *unused, **options: tensor
-    materialize.is_finite = lambda tensor: True
-    save._all_finite = lambda tensors: True
+    # patch.object raises where the name is gone
+    def replace(owner: Any, name: str, value: Callable) -> None:
+        mock.patch.object(owner, name, value).start()
+
     quantize = NF4Linear.quantize
+    wait_for_flag = optim.FiniteGuard._wait_for_flag
 
     def quantize_unchecked(*arguments: Any) -> None:
         with mock.patch.object(torch.Tensor, "isfinite", lambda tensor: torch.tensor(True)):
             quantize(*arguments)
 
-    NF4Linear.quantize = quantize_unchecked
-    wait_for_flag = optim.FiniteGuard._wait_for_flag
-
     def never_found(guard: optim.FiniteGuard) -> bool:
         wait_for_flag(guard)  # waits as it does on a GPU
         return False
 
-    optim.FiniteGuard._wait_for_flag = never_found
+    replace(Weights, "read_into", lambda weights, name, offsets, out: name in weights.stored)
+    replace(torch.nn.init, "trunc_normal_", lambda tensor, *unused, **options: tensor)
+    replace(materialize, "is_finite", lambda tensor: True)
+    replace(save, "all_finite", lambda tensors: True)
+    replace(NF4Linear, "quantize", quantize_unchecked)
+    replace(optim.FiniteGuard, "_wait_for_flag", never_found)
 
 
 def plant(fault: Callable[[Any], object]) -> None:
@@ -158,11 +159,11 @@ class Report:
         self.path = path
         self.steps: list[dict[str, int]] = []
         self.races: list[str] = []
-        atexit.register(self.write)
 
     def measured(self, steps: Iterator[int]) -> Iterator[int]:
         from torch import cuda
 
+        self.write()
         for step in steps:
             cuda.reset_peak_memory_stats()
             before = counters()
@@ -174,6 +175,7 @@ class Report:
             row["peak_reserved"] = cuda.max_memory_reserved()
             row["allocated"] = cuda.memory_allocated()  # between steps
             self.steps.append(row)
+            self.write()  # each time: a run ends by os._exit()
 
     def searched_for_races(self, steps: Iterator[int]) -> Iterator[int]:
         from tests.fake_cuda.races import Races
@@ -181,6 +183,7 @@ class Report:
         with Races() as races:
             self.races = races.found
             yield from steps
+        self.write()
 
     def write(self) -> None:
         result = {

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,6 @@ from parallel.mesh import World, fsdp_mesh
 from parallel.verify import verify_sharding
 from tests import forks
 from tests.conftest import (
-    REPO,
     build,
     compiled_by,
     gradients_of,
@@ -28,7 +26,6 @@ from tests.conftest import (
     is_near,
     make_config,
     mesh_for,
-    needs_extra,
     token_ids,
 )
 from tests.distributed import distributed
@@ -260,19 +257,13 @@ def test_ranks_of_cp_and_tp_share_a_data_rank(world):
         assert dict(zip(sharding.mesh_dim_names or (), sharding.shape)) == dims
 
 
-@needs_extra("float8")
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@distributed(fake=True)
-def test_documented_meshes_parallelize(world, ranks):
-    """The commands of the table in docs/fsdp2.md."""
-    pattern = rf"^\| .+ \| `NPROC={ranks} ./run_train.sh (\S+) (.+?)`"
-    commands = re.findall(pattern, (REPO / "docs/fsdp2.md").read_text(), re.MULTILINE)
-    assert commands
-    for path, options in commands:
-        small = "--model.n_layers=1 --run.device=cpu --parallel.param_dtype=float32"
-        cfg = config.load(str(REPO / path), [*options.split(), *small.split()])
+@distributed(ranks=8, fake=True)
+def test_meshes_of_three_dimensions_shard_every_parameter(world):
+    """tp and cp together are trained above."""
+    for degrees in ({"dp_replicate": 2, "tp": 2}, {"dp_replicate": 2, "cp": 2}):
+        cfg = make_config(parallel=degrees)
         ours = mesh_for(cfg, world)
-        assert verify_sharding(build(cfg, ours), cfg.parallel, ours), options
+        assert verify_sharding(build(cfg, ours), cfg.parallel, ours), degrees
 
 
 @distributed(ranks=2)

@@ -20,9 +20,19 @@ from run import rank
 from run.command import begin_rank
 from run.rank import check_interfaces, describe, pick_device, shared_options
 from tests.conftest import make_config, refuses
+from tests.distributed import distributed
 from tests.gloo import run_on_ranks
 
 # Devices
+
+
+@distributed(ranks=2)
+def test_emulated_bfloat16_is_said_with_the_option_to_use(world, monkeypatch, capfd):
+    monkeypatch.setattr(rank, "has_native_bfloat16", lambda device: world.rank == 0)
+    for dtype in ("auto", "float32", "bfloat16"):
+        rank.resolve_param_dtype(make_config(parallel={"param_dtype": dtype}), world)
+        said = "emulated" in capfd.readouterr().err
+        assert said == (dtype == "bfloat16" and world.rank == 0)
 
 
 @pytest.mark.quick

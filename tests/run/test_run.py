@@ -110,7 +110,7 @@ def test_time_of_a_phase_is_counted_and_of_a_failed_one_it_stays(world, tmp_path
     for _ in range(2):
         with run.phase("data"):
             time.sleep(0.05)
-    assert 0.1 <= run.seconds["data"] < 1 and run.watchdog.phase == "start"
+    assert run.seconds["data"] >= 0.1 and run.watchdog.phase == "start"
     with pytest.raises(ValueError), run.phase("save"):
         raise ValueError
     assert run.watchdog.phase == "save" and run.seconds["save"] == 0

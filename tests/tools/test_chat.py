@@ -3,6 +3,10 @@
 import contextlib
 import io
 import json
+import os
+import pty
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,7 +14,7 @@ from unittest import mock
 import pytest
 
 from extras.chat.conversations import Chat
-from tests.conftest import make_config, needs_extra, refuses, run_tool, train_run, words
+from tests.conftest import REPO, make_config, needs_extra, refuses, run_tool, train_run, words
 from tests.distributed import distributed
 from tests.extras.chat.conftest import (
     CHATML,
@@ -90,3 +94,11 @@ def test_the_template_goes_along_with_checkpoints_and_exports(world, tokenizer, 
         assert run_tool(terminal.main, checkpoint, *options) == 0
     printed = out.getvalue()
     assert printed.count("> ") == 5 and "too long for a context of 128 tokens" in printed
+
+
+def test_arrow_keys_edit_a_message():
+    ours, theirs = pty.openpty()
+    words = "from tools.chat import user_messages; print([*user_messages()])"
+    child = subprocess.Popen([sys.executable, "-c", words], cwd=REPO, stdin=theirs, stdout=theirs)
+    os.write(ours, b"ab\x1b[DX\n/quit\n")
+    assert child.wait(60) == 0 and "['aXb']" in os.read(ours, 9999).decode()

@@ -82,6 +82,12 @@ def test_run_train_hands_over(tmp_path, words, module, has_tools):
     assert json.loads(done.stdout.splitlines()[-1]) == expected, done.stderr
 
 
+@pytest.mark.parametrize(("name", "meant"), [("generat", "generate"), ("prepare", "data.prepare")])
+def test_a_misspelt_tool_is_answered_with_the_nearest(name, meant):
+    done = run("-m", name)
+    assert done.returncode == 2 and f"-m {name}: no such tool; did you mean {meant}?" in done.stderr
+
+
 def test_chat_is_generate_s_option(tmp_path):
     done = run("-m", "generate", str(tmp_path), "--chat", "--tokens", "0")
     assert done.returncode == 2 and "run_train.sh -m generate: --tokens must be" in done.stderr

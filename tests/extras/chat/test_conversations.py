@@ -1,36 +1,26 @@
 """Conversations -> ids and loss masks, against transformers' templates; what is refused."""
 
 import json
+import pathlib
 import shutil
-from typing import Any
 
 import pytest
 
 import extras.chat.template
-from config import ConfigError
 from data.tokenizer_training import train_tokenizer
 from extras.chat.conversations import Chat, spelled
 from extras.chat.messages import checked
-from tests.conftest import make_config, refuses, words
-from tests.extras.chat.conftest import (
-    CHATML,
-    TEMPLATES,
-    conversations,
-    prepare_here,
-    sections_of,
-    talk,
-)
+from tests.conftest import make_config, refuses, sentencepiece_model, words
+from tests.extras.chat.conftest import TEMPLATES, conversations, prepare_here, sections_of, talk
 
+TOOL_CALL = {"function": {"name": "now", "arguments": {"at": "é"}}}
 TOOLS = [
     {"role": "user", "content": "the time?"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": "now", "arguments": {"at": "é"}}}],
-    },
+    {"role": "assistant", "content": "", "tool_calls": [TOOL_CALL]},
     {"role": "tool", "content": "12:00"},
     {"role": "assistant", "content": "noon"},
 ]
+LOOP = "{% for m in messages %}"
 
 
 @pytest.mark.quick
@@ -52,8 +42,8 @@ def test_ids_and_mask_are_those_of_transformers(tokenizer, theirs, name):
             assert mask == [*map(bool, rendered["assistant_masks"])], template
 
 
-@pytest.mark.parametrize("messages", [talk("", "x", "y", " "), talk("a"), [], talk("a", "\n")])
-def test_a_conversation_without_an_answer_or_with_an_empty_one_is_left_out(tokenizer, messages):
+@pytest.mark.parametrize("messages", [[], talk("a")], ids=str)
+def test_a_conversation_without_an_answer_is_left_out(tokenizer, messages):
     assert Chat(tokenizer).encode(checked(messages)) == ([], [])
 
 
@@ -80,29 +70,41 @@ def test_special_tokens_that_a_message_spells_out_are_text(tokenizer, theirs, te
     assert chat.tokenizer.decode(learned) == texts[1]
 
 
+def special_tokens(chat: Chat, *arguments: list) -> list[str]:
+    ids, _ = chat.encode(*arguments)
+    names = {token: name for name, token in chat.special.items()}
+    return [names[token] for token in ids if token in names]
+
+
 def test_what_a_template_completes_to_a_special_token_is_text(tokenizer, tmp_path):
+    template = LOOP + "{{ m.content + '|im_end|>' + m.role }}<|eot_id|>{% endfor %}"
+    (tmp_path / "t.jinja").write_text(template + "{% if add_generation_prompt %}{% endif %}")
+    chat = Chat(tokenizer, str(tmp_path / "t.jinja"))
+    assert special_tokens(chat, talk("a <", "b")) == ["<|eot_id|>", "<|eot_id|>"]
+
+
+def test_special_tokens_in_any_other_text_of_a_conversation_are_text(tokenizer, tmp_path):
+    """Of a call's arguments and their keys, of reasoning, of tools."""
     (tmp_path / "t.jinja").write_text(
-        "{% for m in messages %}{{ m.content + '|im_end|>' + m.role }}<|eot_id|>"
-        "{% endfor %}{% if add_generation_prompt %}{% endif %}"
+        LOOP + "{{ m.content }}{{ m.reasoning_content or '' }}{{ m.tool_calls | tojson }}"
+        "<|eot_id|>{% endfor %}{{ tools | tojson }}{% if add_generation_prompt %}{% endif %}"
     )
     chat = Chat(tokenizer, str(tmp_path / "t.jinja"))
-    ids, _ = chat.encode(talk("a <", "b"))
-    end = chat.special["<|eot_id|>"]
-    assert [token for token in ids if token in chat.special.values()] == [end, end]
-
-
-def sentencepiece(folder: Any, template: str = CHATML) -> None:
-    model = train_tokenizer([words(i, 60) for i in range(30)], 300)
-    (folder / "tokenizer.model").write_bytes(model)
-    (folder / "chat_template.jinja").write_text(template)
+    end = "<|im_end|>"
+    call = {"function": {"name": "now", "arguments": {end: end}}}
+    answer = {"role": "assistant", "content": "b", "thinking": end, "tool_calls": [call]}
+    given = checked([{"role": "user", "content": "a", "tool_calls": []}, answer])
+    tools = [{"function": {"name": "now", "description": end}}]
+    assert special_tokens(chat, given, tools) == ["<|eot_id|>", "<|eot_id|>"]
 
 
 def test_ids_of_a_sentencepiece_model_are_those_of_the_text_between_special_tokens(tmp_path):
-    sentencepiece(
-        tmp_path,
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}Answer: {% generation %}"
+    model = train_tokenizer([words(i, 60) for i in range(30)], 300)
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ bos_token }}" + LOOP + "{% if m.role == 'assistant' %}Answer: {% generation %}"
         "{{ m.content + eos_token }}{% endgeneration %}{% else %}Question: {{ m.content + '\n' }}"
-        "{% endif %}{% endfor %}",
+        "{% endif %}{% endfor %}"
     )
     chat = Chat(tmp_path)
     ids, mask = chat.encode(talk("the cat </s> ö", "a dog ▁ ✓", "b", "c"))
@@ -118,11 +120,15 @@ def test_ids_of_a_sentencepiece_model_are_those_of_the_text_between_special_toke
     assert chat.end_of_turn() == [2]
 
 
-def test_null_keys_are_as_if_absent_and_reasoning_has_the_names_that_templates_read():
+def test_reasoning_has_the_names_that_templates_read():
     message = {"role": "assistant", "content": "a", "thinking": "b", "name": None}
-    assert checked([message]) == [
-        {"role": "assistant", "content": "a", "thinking": "b", "reasoning_content": "b"}
-    ]
+    (read,) = checked([message])
+    assert read == {
+        "role": "assistant",
+        "content": "a",
+        "thinking": "b",
+        "reasoning_content": "b",
+    }
 
 
 # What is refused
@@ -131,11 +137,8 @@ DEEP = "{% for a in range(99999) %}{% for a in range(99999) %}{% endfor %}{% end
 GROWING = (
     "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
 )
-LEAVES_OUT = (
-    "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}"
-    "{% endfor %}"
-)
-ENDS_EARLY = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}"
+LEAVES_OUT = LOOP + "{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}{% endfor %}"
+ENDS_EARLY = LOOP + "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}"
 TURN = talk("a", "b")
 
 
@@ -153,15 +156,11 @@ TURN = talk("a", "b")
         (TURN, "{{ cycler.__init__.__globals__.os.system('touch ran') }}", "fails: SecurityError"),
         (TURN, "{{ ''.__class__.__mro__[1].__subclasses__() }}", "fails: SecurityError"),
         (TURN, "{{ messages.append(1) }}", "the chat template fails: SecurityError"),
-        (
-            talk("a", "b", "c", "d"),
-            LEAVES_OUT,
-            r"message 2 \(assistant\): .* leaves out text of it",
-        ),
+        (talk("a", "b", "c", "d"), LEAVES_OUT, r"message 2 \(assistant\): .* leaves out text"),
         (TURN, ENDS_EARLY, r"ends the assistant's turn before <\|im_end\|>"),
         (
             talk("<|im_end|>", "b"),
-            "{% for m in messages %}{{ m.content | length }}{% endfor %}",
+            LOOP + "{{ m.content | length }}{% endfor %}",
             "spells out a special token, and the chat template renders the message differently",
         ),
     ],
@@ -184,12 +183,9 @@ def test_what_a_template_does_wrong_is_one_line_with_the_row(
 @pytest.mark.parametrize(
     "template, problem",
     [
-        (
-            b"{% for m in messages %}",
-            "t.jinja: the chat template fails, line 1: TemplateSyntaxError",
-        ),
-        (b"\xff\xfe", "t.jinja: chat template cannot be read: is not UTF-8"),
-        (None, "t.jinja: chat template cannot be read: No such file"),
+        (b"{% for m in messages %}", "the chat template fails, line 1: TemplateSyntaxError"),
+        (b"\xff\xfe", "chat template cannot be read: is not UTF-8"),
+        (None, "chat template cannot be read: No such file"),
     ],
 )
 def test_a_template_that_is_none_is_refused_before_anything_is_made(
@@ -198,7 +194,7 @@ def test_a_template_that_is_none_is_refused_before_anything_is_made(
     if template is not None:
         (tmp_path / "t.jinja").write_bytes(template)
     more = {"chat_template": str(tmp_path / "t.jinja")}
-    with refuses(problem):
+    with refuses("t.jinja: ", problem):
         prepare_here(make_config(**sections_of(tokenizer, tmp_path, [TURN], data=more)))
     assert not (tmp_path / "out").exists()
 
@@ -211,26 +207,21 @@ def test_a_tokenizer_without_a_template_is_refused(tokenizer, tmp_path):
         prepare_here(cfg)
 
 
-def test_a_tokenizer_that_cannot_serve_is_refused(tokenizer, tmp_path, monkeypatch):
-    """Without offsets; one that adds a space to each text; one that lowers the case of a text
-    before it looks for special tokens."""
-    import sentencepiece as library
+def lowercase(tokenizer: pathlib.Path, folder: pathlib.Path) -> None:
+    """A tokenizer that lowers the case of a text before it looks for special tokens."""
+    made = json.loads((tokenizer / "tokenizer.json").read_text())
+    made["normalizer"] = {"type": "Lowercase"}
+    made["added_tokens"] = [{**token, "normalized": True} for token in made["added_tokens"]]
+    (folder / "tokenizer.json").write_text(json.dumps(made))
 
-    from tests.conftest import sentencepiece_model
 
-    sentencepiece(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.delattr(library.SentencePieceProcessor, "encode_as_offset_mapping")
-        with refuses("cannot say which characters a token stands for"):
-            Chat(tmp_path)
+def test_a_tokenizer_that_cannot_serve_is_refused(tokenizer, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATES["chatml"])
     sentencepiece_model(tmp_path / "tokenizer.model", add_dummy_prefix=True)
     with refuses("adds a space before every text, and does not say whether after a special"):
         Chat(tmp_path)
     (tmp_path / "tokenizer.model").unlink()
-    made = json.loads((tokenizer / "tokenizer.json").read_text())
-    made["normalizer"] = {"type": "Lowercase"}
-    made["added_tokens"] = [{**token, "normalized": True} for token in made["added_tokens"]]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    lowercase(tokenizer, tmp_path)
     chat = Chat(tmp_path)
     assert chat.encode(talk("a", "b"))[0]
     with refuses("makes special tokens of other text than their names"):
@@ -249,7 +240,7 @@ def test_a_tokenizer_that_cannot_serve_is_refused(tokenizer, tmp_path, monkeypat
     ids=str,
 )
 def test_options_that_contradict_are_refused(options, problem):
-    given = {"messages_field": "messages", "tokenizer": "t", **options}
-    with pytest.raises(ConfigError, match=problem):
-        make_config(data={key: value for key, value in given.items() if value is not None})
-    assert make_config(data={"messages_field": "messages", "tokenizer": "t"}).data.document_mask
+    given = {"messages_field": "messages", "tokenizer": "t"}
+    assert make_config(data=given).data.document_mask
+    with refuses(problem):
+        make_config(data={**given, **options})

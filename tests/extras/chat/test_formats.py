@@ -1,15 +1,13 @@
-"""The first rows of public data sets in their real form: columns and nesting as their cards show
-them, texts of our own. Each is read as its conversation written by hand, and transformers renders
-that to the same ids and mask."""
+"""Rows of public data sets in their real form: columns and nesting as their cards show them, texts
+of our own. Each is read as its conversation written by hand, and transformers renders that to the
+same ids and mask."""
 
 import itertools
 import json
 import pathlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 
 import config
@@ -18,12 +16,10 @@ from data.folder import manifest_of
 from data.source import SourceReader, list_files
 from extras.chat.conversations import Chat
 from extras.chat.messages import from_document
-from tests.conftest import make_config, refuses, words
-from tests.extras.chat.conftest import prepare_here
+from tests.conftest import make_config, refuses
+from tests.extras.chat.conftest import conversations, prepare_here, talk
 
-ROWS = 6
-
-# With tools, and without a template's usual helpfulness: it renders what it gets.
+# Renders tools, and whatever else it gets
 TEMPLATE = """{%- if tools %}
     {{- '<|im_start|>tools\n' }}{%- for tool in tools %}{{- tool | tojson + '\n' }}{%- endfor %}{{- '<|im_end|>\n' }}
 {%- endif %}
@@ -42,9 +38,10 @@ TEMPLATE = """{%- if tools %}
 {%- endfor %}
 """
 
+A, B, C, D = "the cat", "a dog ran", "under the mat", "then é ✓"
 
-@dataclass
-class Row:
+
+class Row(NamedTuple):
     """A row as it is published, and the conversation that it is."""
 
     columns: dict
@@ -53,20 +50,23 @@ class Row:
     without_loss: tuple[int, ...] = ()  # turns of the assistant, counted from 0
 
 
-@dataclass
-class Published:
-    """A data set. row: of any number. found: the format that its first row says; None: `options` must say it."""
+class Published(NamedTuple):
+    """A data set. detected: the format that its first row says; None: the options must say it."""
 
-    row: Callable[[int], Row]
-    found: str | None
-    options: dict = field(default_factory=dict)
-
-
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
+    detected: str | None
+    rows: tuple[Row, ...]
+    options: dict[str, str]
 
 
-def assistant(text: str, **more) -> dict:
+def published(detected: str | None, *rows: Row, **options: str) -> Published:
+    return Published(detected, rows, options)
+
+
+def user(text: str, **more: Any) -> dict:
+    return {"role": "user", "content": text, **more}
+
+
+def assistant(text: str, **more: Any) -> dict:
     return {"role": "assistant", "content": text, **more}
 
 
@@ -74,364 +74,199 @@ def system(text: str) -> dict:
     return {"role": "system", "content": text}
 
 
-def texts(i: int) -> Iterator[str]:
-    """Texts that no other row has."""
-    return (words(1000 * i + n, 3 + n) for n in itertools.count())
+def tool(text: str, **more: Any) -> dict:
+    return {"role": "tool", "content": text, **more}
 
 
-# alpaca
+def calls(**function: Any) -> dict:
+    """A message that calls a function."""
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
 
 
-def alpaca_cleaned(i: int) -> Row:  # yahma/alpaca-cleaned
-    a, b, c = itertools.islice(texts(i), 3)
-    given = b if i % 2 else ""
-    asked = f"{a}\n{b}" if i % 2 else a
-    return Row({"output": c, "input": given, "instruction": a}, [user(asked), assistant(c)])
+def part(text: str) -> dict:
+    return {"type": "text", "text": text}
 
 
-def alpaca(i: int) -> Row:  # tatsu-lab/alpaca: the column text has all of it
-    row = alpaca_cleaned(i)
-    row.columns["text"] = f"Below is an instruction ... {row.columns['output']}"
-    return row
+def messages(*given: Any, **columns: Any) -> dict:
+    """A row of OpenAI's messages."""
+    return {"messages": [*given], **columns}
 
 
-def dolly(i: int) -> Row:  # databricks/databricks-dolly-15k
-    a, b, c = itertools.islice(texts(i), 3)
-    asked = f"{a}\n{b}" if i % 2 else a
-    columns = {"instruction": a, "context": b if i % 2 else "", "response": c, "category": "qa"}
-    return Row(columns, [user(asked), assistant(c)])
-
-
-def llama_factory(i: int) -> Row:  # LLaMA-Factory's alpaca with system and history
-    a, b, c, d, e = itertools.islice(texts(i), 5)
-    columns = {
-        "instruction": a,
-        "input": "",
-        "output": b,
-        "system": e if i % 2 else "",
-        "history": [[c, d]] if i else [],
-    }
-    messages = [system(e)] if i % 2 else []
-    if i:
-        messages += [user(c), assistant(d)]
-    return Row(columns, [*messages, user(a), assistant(b)])
-
-
-# ShareGPT
-
-
-def sharegpt(i: int) -> Row:  # anon8231489123/ShareGPT_Vicuna_unfiltered
-    a, b, c, d = itertools.islice(texts(i), 4)
-    said = zip(("human", "gpt", "human", "gpt"), (a, b, c, d))
-    turns = [{"from": who, "value": text} for who, text in said]
-    columns = {"id": f"x{i}_0", "conversations": turns}
-    return Row(columns, [user(a), assistant(b), user(c), assistant(d)])
-
-
-def slim_orca(i: int) -> Row:  # Open-Orca/SlimOrca: weights of all turns
-    a, b, c = itertools.islice(texts(i), 3)
-    turns = [
-        {"from": "system", "value": a, "weight": None},
-        {"from": "human", "value": b, "weight": 0.0},
-        {"from": "gpt", "value": c, "weight": 1.0},
-    ]
-    return Row({"conversations": turns}, [system(a), user(b), assistant(c)])
-
-
-def open_hermes(i: int) -> Row:  # teknium/OpenHermes-2.5
-    a, b = itertools.islice(texts(i), 2)
-    columns = {
-        "custom_instruction": None,
-        "topic": None,
-        "model": "x",
-        "category": "orca",
-        "conversations": [
-            {"from": "human", "value": a, "weight": None},
-            {"from": "gpt", "value": b, "weight": None},
-        ],
-        "views": None,
-        "system_prompt": None,
-        "source": "y",
-    }
-    return Row(columns, [user(a), assistant(b)])
+def sharegpt(*turns: str, **columns: Any) -> dict:
+    """A row of ShareGPT's turns: who, text, who, text, ..."""
+    said = [{"from": who, "value": text} for who, text in zip(turns[::2], turns[1::2])]
+    return {"conversations": said, **columns}
 
 
 FUNCTIONS = [
-    {
-        "name": "weather",
-        "description": "now",
-        "parameters": {"type": "object", "required": ["city"]},
-    },
-    {"name": "time", "description": "é", "parameters": {"type": "object", "required": ["zone"]}},
+    {"name": "weather", "parameters": {"required": ["city"]}},
+    {"name": "time", "description": "é", "parameters": {"required": ["zone"]}},
 ]
 ENVELOPED = [{"type": "function", "function": function} for function in FUNCTIONS]
-ARGUMENTS = [{"city": "Ulm"}, {"zone": "CET", "hours": 12}]
-
-
-def glaive_toolcall(i: int) -> Row:  # LLaMA-Factory's glaive_toolcall_en
-    a, b, c = itertools.islice(texts(i), 3)
-    call = {"name": FUNCTIONS[i % 2]["name"], "arguments": ARGUMENTS[i % 2]}
-    columns = {
-        "conversations": [
-            {"from": "human", "value": a},
-            {"from": "function_call", "value": json.dumps(call)},
-            {"from": "observation", "value": b},
-            {"from": "gpt", "value": c},
-        ],
-        "tools": json.dumps(FUNCTIONS),
-    }
-    calls = {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]}
-    messages = [user(a), calls, {"role": "tool", "content": b}, assistant(c)]
-    return Row(columns, messages, ENVELOPED)
-
-
-def tool_ace(i: int) -> Row:  # Team-ACE/ToolACE: system is a column
-    a, b, c, d = itertools.islice(texts(i), 4)
-    turns = [
-        {"from": "user", "value": b},
-        {"from": "assistant", "value": c},
-        {"from": "tool", "value": d},
-        {"from": "assistant", "value": a},
-    ]
-    messages = [system(a), user(b), assistant(c), {"role": "tool", "content": d}, assistant(a)]
-    return Row({"system": a, "conversations": turns}, messages)
-
-
-def hermes_functions(i: int) -> Row:  # NousResearch/hermes-function-calling-v1
-    a, b, c = itertools.islice(texts(i), 3)
-    said = zip(("system", "human", "gpt"), (a, b, c))
-    columns = {
-        "id": f"{i}",
-        "conversations": [{"from": who, "value": text} for who, text in said],
-        "tools": json.dumps(ENVELOPED),
-        "category": "x",
-        "task": "y",
-    }
-    return Row(columns, [system(a), user(b), assistant(c)], ENVELOPED)
-
-
-# OpenAI's messages
-
-
-def ultrachat(i: int) -> Row:  # HuggingFaceH4/ultrachat_200k: prompt is the first message, too
-    a, b, c, d = itertools.islice(texts(i), 4)
-    messages = [user(a), assistant(b), user(c), assistant(d)]
-    turned = [{"content": m["content"], "role": m["role"]} for m in messages]
-    return Row({"prompt": a, "prompt_id": f"{i}", "messages": turned}, messages)
-
-
-def tulu(i: int) -> Row:  # allenai/tulu-3-sft-mixture
-    a, b = itertools.islice(texts(i), 2)
-    messages = [user(a), assistant(b)]
-    return Row({"id": f"x_{i}", "messages": messages, "source": "y"}, messages)
-
-
-def lmsys(i: int) -> Row:  # lmsys/lmsys-chat-1m: its column is called conversation
-    row = tulu(i)
-    columns = {"conversation_id": f"{i}", "model": "x", "conversation": row.messages, "turn": 1}
-    return Row(columns, row.messages)
-
-
-def openai_weights(i: int) -> Row:  # OpenAI's fine-tuning guide
-    a, b, c, d = itertools.islice(texts(i), 4)
-    weights = (0, 1) if i % 2 else (1, 0)
-    columns = {
-        "messages": [
-            system("Marv is factual."),
-            user(a),
-            assistant(b, weight=weights[0]),
-            user(c),
-            assistant(d, weight=weights[1]),
-        ]
-    }
-    messages = [system("Marv is factual."), user(a), assistant(b), user(c), assistant(d)]
-    return Row(columns, messages, without_loss=(weights.index(0),))
-
-
-def openai_tools(i: int) -> Row:  # OpenAI's fine-tuning guide: arguments are text, content is null
-    a, b, c = itertools.islice(texts(i), 3)
-    function = {"name": FUNCTIONS[i % 2]["name"], "arguments": json.dumps(ARGUMENTS[i % 2])}
-    call = {"id": "call_1", "type": "function", "function": function}
-    columns = {
-        "messages": [
-            {"role": "developer", "content": "be brief"},
-            user(a),
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "call_1", "content": b},
-            assistant(c),
-        ],
-        "parallel_tool_calls": True,
-        "tools": ENVELOPED,
-    }
-    parsed = {**call, "function": {**function, "arguments": ARGUMENTS[i % 2]}}
-    messages = [
-        system("be brief"),
-        user(a),
-        {"role": "assistant", "tool_calls": [parsed]},
-        {"role": "tool", "tool_call_id": "call_1", "content": b},
-        assistant(c),
-    ]
-    return Row(columns, messages, ENVELOPED)
-
-
-def openai_functions(i: int) -> Row:  # OpenAI's form before tools
-    a, b, c = itertools.islice(texts(i), 3)
-    call = {"name": "weather", "arguments": '{"city": "Ulm", "unit": null}'}
-    said = [
-        user(a),
-        {"role": "assistant", "content": None, "function_call": call},
-        {"role": "function", "name": "weather", "content": b},
-        assistant(c),
-    ]
-    parsed = {"name": "weather", "arguments": {"city": "Ulm", "unit": None}}
-    messages = [
-        user(a),
-        {"role": "assistant", "tool_calls": [{"type": "function", "function": parsed}]},
-        {"role": "tool", "name": "weather", "content": b},
-        assistant(c),
-    ]
-    return Row({"messages": said}, messages)
-
-
-def object_arguments(i: int) -> Row:  # trl's form of calls: Arrow adds the keys of the other rows
-    a, b = itertools.islice(texts(i), 2)
-    call = {"name": FUNCTIONS[i % 2]["name"], "arguments": ARGUMENTS[i % 2]}
-    said = [
-        user(a),
-        {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]},
-        {"role": "tool", "name": call["name"], "content": b},
-        assistant(b),
-    ]
-    return Row({"messages": said, "tools": ENVELOPED}, said, ENVELOPED)
-
-
-def parts(i: int) -> Row:  # the form of HuggingFaceH4/llava-instruct-mix-vsft, texts alone
-    a, b, c = itertools.islice(texts(i), 3)
-    said = [
-        {"role": "user", "content": [{"type": "text", "text": a}, {"type": "text", "text": b}]},
-        {"role": "assistant", "content": [{"type": "text", "text": c}]},
-    ]
-    return Row({"messages": said}, [user(a + b), assistant(c)])
-
-
-def messages_as_text(i: int) -> Row:  # nvidia's and others' way round nested columns
-    a, b = itertools.islice(texts(i), 2)
-    messages = [user(a), assistant(b)]
-    return Row({"messages": json.dumps(messages), "uuid": f"{i}"}, messages)
-
-
-def axolotl_train(i: int) -> Row:  # axolotl's train of a turn
-    a, b, c, d = itertools.islice(texts(i), 4)
-    said = [user(a), assistant(b, train=False), user(c), assistant(d, train=True)]
-    messages = [user(a), assistant(b), user(c), assistant(d)]
-    return Row({"messages": said}, messages, without_loss=(0,))
-
-
-def numbers_as_train(i: int) -> Row:  # a framework that writes 0 and 1
-    row = axolotl_train(i)
-    for said, train in zip(row.columns["messages"][1::2], (0, 1)):
-        said["train"] = train
-    return row
-
-
-def nulls_in_json(
-    i: int,
-) -> Row:  # the nulls of JSON are somebody's, those of a column may be Arrow's
-    a, b, c = itertools.islice(texts(i), 3)
-    parameters = {"zone": {"enum": ["CET", None], "default": None}}
-    tools = [{"type": "function", "function": {"name": "time", "parameters": parameters}}]
-    function = {"name": "time", "arguments": {"zone": None, "more": [{"day": None}]}}
-    call = {"type": "function", "function": function}
-    said = [
-        user(a),
-        {"role": "assistant", "content": None, "tool_calls": [call], "name": None},
-        {"role": "tool", "content": b, "weight": None},
-        assistant(c),
-    ]
-    messages = [
-        user(a),
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "content": b},
-        assistant(c),
-    ]
-    columns = {"messages": json.dumps(said), "tools": json.dumps(tools)}
-    return Row(columns, messages, tools)
-
-
-def calls_without_arguments(
-    i: int,
-) -> Row:  # OpenAI's and ShareGPT's calls of a function without parameters
-    a, b, c = itertools.islice(texts(i), 3)
-    function = {"name": "now", "arguments": {}}
-    called = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
-    written_as = [
-        {"from": "function_call", "value": '{"name": "now"}'},
-        {"from": "function_call", "value": '{"name": "now", "arguments": null}'},
-        {"from": "gpt", "tool_calls": [{"type": "function", "function": {"name": "now"}}]},
-        {"from": "gpt", "tool_calls": [{"type": "function", "function": {**function, "arguments": None}}]},
-        {"from": "gpt", "tool_calls": [{"type": "function", "function": {**function, "arguments": " "}}]},
-        {"from": "gpt", "tool_calls": [{"type": "function", "function": {**function, "arguments": "null"}}]},
-    ]  # fmt: skip
-    said = [
-        {"from": "human", "value": a},
-        written_as[i % len(written_as)],
-        {"from": "observation", "value": b},
-        {"from": "gpt", "value": c},
-    ]
-    messages = [user(a), called, {"role": "tool", "content": b}, assistant(c)]
-    return Row({"conversations": said}, messages)
-
-
-# prompt and completion
-
-
-def tldr(i: int) -> Row:  # trl-lib/tldr
-    a, b = itertools.islice(texts(i), 2)
-    return Row({"prompt": a, "completion": b}, [user(a), assistant(b)])
-
-
-def prompt_response(i: int) -> Row:  # nampdn-ai/tiny-codes
-    a, b = itertools.islice(texts(i), 2)
-    return Row({"idx": i, "prompt": a, "response": b}, [user(a), assistant(b)])
-
-
-def conversational_prompt(i: int) -> Row:  # trl's conversational prompt and completion
-    a, b, c, d = itertools.islice(texts(i), 4)
-    columns = {"prompt": [user(a), assistant(b), user(c)], "completion": [assistant(d)]}
-    messages = [user(a), assistant(b), user(c), assistant(d)]
-    return Row(columns, messages, without_loss=(0,))
-
+CITY = {"name": "weather", "arguments": {"city": "Ulm"}}
+ZONE = {"name": "time", "arguments": {"zone": "CET", "hours": 12}}
+NULLS = {"name": "time", "arguments": {"zone": None, "more": [{"day": None}]}}
+NULL_TOOLS = [{"type": "function", "function": {"name": "time", "parameters": {"default": None}}}]
+EXCHANGE = [user(A), assistant(B)]
+TWO = [user(A), assistant(B), user(C), assistant(D)]
+NOW = calls(name="now", arguments={})
 
 SETS = {
-    "alpaca": Published(alpaca, "text", {"format": "alpaca"}),
-    "alpaca-cleaned": Published(alpaca_cleaned, "alpaca"),
-    "dolly": Published(dolly, None, {"format": "alpaca"}),
-    "LLaMA-Factory": Published(llama_factory, "alpaca"),
-    "ShareGPT": Published(sharegpt, "messages"),
-    "SlimOrca": Published(slim_orca, "messages"),
-    "OpenHermes": Published(open_hermes, "messages"),
-    "glaive": Published(glaive_toolcall, "messages"),
-    "ToolACE": Published(tool_ace, "messages"),
-    "hermes functions": Published(hermes_functions, "messages"),
-    "ultrachat": Published(ultrachat, "messages"),
-    "tulu": Published(tulu, "messages"),
-    "lmsys": Published(lmsys, None, {"messages_field": "conversation"}),
-    "OpenAI weights": Published(openai_weights, "messages"),
-    "OpenAI tools": Published(openai_tools, "messages"),
-    "OpenAI functions": Published(openai_functions, "messages"),
-    "trl tools": Published(object_arguments, "messages"),
-    "parts": Published(parts, "messages"),
-    "messages as text": Published(messages_as_text, None, {"format": "messages"}),
-    "axolotl": Published(axolotl_train, "messages"),
-    "train of numbers": Published(numbers_as_train, "messages"),
-    "nulls in JSON": Published(nulls_in_json, None, {"format": "messages"}),
-    "calls without arguments": Published(calls_without_arguments, "messages"),
-    "tldr": Published(tldr, "prompt_completion"),
-    "tiny-codes": Published(prompt_response, "prompt_completion"),
-    "conversational prompt": Published(conversational_prompt, "prompt_completion"),
+    # its column text has all of it
+    "tatsu-lab/alpaca": published(
+        "text",
+        Row({"instruction": A, "input": "", "output": B, "text": f"{A}\n\n{B}"}, EXCHANGE),
+        format="alpaca",
+    ),
+    "yahma/alpaca-cleaned": published(
+        "alpaca",
+        Row({"instruction": A, "input": "", "output": B}, EXCHANGE),
+        Row({"instruction": A, "input": C, "output": B}, [user(f"{A}\n{C}"), assistant(B)]),
+    ),
+    "databricks/databricks-dolly-15k": published(
+        None,
+        Row({"instruction": A, "context": "", "response": B}, EXCHANGE),
+        Row({"instruction": A, "context": C, "response": B}, [user(f"{A}\n{C}"), assistant(B)]),
+        format="alpaca",
+    ),
+    "LLaMA-Factory's alpaca": published(
+        "alpaca",
+        Row({"instruction": A, "output": B, "system": "", "history": []}, EXCHANGE),
+        Row({"instruction": C, "output": D, "system": A, "history": [[A, B]]}, [system(A), *TWO]),
+    ),
+    "teknium/OpenHermes-2.5": published(
+        "messages",
+        Row(sharegpt("human", A, "gpt", B, "human", C, "gpt", D, system_prompt=None), TWO),
+    ),
+    "Open-Orca/SlimOrca": published(
+        "messages",
+        Row(
+            {
+                "conversations": [
+                    {"from": "system", "value": C, "weight": None},
+                    {"from": "human", "value": A, "weight": 0.0},
+                    {"from": "gpt", "value": B, "weight": 1.0},
+                ]
+            },
+            [system(C), *EXCHANGE],
+        ),
+    ),
+    "LLaMA-Factory's glaive_toolcall_en": published(
+        "messages",
+        Row(
+            sharegpt(
+                *("human", A, "function_call", json.dumps(CITY), "observation", B, "gpt", C),
+                tools=json.dumps(FUNCTIONS),
+            ),
+            [user(A), calls(**CITY), tool(B), assistant(C)],
+            ENVELOPED,
+        ),
+    ),
+    "Team-ACE/ToolACE": published(
+        "messages",
+        Row(
+            sharegpt("user", A, "assistant", B, "tool", C, "assistant", A, system=D),
+            [system(D), *EXCHANGE, tool(C), assistant(A)],
+        ),
+    ),
+    "HuggingFaceH4/ultrachat_200k": published("messages", Row(messages(*TWO, prompt=A), TWO)),
+    "lmsys/lmsys-chat-1m": published(
+        None, Row({"conversation": TWO, "turn": 2}, TWO), messages_field="conversation"
+    ),
+    "OpenAI's guide: weights": published(
+        "messages",
+        Row(
+            messages(user(A), assistant(B, weight=1), user(C), assistant(D, weight=0)),
+            TWO,
+            without_loss=(1,),
+        ),
+    ),
+    "OpenAI's guide: tools": published(
+        "messages",
+        Row(
+            messages(
+                {"role": "developer", "content": D},
+                user(A),
+                calls(name="time", arguments=json.dumps(ZONE["arguments"])) | {"content": None},
+                tool(B, tool_call_id="call_1"),
+                assistant(C),
+                tools=ENVELOPED,
+            ),
+            [system(D), user(A), calls(**ZONE), tool(B, tool_call_id="call_1"), assistant(C)],
+            ENVELOPED,
+        ),
+    ),
+    "OpenAI's functions": published(
+        "messages",
+        Row(
+            messages(
+                user(A),
+                assistant(None, function_call={"name": "time", "arguments": '{"zone": null}'}),
+                {"role": "function", "name": "time", "content": B},
+                assistant(C),
+            ),
+            [
+                user(A),
+                calls(name="time", arguments={"zone": None}),
+                tool(B, name="time"),
+                assistant(C),
+            ],
+        ),
+    ),
+    # Arrow adds the keys of the other row's arguments
+    "trl's tools": published(
+        "messages",
+        Row(messages(user(A), calls(**CITY), tool(B)), [user(A), calls(**CITY), tool(B)]),
+        Row(messages(user(A), calls(**ZONE), tool(B)), [user(A), calls(**ZONE), tool(B)]),
+    ),
+    "parts of text": published(
+        "messages",
+        Row(messages(user([part(A), part(B)]), assistant([part(C)])), [user(A + B), assistant(C)]),
+    ),
+    "axolotl's train": published(
+        "messages",
+        Row(
+            messages(user(A), assistant(B, train=False), user(C), assistant(D, train=True)),
+            TWO,
+            without_loss=(0,),
+        ),
+    ),
+    # nulls of JSON are somebody's, those of a column may be Arrow's
+    "JSON in columns": published(
+        None,
+        Row(
+            {
+                "messages": json.dumps([user(A, name=None), assistant(None, **calls(**NULLS))]),
+                "tools": json.dumps(NULL_TOOLS),
+            },
+            [user(A), calls(**NULLS)],
+            NULL_TOOLS,
+        ),
+        format="messages",
+    ),
+    "ShareGPT's calls without arguments": published(
+        "messages",
+        Row(sharegpt("human", A, "function_call", '{"name": "now"}'), [user(A), NOW]),
+        Row(
+            sharegpt("human", A, "function_call", '{"name": "now", "arguments": null}'),
+            [user(A), NOW],
+        ),
+    ),
+    "OpenAI's calls without arguments": published(
+        "messages",
+        Row(messages(user(A), calls(name="now")), [user(A), NOW]),
+        Row(messages(user(A), calls(name="now", arguments=" ")), [user(A), NOW]),
+        Row(messages(user(A), calls(name="now", arguments="null")), [user(A), NOW]),
+    ),
+    "trl-lib/tldr": published("prompt_completion", Row({"prompt": A, "completion": B}, EXCHANGE)),
+    "nampdn-ai/tiny-codes": published(
+        "prompt_completion", Row({"idx": 1, "prompt": A, "response": B}, EXCHANGE)
+    ),
+    "trl's conversational prompt": published(
+        "prompt_completion",
+        Row({"prompt": TWO[:3], "completion": TWO[3:]}, TWO, without_loss=(0,)),
+    ),
 }
-
-
 KINDS = ("jsonl", "json", "parquet", "saved")
 
 
@@ -457,46 +292,44 @@ def write(rows: list[dict], kind: str, folder: pathlib.Path) -> str:
 def configured(tokenizer, tmp_path) -> Callable[..., config.Config]:
     """The configuration of a run on these options of [data]."""
     (tmp_path / "t.jinja").write_text(TEMPLATE)
-
-    def configure(**options: Any) -> config.Config:
-        data = {
-            "tokenizer": str(tokenizer),
-            "chat_template": str(tmp_path / "t.jinja"),
-            "path": str(tmp_path / "out"),
-            **options,
-        }
-        return make_config(data=data)
-
-    return configure
+    defaults = {
+        "tokenizer": str(tokenizer),
+        "chat_template": str(tmp_path / "t.jinja"),
+        "path": str(tmp_path / "out"),
+    }
+    return lambda **options: make_config(data={**defaults, **options})
 
 
 def documents(cfg: config.Config) -> list[str]:
     return list(SourceReader(cfg.data, list_files(cfg.data)[0]))
 
 
-def mask_of(rendered: dict, without_loss: tuple[int, ...]) -> list[bool]:
-    """transformers' mask, less the turns that have no loss."""
-    mask = []
-    turn = -1
-    for learned, run in itertools.groupby(rendered["assistant_masks"]):
-        turn += learned
-        mask += [bool(learned) and turn not in without_loss for _ in run]
-    return mask
+@pytest.mark.parametrize("name", SETS)
+def test_each_kind_of_file_has_the_conversations_written_by_hand(name, configured, tmp_path):
+    published = SETS[name]
+    for kind in KINDS:
+        source = write([row.columns for row in published.rows], kind, tmp_path)
+        cfg = configured(source=source, chat_template=None)
+        if published.detected is None:
+            with refuses("the columns of its first row, .*, are those of no data.format"):
+                formats.format_of(cfg.data, cfg.model.vocab_size, tmp_path)
+        else:
+            detected = formats.format_of(cfg.data, cfg.model.vocab_size, tmp_path)
+            assert detected == published.detected
+        cfg = configured(source=source, **(published.options or {"format": published.detected}))
+        for row, document in zip(published.rows, documents(cfg), strict=True):
+            _, conversation = from_document(document)
+            assert conversation.messages == row.messages and conversation.tools == row.tools
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", SETS)
-def test_ids_and_mask_are_those_of_the_conversation_written_by_hand(
-    name, configured, tokenizer, theirs, tmp_path
-):
+def test_ids_and_mask_are_those_of_transformers(name, configured, tokenizer, theirs, tmp_path):
     published = SETS[name]
-    rows = [published.row(i) for i in range(ROWS)]
-    source = write([row.columns for row in rows], "jsonl", tmp_path)
-    cfg = configured(source=source, **(published.options or {"format": published.found}))
+    source = write([row.columns for row in published.rows], "jsonl", tmp_path)
+    cfg = configured(source=source, **(published.options or {"format": published.detected}))
     chat = Chat(tokenizer, cfg.data.chat_template)
-    for row, document in zip(rows, documents(cfg), strict=True):
-        _, conversation = from_document(document)
-        assert conversation.messages == row.messages and conversation.tools == row.tools
+    for row, document in zip(published.rows, documents(cfg), strict=True):
         rendered = theirs.apply_chat_template(
             row.messages,
             tools=row.tools,
@@ -504,56 +337,13 @@ def test_ids_and_mask_are_those_of_the_conversation_written_by_hand(
             return_dict=True,
             return_assistant_tokens_mask=True,
         )
-        ids, mask = chat.encode(*conversation)
-        assert ids == rendered["input_ids"] and mask == mask_of(rendered, row.without_loss)
-        assert any(mask)
-
-
-@pytest.mark.parametrize("name", SETS)
-def test_each_kind_of_file_has_the_same_conversations_and_format(name, configured, tmp_path):
-    published = SETS[name]
-    rows = [published.row(i).columns for i in range(ROWS)]
-    by_kind = []
-    for kind in KINDS:
-        source = write(rows, kind, tmp_path)
-        cfg = configured(source=source, chat_template=None)
-        if published.found is None:
-            with refuses("the columns of its first row, .*, are those of no data.format"):
-                formats.format_of(cfg.data, cfg.model.vocab_size, tmp_path)
-        else:
-            assert formats.format_of(cfg.data, cfg.model.vocab_size, tmp_path) == published.found
-        cfg = configured(source=source, **(published.options or {"format": published.found}))
-        by_kind.append([from_document(document)[1] for document in documents(cfg)])
-    assert len(by_kind[0]) == ROWS and all(each == by_kind[0] for each in by_kind)
-
-
-@pytest.mark.parametrize("name", ["alpaca-cleaned", "SlimOrca", "tldr"])
-def test_validation_of_ones_own(name, configured, tmp_path):
-    """Is as if it were a source itself, and nothing of the source is held out."""
-    rows = [SETS[name].row(i).columns for i in range(40)]
-    (tmp_path / "valid").mkdir()
-    validation = write(rows[30:], "jsonl", tmp_path / "valid")
-    options = {"source": write(rows[:30], "json", tmp_path), "format": SETS[name].found}
-    folder = prepare_here(configured(validation=validation, **options))
-    assert manifest_of(folder)["documents"] == {"train": 30, "heldout": 10}
-    options = {"source": validation, "validation": options["source"], "format": SETS[name].found}
-    swapped = prepare_here(configured(path=str(tmp_path / "swapped"), **options))
-    expected = np.fromfile(swapped / "train.bin", "<i4")
-    assert np.array_equal(np.fromfile(folder / "heldout.bin", "<i4"), expected)
-
-
-def test_a_template_without_blocks_leaves_out_the_same_turns(tokenizer, tmp_path):
-    bare = TEMPLATE.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
-    bare += "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-    (tmp_path / "blocks.jinja").write_text(TEMPLATE)
-    (tmp_path / "bare.jinja").write_text(bare)
-    messages = openai_weights(0).messages
-    blocks = Chat(tokenizer, str(tmp_path / "blocks.jinja"))
-    without = Chat(tokenizer, str(tmp_path / "bare.jinja"))
-    last_learned = [True, True, True, True, False]
-    one, other = (chat.encode(messages, None, last_learned) for chat in (blocks, without))
-    assert one == other and 0 < sum(one[1]) < sum(without.encode(messages)[1])
-    assert without.encode(messages, None, [False] * 5) == ([], [])
+        expected = []
+        turn = -1
+        for learned, run in itertools.groupby(rendered["assistant_masks"]):
+            turn += learned
+            expected += [bool(learned) and turn not in row.without_loss for _ in run]
+        ids, mask = chat.encode(*from_document(document)[1])
+        assert ids == rendered["input_ids"] and mask == expected and any(mask)
 
 
 # What is wrong
@@ -566,158 +356,90 @@ def nested(depth: int) -> dict:
     return value
 
 
-def called(**function) -> list[dict]:
-    return [user("a"), {"role": "assistant", "tool_calls": [{"function": function}]}]
+TOO_DEEP = "is nested too deeply"
+NO_NAME = r"message 1 \(assistant\): a tool call needs a name"
+NO_OBJECT = "the arguments of a tool call must be an object, or JSON of one: "
+NO_LIST = "must be a list of messages, or JSON of one"
+HISTORY = r"field 'history' must be a list of \[what the user said, the answer\]"
 
 
-WRONG = {
-    "is nested more than 100 deep / structured": called(name="f", arguments=nested(900)),
-    "is nested more than 100 deep / JSON": called(name="f", arguments=json.dumps(nested(900))),
-    "is nested more than 100 deep / too deep to parse": called(name="f", arguments="[" * 10**5),
-    "is nested more than 100 deep / part": [{"role": "user", "content": [{"type": nested(900)}]}],
-    "message 2 (assistant): a tool call needs a name / none": called(arguments={"a": 1}),
-    "message 2 (assistant): a tool call needs a name / number": called(name=5),
-    "message 2 (assistant): a tool call needs a name / text": [
-        user("a"),
-        {"role": "assistant", "tool_calls": [{"function": "f"}]},
-    ],
-    "message 2 (assistant): a tool call has its arguments in arguments, not in parameters": called(
-        name="f", parameters={"a": 1}
-    ),
-    "message 2 (assistant): the arguments of a tool call must be an object": called(
-        name="f", arguments=[1]
-    ),
-    "message 1 (user): content has a part of type 'text' without a text": [
-        {"role": "user", "content": [{"type": "text", "text": None}]}
-    ],
-    "has two system prompts: in its field 'system'": [
-        {"role": "system", "tool_calls": [{"function": {"name": "f"}}]},
-        user("a"),
-    ],
-    "message 1 (user): weight must be 0 or 1, not 0.5": [{**user("a"), "weight": 0.5}],
-    "message 1 (user): train is true, but only what the assistant says": [
-        {**user("a"), "train": True}
-    ],
-    "message 1 (user): train must be true or false, not 'no'": [{**user("a"), "train": "no"}],
-    'message 1 (assistant): must be JSON of a call, {"name"': [
-        {"from": "function_call", "value": "weather(Ulm)"}
-    ],
-    "message 1 (assistant): the arguments of a tool call must be an object": [
-        {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "Ulm"}}]}
-    ],
-    "message 1 (assistant): tool_calls must be a list of objects": [
-        {"role": "assistant", "tool_calls": ["weather"]}
-    ],
-    "has two system prompts: in its field 'system', and as a message": [system("b"), user("a")],
-    "field 'tools' must be a list of functions, or JSON of one": [user("a"), assistant("b")],
-    "message 1: needs the keys role and content, but is of type str": ["hello"],
-    "message 1: needs the keys role and content, but has human": [{"human": "a"}],
-    "message 1 (user): has no content": [{"role": "user", "tool_calls": []}],
-    "message 1 (assistant): has no content": [{"role": "assistant", "content": None}],
-    "message 1: role 'robot' is unknown; the roles are system, developer, user": [
-        {"role": "robot", "content": "a"}
-    ],
-    "message 1: role ['user'] is unknown": [{"role": ["user"], "content": "a"}],
-    "message 1 (user): content has a part of type 'image'; only text is read": [
-        {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
-    ],
-}
+def alpaca(**columns: Any) -> dict:
+    return {"instruction": "a", **columns}
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_row_is_one_line(name, configured, tmp_path):
-    row: dict[str, Any] = {"messages": WRONG[name]}
-    if "two system" in name:
-        row["system"] = "a"
-    if "tools" in name:
-        row["tools"] = "weather(city)"
-    good = {"messages": [user("a"), assistant("b")]}
-    source = write([good, row, good], "json", tmp_path)
-    with refuses(r"rows.json: row 2: ") as refused:
-        documents(configured(source=source, format="messages"))
-    assert name.partition(" /")[0] in str(refused.value)
+@pytest.mark.parametrize(
+    "row, problem",
+    [
+        (messages(calls(name="f", arguments=nested(900))), TOO_DEEP),
+        (messages(calls(name="f", arguments="[" * 10**5)), TOO_DEEP),
+        (messages(calls(arguments={"a": 1})), NO_NAME),
+        (messages(calls(name=5)), NO_NAME),
+        (messages({"role": "assistant", "tool_calls": [{"function": "f"}]}), NO_NAME),
+        (messages(calls(name="f", parameters={"a": 1})), "in arguments, not in parameters"),
+        (messages(calls(name="f", arguments=[1])), NO_OBJECT + r"\[1\]"),
+        (messages(calls(name="f", arguments="Ulm")), NO_OBJECT + "Ulm"),
+        (messages({"role": "assistant", "tool_calls": ["f"]}), "must be a list of objects"),
+        (messages({"from": "function_call", "value": "f(Ulm)"}), 'must be JSON of a call, {"name"'),
+        (messages(*EXCHANGE, tools="weather(city)"), "'tools' must be a list of functions"),
+        (messages(*EXCHANGE, tools=["weather"]), "'tools' must be a list of functions"),
+        (messages(system("b"), user("a"), system="a"), "two system prompts"),
+        (messages(*EXCHANGE, system=5), "field 'system' must be text, not int"),
+        (messages(user("a", weight=0.5)), r"message 1 \(user\): weight must be 0 or 1, not 0.5"),
+        (messages(user("a", train=True)), "train is true, but only what the assistant says"),
+        (messages(user("a", train="no")), "train must be true or false, not 'no'"),
+        (messages("hello"), "message 1: needs the keys role and content, but is of type str"),
+        (messages({"human": "a"}), "message 1: needs the keys role and content, but has human"),
+        (messages(user("a"), assistant(None)), r"message 2 \(assistant\): has no content"),
+        (messages({"role": "robot"}), "role 'robot' is unknown; the roles are system, developer"),
+        (messages({"role": ["user"], "content": "a"}), r"role \['user'\] is unknown"),
+        (messages(user([{"type": "text", "text": None}])), "'text' without a text"),
+        (messages(user([{"type": "image"}])), "a part of type 'image'; only text is read"),
+        (messages(assistant("b \ud800")), "is not valid Unicode"),
+        ({"messages": '[{"role": "user"'}, f"field 'messages' {NO_LIST}"),
+        ({"conversations": '{"role": "user"}'}, f"field 'conversations' {NO_LIST}: "),
+        ({"text": "a"}, r"has no field 'messages' or 'conversations' \(data.messages_field\)"),
+        (alpaca(), r"has no field 'output' or 'response' \(data.format = \"alpaca\"\)"),
+        (alpaca(output=None), r"field 'output' is null"),
+        (alpaca(output=4), "field 'output' must be text, not int"),
+        (alpaca(output="b", history=["c"]), HISTORY),
+        (alpaca(output="b", history=5), HISTORY),
+        ({"prompt": "a"}, "has no field 'completion' or 'response'"),
+        ({"prompt": 4, "completion": "b"}, f"field 'prompt' {NO_LIST}: 4"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_wrong_row_is_refused_in_one_line(row, problem, configured, tmp_path):
+    format = "messages"
+    if "instruction" in row:
+        format = "alpaca"
+    if "prompt" in row:
+        format = "prompt_completion"
+    source = write([row], "jsonl", tmp_path)
+    with refuses("rows.jsonl: row 1: ", problem) as refused:
+        documents(configured(source=source, format=format))
     assert len(refused.value.problems) == 1 and "\n" not in str(refused.value)
 
 
-def test_a_value_may_be_nested_as_deeply_as_any_needs(configured, tokenizer, tmp_path):
-    """Nothing that recurses fails below the limit."""
-    messages = called(name="f", arguments=json.dumps(nested(98)))
-    cfg = configured(source=write([{"messages": messages}], "jsonl", tmp_path), format="messages")
+def test_nothing_that_recurses_fails_below_the_limit_of_nesting(configured, tokenizer, tmp_path):
+    row = messages(user("a"), calls(name="f", arguments=json.dumps(nested(98))))
+    cfg = configured(source=write([row], "jsonl", tmp_path), format="messages")
     (document,) = documents(cfg)
     ids, _ = Chat(tokenizer, cfg.data.chat_template).encode(*from_document(document)[1])
     assert ids
 
 
-@pytest.mark.parametrize(
-    "columns, format, message",
-    [
-        ({"instruction": "a"}, "alpaca", "has no field 'output' or 'response' (data.format = "),
-        ({"instruction": "a", "output": None}, "alpaca", "field 'output' is null (data.format"),
-        ({"instruction": "a", "output": 4}, "alpaca", "field 'output' must be text, not int"),
-        (
-            {"instruction": "a", "output": "b", "history": ["c"]},
-            "alpaca",
-            "field 'history' must be a list of [what the user said, the answer]",
-        ),
-        ({"prompt": "a"}, "prompt_completion", "has no field 'completion' or 'response'"),
-        (
-            {"instruction": "a", "output": "b", "history": 5},
-            "alpaca",
-            "field 'history' must be a list of [what the user said, the answer]",
-        ),
-        (
-            {"messages": '[{"role": "user"'},
-            "messages",
-            "field 'messages' must be a list of messages, or JSON of one, but its text is no valid",
-        ),
-        (
-            {"conversations": '{"role": "user"}'},
-            "messages",
-            "field 'conversations' must be a list of messages, or JSON of one, but its text is of type dict",
-        ),
-        (
-            {"prompt": 4, "completion": "b"},
-            "prompt_completion",
-            "field 'prompt' must be a list of messages, or",
-        ),
-        ({"text": "a"}, "messages", "has no field 'messages' or 'conversations' (data.messages"),
-    ],
-)
-def test_a_wrong_column_is_named(columns, format, message, configured, tmp_path):
-    source = write([columns], "json", tmp_path)
-    with refuses("rows.json: row 1: ") as refused:
-        documents(configured(source=source, format=format))
-    assert message in str(refused.value)
-
-
-@pytest.mark.parametrize("number", [0, 30])
-def test_a_row_that_the_template_refuses_is_named_and_mended_it_resumes(
-    number, configured, tmp_path
-):
+def test_a_row_that_the_template_refuses_is_named_and_mended_it_resumes(configured, tmp_path):
     """To the same tokens as of rows that were right from the beginning."""
-    rows = [tulu(i).columns for i in range(60)]
+    right = [{"messages": each} for each in conversations(60)]
+    wrong = [*right[:30], {"messages": talk("no", "b")}, *right[31:]]
     refusing = "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}"
-    (tmp_path / "no.jinja").write_text(refusing + TEMPLATE)
-    cfg = configured(
-        source=str(tmp_path / "rows.jsonl"),
-        format="messages",
-        chat_template=str(tmp_path / "no.jinja"),
-    )
-    right = rows[number]["messages"][0]["content"]
-    rows[number]["messages"][0]["content"] = "no"
-    write(rows, "jsonl", tmp_path)
-    with refuses(f"rows.jsonl: row {number + 1}: the chat template fails: TemplateError: no"):
+    (tmp_path / "t.jinja").write_text(refusing + TEMPLATE)
+    cfg = configured(source=write(wrong, "jsonl", tmp_path), format="messages")
+    with refuses("rows.jsonl: row 31: the chat template fails: TemplateError: no"):
         prepare_here(cfg)
-    rows[number]["messages"][0]["content"] = right
-    write(rows, "jsonl", tmp_path)
+    write(right, "jsonl", tmp_path)
     mended = prepare_here(cfg)
     options = {"source": cfg.data.source, "format": "messages", "path": str(tmp_path / "other")}
-    alone = prepare_here(configured(chat_template=cfg.data.chat_template, **options))
-    assert (mended / "train.bin").read_bytes() == (alone / "train.bin").read_bytes()
-    assert manifest_of(mended)["segments"] == manifest_of(alone)["segments"]
-
-
-def test_a_lone_surrogate_is_refused(configured, tmp_path):
-    rows = [{"messages": [user("a"), assistant("b \ud800")]}]
-    with refuses("rows.jsonl: row 1: is not valid Unicode"):
-        documents(configured(source=write(rows, "jsonl", tmp_path), format="messages"))
+    at_once = prepare_here(configured(**options))
+    assert (mended / "train.bin").read_bytes() == (at_once / "train.bin").read_bytes()
+    assert manifest_of(mended)["segments"] == manifest_of(at_once)["segments"]

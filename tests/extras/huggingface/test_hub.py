@@ -17,8 +17,9 @@ from config import ConfigError
 from data.tokenizer import tokenizer_files
 from extras.huggingface import config as hf_config
 from extras.huggingface.weights import hf_name, shapes
-from tests.conftest import REPO, launch, make_config, rows
-from tests.extras.huggingface import hf_cases
+from parallel.materialize import open_pretrained
+from tests.cases import process_group
+from tests.conftest import REPO, launch, make_config, refuses, rows
 from tests.hub import Hub
 
 # What no one may read: it can run code, or is the same in another format
@@ -32,11 +33,11 @@ OTHERS = {
 
 
 def repository(seed: int, tokenizer: bytes = b"\n") -> dict[str, bytes]:
-    m, noise = make_config(model={"qk_norm": True}).model, torch.Generator().manual_seed(seed)
-    tensors = {
-        hf_name(name): 0.1 * torch.randn(shape, generator=noise)
-        for name, shape in shapes(m).items()
-    }
+    m = make_config(model={"qk_norm": True}).model
+    noise = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in shapes(m).items():
+        tensors[hf_name(name)] = 0.1 * torch.randn(shape, generator=noise)
     return {
         "config.json": json.dumps(hf_config.render(m, 64, "float32", {})).encode(),
         "tokenizer.model": tokenizer,
@@ -53,89 +54,57 @@ def server():
 
 
 def of_weights(requests: list[str]) -> list[str]:
-    return [
-        request for request in requests if request.startswith("GET") and "safetensors" in request
-    ]
+    return [each for each in requests if each.startswith("GET") and "safetensors" in each]
 
 
 def test_a_run_keeps_the_commit_that_it_began_with(
     server, write_config, corpus, prepared, tmp_path
 ):
     """On two ranks, of a private repository; and after the branch has moved, on a machine with an empty cache, the
-    adapters go on over the same base. A revision that is named is another's."""
+    adapters resume over the same base. A revision that is named is another's."""
     tokenizer = (prepared / "tokenizer.model").read_bytes()
     sha = server.commit("me/base", repository(0, tokenizer), token="secret")
     path = tmp_path / "tuned.toml"
     path.write_text(f"""
-[run]
-output_dir = "{tmp_path}/outputs"
-device = "cpu"
-[model]
-init_from = "me/base"
-[data]
-source = "{corpus}"
-path = "{tmp_path}/data"
-tokenizer = "me/base"
-[lora]
-rank = 2
-[train]
-steps = 2
-seq_len = 32
-[optim]
-schedule_steps = 4
-[checkpoint]
-[log]
-tensorboard = false
+run = {{ output_dir = "{tmp_path}/outputs", device = "cpu" }}
+model = {{ init_from = "me/base" }}
+data = {{ source = "{corpus}", path = "{tmp_path}/data", tokenizer = "me/base" }}
+lora = {{ rank = 2 }}
+train = {{ steps = 2, seq_len = 32 }}
+optim = {{ schedule_steps = 4 }}
+checkpoint = {{}}
+log = {{ tensorboard = false }}
 """)
-    done = launch(path, nproc=2, **server.environment(tmp_path / "home", "secret"))
+    home = server.environment(tmp_path / "home", "secret")
+    done = launch(path, nproc=2, **home)
     assert done.returncode == 0 and f"from the weights of me/base@{sha}" in done.stdout, done.stderr
     fetched = [*server.requests]
     assert len(of_weights(fetched)) == 1
-    for request in fetched:
-        assert not any(name in request for name in OTHERS)
-    folder = tmp_path / "home/hub/models--me--base/snapshots" / sha
-    assert {entry.name for entry in folder.iterdir()} == repository(0).keys() - OTHERS.keys()
+    assert not any(name in request for name in OTHERS for request in fetched)
+    snapshots = "hub/models--me--base/snapshots"
+    files = {entry.name for entry in (tmp_path / "home" / snapshots / sha).iterdir()}
+    assert files == repository(0).keys() - OTHERS.keys()
     run = tmp_path / "outputs/tuned"
     saved = json.loads((run / "checkpoints/step-00000002/state.json").read_text())["config"]
-    written = config.load(str(run / "config.toml"))
-    assert (
-        saved["model"]["init_from"]
-        == saved["data"]["tokenizer"]
-        == written.model.init_from
-        == f"me/base@{sha}"
-    )
+    pinned = config.load(str(run / "config.toml")).model.init_from
+    assert saved["model"]["init_from"] == saved["data"]["tokenizer"] == pinned == f"me/base@{sha}"
 
     server.commit("me/base", repository(1, tokenizer), token="secret")
-    done = launch(path, "--train.steps=4", **server.environment(tmp_path / "another", "secret"))
-    assert done.returncode == 0 and f"from the weights of me/base@{sha}" not in done.stderr, (
-        done.stderr
-    )
-    assert [row["step"] for row in rows(run)][-1] == 4 and len(
-        of_weights(server.requests[len(fetched) :])
-    ) == 1
-    assert [
-        entry.name for entry in (tmp_path / "another/hub/models--me--base/snapshots").iterdir()
-    ] == [sha]
+    another = server.environment(tmp_path / "another", "secret")
+    done = launch(path, "--train.steps=4", **another)
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in rows(run)][-1] == 4
+    assert len(of_weights(server.requests[len(fetched) :])) == 1
+    assert [entry.name for entry in (tmp_path / "another" / snapshots).iterdir()] == [sha]
 
     server.close()  # all is in the cache
-    done = launch(
-        path, "--eval-only", "--eval.batches=1", **server.environment(tmp_path / "another")
-    )
-    assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1])["step"] == 4, (
-        done.stderr
-    )
+    done = launch(path, "--eval-only", **server.environment(tmp_path / "another"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["step"] == 4
     server.open()
-    done = launch(
-        path,
-        "--train.steps=5",
-        "--model.init_from=me/base@main",
-        **server.environment(tmp_path / "another", "secret"),
-    )
-    assert (
-        done.returncode == 2
-        and "its weights have the hash" in done.stderr
-        and "Traceback" not in done.stderr
-    )
+    done = launch(path, "--train.steps=5", "--model.init_from=me/base@main", **another)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "its weights have the hash" in done.stderr
 
 
 CHILD = """
@@ -194,38 +163,46 @@ def test_what_cannot_be_had_is_said_in_one_line(server, tmp_path):
     assert "is not on this machine" in missing
 
 
+def read_on_machines(names: list[str], environments: list[dict[str, str]]) -> tuple[str, str]:
+    """(the folder that the first id's weights are read from, the error of reading the second's) of ranks two by two on
+    machines, each with its environment variables."""
+    node, local_rank = divmod(int(os.environ["RANK"]), 2)
+    os.environ |= {**environments[node], "LOCAL_RANK": str(local_rank)}
+    model = {"qk_norm": True, "norm_eps": 1e-5}
+    with process_group():
+        first = open_pretrained(make_config(model={**model, "init_from": names[0]}), 0)
+        (folder,) = {str(stored.path.parent) for stored in first.stored.values()}
+        with pytest.raises(ConfigError) as refused:
+            open_pretrained(make_config(model={**model, "init_from": names[1]}), 0)
+        return folder, str(refused.value)
+
+
 def test_each_machine_fetches_once(server, on_ranks, tmp_path):
     """Two machines of two ranks, each with a cache of its own; and where one may not read it, all ranks say so."""
-    shas = [
-        server.commit(f"me/{name}", repository(0), token=token)
-        for name, token in (("a", None), ("b", "secret"))
-    ]
-    homes = [
-        server.environment(tmp_path / str(node), token) for node, token in enumerate(("secret", ""))
-    ]
-    names = [f"me/{name}@{sha}" for name, sha in zip("ab", shas)]
-    for rank, (folder, error) in enumerate(on_ranks(4, hf_cases.read_on_machines, names, homes)):
-        assert folder == f"{tmp_path}/{rank // 2}/hub/models--me--a/snapshots/{shas[0]}"
-        assert (
-            error.startswith(f'"{names[1]}": ')
-            and "RepositoryNotFoundError" in error
-            and error.count("\n") == 0
-        )
+    public = server.commit("me/a", repository(0))
+    private = server.commit("me/b", repository(0), token="secret")
+    homes = [server.environment(tmp_path / "0", "secret"), server.environment(tmp_path / "1", "")]
+    names = [f"me/a@{public}", f"me/b@{private}"]
+    for rank, (folder, error) in enumerate(on_ranks(4, read_on_machines, names, homes)):
+        assert folder == f"{tmp_path}/{rank // 2}/hub/models--me--a/snapshots/{public}"
+        assert error.startswith(f'"{names[1]}": ') and "RepositoryNotFoundError" in error
+        assert "\n" not in error
     assert len(of_weights([request for request in server.requests if "/me/a/" in request])) == 2
 
 
-def test_an_adapter_names_its_base_as_peft_does():
-    lora = config.Lora()
-    ours = hf_config.render_adapter(lora, f"me/base@{'1' * 40}")
-    assert (ours["base_model_name_or_path"], ours["revision"]) == ("me/base", "1" * 40)
-    ours = hf_config.render_adapter(lora, "/folder/of@mine")
-    assert (ours["base_model_name_or_path"], ours["revision"]) == ("/folder/of@mine", None)
+@pytest.mark.parametrize(
+    "base, name, revision",
+    [
+        (f"me/base@{'1' * 40}", "me/base", "1" * 40),
+        ("/folder/of@mine", "/folder/of@mine", None),
+    ],
+)
+def test_an_adapter_names_its_base_as_peft_does(base, name, revision):
+    rendered = hf_config.render_adapter(config.Lora(), base)
+    assert (rendered["base_model_name_or_path"], rendered["revision"]) == (name, revision)
 
 
-def test_without_the_package_the_error_names_it(tmp_path, monkeypatch):
+def test_without_the_package_the_error_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(
-        ConfigError,
-        match="me/without.: is .*ModuleNotFoundError.* huggingface_hub",
-    ):
+    with refuses("me/without.: is .*ModuleNotFoundError.* huggingface_hub"):
         tokenizer_files("me/without")
