@@ -133,10 +133,12 @@ class Run:
 
     def steps_of_rows(self) -> list[int]:
         """How many steps each training row counts: those since the row before."""
-        steps = [row["step"] for row in self.train]
-        return [
-            step - before for before, step in zip([steps[0] - 1, *steps] if steps else [], steps)
-        ]
+        counts = []
+        before = self.train[0]["step"] - 1 if self.train else 0
+        for row in self.train:
+            counts.append(row["step"] - before)
+            before = row["step"]
+        return counts
 
     def curve(self, key: str) -> list[Point]:
         """A number of the training rows over steps. A mean loss stands in the middle of its steps,
@@ -304,6 +306,8 @@ def summary(run: Run) -> dict[str, str]:
     evaluation = run.evaluations[-1] if run.evaluations else {}
     rates = [value for _, value in run.curve("tokens_per_second_per_device") if value is not None]
     peaks = [value for _, value in run.curve("peak_memory_gib") if value is not None]
+    speed = round(statistics.median(rates)) if rates else None
+    peak = round(max(peaks), 2) if peaks else None
     launches = LAUNCHED.findall(run.log)
     step = max(status.get("step") or 0, last.get("step", 0))
     state = str(status.get("state", "unknown")).replace("preempted", "stopped")
@@ -319,10 +323,8 @@ def summary(run: Run) -> dict[str, str]:
             "tokens": last.get("tokens"),
             "epochs": last.get("epochs"),
             "mfu": last.get("mfu"),
-            "tokens per second and device, median": round(statistics.median(rates))
-            if rates
-            else None,
-            "peak memory, GiB": round(max(peaks), 2) if peaks else None,
+            "tokens per second and device, median": speed,
+            "peak memory, GiB": peak,
             "launches": len(launches) or None,
             "resumed after steps": run.resumed[-5:] or None,
         }
@@ -343,17 +345,14 @@ def label_of_loss(run: Run) -> str:
     return f"loss, mean of the last {steps[-1]} steps" if steps else "loss"
 
 
-def plan(run: Run) -> dict[str, str]:
-    """The dry run's prediction next to what was measured; {} without a plan."""
-    return as_column(read_json(run.folder / "plan.json"))
-
-
 def environment(run: Run) -> dict[str, str]:
     """environment.json, with the size of its diff instead of the diff, and the command as its user
     typed it."""
     launch = read_json(run.folder / "environment.json")
-    diff = str(launch.get("uncommitted") or "").splitlines()
-    uncommitted = f"a diff of {len(diff)} lines, in environment.json" if diff else ""
+    uncommitted = ""
+    if launch.get("uncommitted"):
+        lines = str(launch["uncommitted"]).splitlines()
+        uncommitted = f"a diff of {len(lines)} lines, in environment.json"
     shown = launch | {"uncommitted": uncommitted, "command": typed_command(launch)}
     for name in ("code", "earlier"):  # hashes of files; the launches before
         shown.pop(name, None)
@@ -391,6 +390,8 @@ def page(runs: list[Run]) -> str:
     evaluations = [
         as_column({**run.evaluations[-1], "kind": None}) if run.evaluations else {} for run in runs
     ]
+    # the dry run's prediction next to what was measured
+    plans = [as_column(read_json(run.folder / "plan.json")) for run in runs]
     charts = [draw(quantity, runs) for quantity in (*QUANTITIES, *other_quantities(runs))]
 
     sections = [f"<h1>{title}</h1>"]
@@ -399,11 +400,12 @@ def page(runs: list[Run]) -> str:
     sections += [
         table(summaries, names, all_labels(summaries)),
         section("Options that differ", options, names, differing),
-        '<h2>Curves over steps</h2><p class="note">Dots: validation. A mean loss is drawn in the middle of its '
-        "steps. Dotted vertical lines: a launch resumed there.</p>"
+        "<h2>Curves over steps</h2>"
+        '<p class="note">Dots: validation. A mean loss is drawn in the middle of its steps. '
+        "Dotted vertical lines: a launch resumed there.</p>"
         f'<div class="charts">{"".join(charts)}</div>',
         section("Last evaluation", evaluations, names),
-        section("Plan and measurement", [plan(run) for run in runs], names),
+        section("Plan and measurement", plans, names),
         *(sample_texts(run, name) for run, name in zip(runs, names)),
         section("Environment of the newest launch", [environment(run) for run in runs], names),
         section(

@@ -44,7 +44,6 @@ BECOMES = [
     ("sharding_strategy: 2", GRAD_OP),
     ("fsdp_config: {fsdp_sharding_strategy: 2, fsdp_reshard_after_forward: False}", GRAD_OP),
     ("reshard_after_forward: SHARD_GRAD_OP", GRAD_OP),
-    ("fsdp_config: {fsdp_version: 2}", {}),
     ("sharding_strategy: null\nignored_modules: []\nprocess_group: ~", {}),
     (
         "forward_prefetch: yes\nbackward_prefetch: 1",
@@ -55,8 +54,6 @@ BECOMES = [
     ("cpu_offload: {offload_params: true}", {"cpu_offload": True}),
     ("fsdp_config: {fsdp_offload_params: 'no'}", {"cpu_offload": False}),
     ("fsdp_activation_checkpointing: True", {"recompute": "full"}),
-    ("fsdp_activation_checkpointing: false", {"recompute": "none"}),
-    ("fsdp_config: {fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}", {}),
     ("fsdp_config: {fsdp_state_dict_type: FULL_STATE_DICT, fsdp_use_orig_params: false}", {}),
     ("mixed_precision: {param_dtype: torch.bfloat16}", BF16),
     (
@@ -80,7 +77,6 @@ BECOMES = [
         "size: 4, parallelism_config_tp_size: 8, parallelism_config_cp_size: 1}\nfsdp_version: 2",
         {"dp_replicate": 2, "dp_shard": 4, "tp": 8, "cp": 1},
     ),
-    ("deepspeed_config: {}\nfsdp_config: {fsdp_version: 2}", {}),
 ]
 
 
@@ -101,16 +97,12 @@ PROBLEMS = [
     ("fsdp_config: {fsdp_shardin_strategy: 1}", "did you mean fsdp_sharding_strategy?"),
     ("fsdp_reshard_after_forward: 8", "no equivalent: true, false, or HYBRID_SHARD"),
     ("fsdp_reshard_after_forward: -2", "unknown"),
-    ("fsdp_version: number", "unknown: known values are 1, 2"),
     ("fsdp_forward_prefetch: 2", "known values are TRUE, FALSE"),
     ("backward_prefetch: BackwardPrefetch.BACKWARD_POST", "no equivalent: FSDP2 gathers before"),
     ("mixed_precision: {param_dtype: torch.half}", "float16 needs a loss scaler"),
     ("mixed_precision: fp8\nfsdp_version: 1", "mixed_precision = fp8: unknown"),
     ("mixed_precision: {keep_low_precision_grads: true}", "no equivalent: gradients are kept"),
-    ("fsdp_auto_wrap_policy: SIZE_BASED_WRAP", "no equivalent: units are one per block"),
-    ("fsdp_state_dict_type: LOCAL_STATE_DICT", "write SHARDED_STATE_DICT"),
     ("ignored_modules: [head]", "no equivalent: every parameter is sharded"),
-    ("device_mesh: [2, 4]", "set dp_replicate and dp_shard"),
     ("distributed_type: MULTI_GPU\nfsdp_version: 1", "MULTI_GPU: unknown"),
     ("deepspeed_config: {zero_stage: 3}\nfsdp_version: 1", "there is FSDP alone"),
     (

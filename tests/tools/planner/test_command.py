@@ -254,8 +254,11 @@ def advised(monkeypatch, fits: Any) -> tuple[list[str], list[tuple]]:
         values = config.values_of(config.to_dict(cfg))
         changed = {name: value for name, value in values.items() if value != usual[name]}
         tried.append((changed, ranks))
-        host = float(cfg.parallel.cpu_offload)
-        return ROW | {"fits": fits(changed, ranks), "host_gib": host, "device_gib": 9.0}
+        row = ROW | {"fits": fits(changed, ranks), "device_gib": 9.0}
+        row["host_gib"] = float(cfg.parallel.cpu_offload)
+        if cfg.parallel.recompute == "selective":
+            row["tokens_per_second_per_device"] = 12_500.0
+        return row
 
     monkeypatch.setattr(advice, "plan", planned)
     row = ROW | {"world_size": 4, "micro_batch_size": 2, "fits": False}
@@ -281,13 +284,12 @@ def test_one_change_is_enough_and_all_of_one_option_are_planned(monkeypatch):
             lambda changed, _: changed.get("parallel.cpu_offload") or len(changed) >= 2,
             "fits: --train.micro_batch_size=1 --parallel.recompute=full$",
         ),
+        (lambda changed, _: "parallel.recompute" in changed, "--parallel.recompute=selective$"),
         (lambda _, ranks: ranks == 256, "fits: --train.* --world-size 256$"),
         (lambda *_: False, "take GPUs with more memory, or a smaller model$"),
     ],
 )
-def test_combinations_and_more_ranks_are_tried_where_no_change_fits_but_offload(
-    monkeypatch, fits, best
-):
+def test_fastest_change_that_fits_else_combinations_and_more_ranks(monkeypatch, fits, best):
     assert re.search(best, advised(monkeypatch, fits)[0][-1])
 
 
