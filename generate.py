@@ -1,6 +1,7 @@
 """Sample text from a checkpoint, or from a run's newest one, with the tokenizer in its folder.
 
     python -m generate outputs/tiny --prompt "def " --tokens 64
+    ./run_train.sh -m generate outputs/tiny-chat --chat            a conversation
 
 Shapes: T tokens, S cached positions, K key/value heads, E head dimension, V vocabulary.
 """
@@ -10,10 +11,10 @@ import json
 import math
 import pathlib
 import random
-import shlex
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,40 +22,38 @@ from torch import Tensor
 import config
 from checkpoint import catalog, compare, load
 from config import ConfigError, run_tool
-from data.dataset import Dataset
 from data.tokenizer import Tokenizer
-from metrics import log
-from model.attention import attention
+from model.attention import BlockMask, attention
 from model.build import meta_model
-from model.llama import Llama, parameter_count
-from parallel.fsdp import reshard
+from model.llama import Llama
+from parallel.fsdp import cast_residual_stream, unit_dtypes, units
 from parallel.materialize import initialize_buffers, materialize
-from parallel.mesh import World
-from parallel.ranks import all_gather_objects
 from system.processes import printable
-
-# of the sample that a run logs
-SAMPLE_TOKENS = 64
-SAMPLE_TEMPERATURE = 0.8
-MIN_SAMPLED_STEPS = 100  # after fewer, the text would be noise
-MAX_SAMPLED_PARAMETERS = 20e9  # each token all-gathers all of them
 
 
 class KVCache:
-    """The keys and values of one block so far. attend() takes the place of Attention.attend."""
+    """The keys and values of one block so far. attend() takes the place of Attention.attend.
 
-    def __init__(self) -> None:
+    It is valid for the model's attention without a mask. A fork's attend(), or its mask, may read
+    more than a new token's query, or less than all keys.
+    """
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        """attend: that of the block."""
+        self.block_attend = attend
+        self.is_valid = False
         self.keys: Tensor | None = None  # (1, K, S, E)
         self.values: Tensor | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
-        """attention() of new tokens to all so far: those of the prompt, or a single one."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+        """Attention of new tokens to all so far: those of the prompt, or a single one."""
+        self.is_valid = self.block_attend is attention and mask is None
         if self.keys is not None and self.values is not None:
             k = torch.cat([self.keys, k], dim=2)
             v = torch.cat([self.values, v], dim=2)
         self.keys = k
         self.values = v
-        return attention(q, k, v, mask)
+        return self.block_attend(q, k, v, mask)
 
 
 @torch.no_grad()
@@ -69,25 +68,36 @@ def generate(
 ) -> Iterator[int]:
     """Yields the next token `count` times; the caller may stop early. The prompt must not be empty.
 
-    The model is a plain one, whose attention this replaces. Text that outgrows `context` tokens
-    restarts at position 0 with its newest half.
+    The model is a plain one, whose attention this replaces meanwhile. Text that outgrows `context`
+    tokens restarts at position 0 with its newest half. Where a cache is not valid, every token is a
+    pass over all.
     """
     tokens = list(prompt)  # that the model attends to
     first = 0  # position of the first one that it has not seen yet
+    caches: list[KVCache] = []
+    attends = [block.attention.attend for block in model.blocks]
     draws = random.Random(seed)
-    for _ in range(count):
-        if len(tokens) > context:
-            tokens = tokens[-((context + 1) // 2) :]
-            first = 0
-        if first == 0:
-            for block in model.blocks:
-                block.attention.attend = KVCache().attend
-        positions = torch.arange(first, len(tokens), device=device)[None]  # (1, T)
-        new = torch.tensor([tokens[first:]], device=device)
-        logits = model(new, positions=positions)[0, -1]  # (V)
-        first = len(tokens)
-        tokens.append(choose(logits, temperature, draws.random()))
-        yield tokens[-1]
+    try:
+        for _ in range(count):
+            if len(tokens) > context:
+                tokens = tokens[-((context + 1) // 2) :]
+                first = 0
+            if first == 0:
+                caches = [KVCache(attend) for attend in attends]
+                set_attends(model, [cache.attend for cache in caches])
+            positions = torch.arange(first, len(tokens), device=device)[None]  # (1, T)
+            new = torch.tensor([tokens[first:]], device=device)
+            logits = model(new, positions=positions)[0, -1]  # (V)
+            first = len(tokens) if all(cache.is_valid for cache in caches) else 0
+            tokens.append(choose(logits, temperature, draws.random()))
+            yield tokens[-1]
+    finally:
+        set_attends(model, attends)
+
+
+def set_attends(model: Llama, attends: list[Callable[..., Tensor]]) -> None:
+    for block, attend in zip(model.blocks, attends, strict=True):
+        block.attention.attend = attend
 
 
 def choose(logits: Tensor, temperature: float, draw: float) -> int:
@@ -115,51 +125,6 @@ def encode(tokenizer, prompt: str) -> list[int]:
     return ids
 
 
-@torch.no_grad()
-def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset, step: int) -> None:
-    """Logs text that the sharded model generates after a step: a forward pass over all tokens for
-    each new one. Collective.
-
-    Logs none after few steps, of conversations, or without a tokenizer that can encode the prompt;
-    with tp or cp, and of a large model, the command that generates from the checkpoint.
-    """
-    if step < MIN_SAMPLED_STEPS or cfg.data.has_conversations or not dataset.tokenizer_files:
-        return
-    is_code = "python-stdlib" in (dataset.names or [cfg.data.source])
-    prompt = "def " if is_code else "The "
-    if world.tp * world.cp > 1 or parameter_count(model) > MAX_SAMPLED_PARAMETERS:
-        words = ["./run_train.sh", "-m", "generate", str(config.run_folder(cfg))]
-        log.info("a sample: %s", shlex.join([*words, "--prompt", prompt]))
-        return
-    tokenizer = tokenizer_for(prompt, dataset)
-    are_loaded = all(all_gather_objects(tokenizer is not None))
-    if tokenizer is None or not are_loaded:
-        return
-    ids = encode(tokenizer, prompt)
-    new: list[int] = []
-    draws = random.Random(cfg.run.seed)
-    model.eval()
-    with torch.compiler.set_stance("force_eager"):  # each length would trigger a recompilation
-        for _ in range(SAMPLE_TOKENS):
-            window = [*ids, *new][-cfg.train.seq_len :]
-            logits = model(torch.tensor([window], device=world.device))[0, -1]  # (V)
-            new.append(choose(logits, SAMPLE_TEMPERATURE, draws.random()))
-    reshard(model)
-    model.train()
-    end = next((i for i, token in enumerate(new) if token in tokenizer.eos), len(new))
-    log.info("a sample:\n%s", printable(tokenizer.decode([*ids, *new[:end]])))
-
-
-def tokenizer_for(prompt: str, dataset: Dataset) -> Tokenizer | None:
-    """The data's tokenizer; None if it cannot be loaded or encode the prompt."""
-    try:
-        tokenizer = Tokenizer(dataset.tokenizer_files[0].parent)
-        tokenizer.encode([prompt])
-    except (ImportError, ConfigError, OSError):
-        return None
-    return tokenizer
-
-
 # The tool
 
 
@@ -168,9 +133,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     # one line, as every error here
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="CKPT_OR_RUN")
-    parser.add_argument("--prompt", metavar="TEXT", required="--chat" not in argv)
-    chat = "./run_train.sh -m generate CKPT_OR_RUN --chat"
-    parser.add_argument("--chat", action="store_true", help=f"a conversation: {chat}")
+    parser.add_argument("--prompt", metavar="TEXT", required=True)
     parser.add_argument("--tokens", type=int, default=128, metavar="N", help="at most")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws")
@@ -180,8 +143,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="of adapters: where their base lies now; default: as trained",
     )
     args = parser.parse_args(argv)
-    if args.chat:
-        parser.error(f"--chat: a conversation is a tool of its own: {chat}")
     if args.tokens < 1:
         parser.error(f"--tokens {args.tokens}: must be at least 1")
     if not 0 <= args.temperature < math.inf:
@@ -200,7 +161,7 @@ def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
 
 
 def load_model(folder: pathlib.Path, cfg: config.Config, device: torch.device) -> Llama:
-    """A checkpoint's model, in param_dtype on a GPU, else in float32. Raises ConfigError."""
+    """A checkpoint's model, with the dtypes in which training evaluates it. Raises ConfigError."""
     if cfg.lora:  # the checkpoint stores the adapters alone
         model = load_base(folder, cfg, device)
     else:
@@ -210,8 +171,14 @@ def load_model(folder: pathlib.Path, cfg: config.Config, device: torch.device) -
     load.restore(folder, model, None)
     # the logits of the newest token alone
     model.head.register_forward_pre_hook(lambda head, args: (args[0][:, -1:], *args[1:]))
-    dtype = cfg.parallel.param_dtype if device.type == "cuda" else "float32"
-    return model.to(getattr(torch, dtype)).eval()
+    p = cfg.parallel
+    if p.param_dtype == "auto":  # an import, which was never trained
+        p = replace(p, param_dtype="bfloat16" if device.type == "cuda" else "float32")
+    for name, modules in units(model):
+        for module in modules:
+            module.to(unit_dtypes(p, name)[0])
+    cast_residual_stream(model, p)
+    return model.eval()
 
 
 def load_base(folder: pathlib.Path, cfg: config.Config, device: torch.device) -> Llama:

@@ -24,7 +24,6 @@ from config import Config
 from data.dataset import open_dataset
 from data.loader import Batch, Loader
 from evaluate import Evaluation, evaluate_newest
-from generate import log_sample
 from metrics import Recorder
 from model.build import meta_model
 from model.llama import Llama
@@ -107,7 +106,6 @@ def train(cfg: Config, world: World, run: Run) -> None:
     loader.close()
     if not run.stops:
         checkpointer.purge()  # removes what keep_last and keep_every_steps do not keep
-        log_sample(model, cfg, world, dataset, run.step)
     recorder.close()
 
 

@@ -1,4 +1,4 @@
-"""Generation against transformers, against recomputing every token, against definitions; a run's sample; the tool."""
+"""Generation against transformers, against recomputing every token, against definitions; the tool."""
 
 import copy
 import dataclasses
@@ -9,11 +9,10 @@ import random
 import shutil
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 import config
 import generate as tool
@@ -21,12 +20,12 @@ from checkpoint import catalog, load
 from config import ConfigError
 from data.tokenizer import Tokenizer
 from generate import choose, encode, generate, print_stream
-from metrics import log
+from model.attention import attention
 from model.build import build_model
-from model.llama import Llama, named_parameters
+from model.llama import Llama
 from system.processes import printable
 from tests import forks
-from tests.conftest import build, full, make_config, mesh_for, run_tool, seal
+from tests.conftest import build, make_config, run_tool, seal, token_ids, train_run
 from tests.distributed import distributed
 from tests.model.test_llama import SCALING, reference, with_weights_of
 
@@ -97,6 +96,47 @@ def test_blocks_with_terms_of_the_loss_generate():
         assert [*generate(ours, [1, 2, 3], 8, 64, CPU)] == expected
 
 
+def own_attend(model: Llama) -> None:
+    """Each token attends to itself and the two before it, whatever the number of keys."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+        window = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril().triu(-2)
+        return attention(q, k, v, window)
+
+    for block in model.blocks:
+        block.attention.attend = attend
+
+
+def own_mask(model: Llama) -> None:
+    forward = model.forward
+
+    def forward_of_window(tokens: Tensor, **options) -> Tensor:
+        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril().triu(-2)
+        model.build_mask = lambda documents: mask
+        return forward(tokens, **options)
+
+    model.forward = forward_of_window
+
+
+def no_attend(model: Llama) -> None:
+    """A forward that calls no attend(): a running mean over the tokens."""
+    for block in model.blocks:
+        module = block.attention
+        module.forward = lambda x, *unused, module=module: module.o_proj(
+            module.q_proj(x).cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+        )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("change", [own_attend, own_mask, no_attend])
+def test_attention_that_a_cache_would_get_wrong_is_recomputed(change):
+    ours, _ = varied(make_config().model)
+    plain = [*generate(ours, [1, 2, 3, 4], 12, 8, CPU)]
+    change(ours)
+    expected = recomputed(ours, [1, 2, 3, 4], 12, 8, 0.0, 0)
+    assert [*generate(ours, [1, 2, 3, 4], 12, 8, CPU)] == expected != plain
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.3])
 def test_cached_text_equals_text_recomputed(temperature):
@@ -107,6 +147,32 @@ def test_cached_text_equals_text_recomputed(temperature):
         for context in (8, 7, 1000):
             text = list(generate(cached, prompt, 20, context, CPU, temperature, seed=7))
             assert text == recomputed(ours, prompt, 20, context, temperature, 7)
+
+
+@pytest.mark.parametrize(
+    "sections", [{"keep_fp32": ["head", "blocks.1"]}, {"output_dtype": "float32"}]
+)
+@distributed(ranks=2)
+def test_logits_are_those_of_evaluation(world, write_config, sections):
+    cfg = config.load(
+        str(
+            write_config(
+                run={"name": "r"},
+                parallel={"param_dtype": "bfloat16", **sections},
+                train={"steps": 1},
+                checkpoint={},
+            )
+        )
+    )
+    train_run(cfg, world)
+    folder = catalog.path_of(catalog.root_of(cfg), 1)
+    tokens = token_ids(2, 16)
+    sharded = build(cfg, world)
+    load.restore(folder, sharded, None)
+    plain = tool.load_model(folder, cfg, CPU)
+    plain.head._forward_pre_hooks.clear()  # of the newest token alone
+    with torch.no_grad():
+        assert torch.equal(plain(tokens), sharded.eval()(tokens))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
@@ -156,88 +222,6 @@ def test_what_is_there_is_shown_when_interrupted(capsys):
     with pytest.raises(KeyboardInterrupt):
         print_stream(Bytes(), [*b"a"], steps())
     assert capsys.readouterr().out == "a4\n"
-
-
-# A run's sample
-
-SAMPLED = [
-    {"parallel": {"recompute": "full", "compile": True}},
-    {"parallel": {"prefetch_forward": 0}, "model": {"tie_embeddings": True}},
-    {"parallel": {"reshard_after_forward": False, "cpu_offload": True}},
-]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@distributed()
-def test_sample_is_that_of_the_plain_model(world, ranks, prepared, caplog, monkeypatch):
-    """Of the newest seq_len tokens, up to EOS; the model goes on in training mode, with its shards."""
-    monkeypatch.setattr(log, "propagate", True)
-    caplog.set_level("INFO")
-    dataset: Any = SimpleNamespace(names=["a", "b"], tokenizer_files=[prepared / "tokenizer.model"])
-    tokenizer = Tokenizer(prepared)
-    for sections in SAMPLED:
-        cfg = make_config(**sections, train={"seq_len": 8})
-        model = build(cfg, mesh_for(cfg, world))
-        plain = Llama(cfg.model)
-        weights = {name: full(p) for name, p in named_parameters(model)}
-        plain.load_state_dict(weights, strict=not cfg.model.tie_embeddings)
-        caplog.clear()
-        tool.log_sample(model, cfg, world, dataset, 100)
-        ids = encode(tokenizer, "The ")
-        new: list[int] = []
-        draws = random.Random(0)
-        for _ in range(tool.SAMPLE_TOKENS):
-            window = torch.tensor([[*ids, *new][-8:]])
-            with torch.no_grad():
-                new.append(choose(plain(window)[0, -1], 0.8, draws.random()))
-        end = new.index(tokenizer.eos[0]) if tokenizer.eos[0] in new else None
-        assert caplog.messages == [f"a sample:\n{printable(tokenizer.decode(ids + new[:end]))}"]
-        assert model.training
-
-
-@pytest.mark.parametrize(
-    "sections, names, step, words",
-    [
-        ({}, [], 99, None),
-        ({"data": {"source": "python-stdlib"}}, [], 100, "def "),
-        ({"data": {"source": "t.jsonl"}}, [], 100, "The "),
-        ({"data": {"source": "t.jsonl"}}, ["a", "python-stdlib"], 100, "def "),
-        ({"data": {"source": "python-stdlib"}}, ["a", "b"], 100, "The "),
-        ({"parallel": {"tp": 2}}, ["a", "b"], 100, "The "),
-    ],
-)
-@distributed(ranks=2)
-def test_sample_begins_as_its_data_does(
-    world, sections, names, step, words, tmp_path, caplog, monkeypatch
-):
-    """With tp the command is logged instead, and of few steps nothing."""
-    monkeypatch.setattr(log, "propagate", True)
-    caplog.set_level("INFO")
-    dataset: Any = SimpleNamespace(names=names, tokenizer_files=[tmp_path / "t"])
-    cfg = make_config(**sections, run={"output_dir": str(tmp_path), "name": "r"})
-    ours = mesh_for(cfg, world)
-    model = build(cfg, ours)
-    if ours.tp == 1:
-        monkeypatch.setattr(tool, "Tokenizer", lambda folder: Bytes())
-    tool.log_sample(model, cfg, ours, dataset, step)
-    (*before, message) = caplog.messages or [""]
-    command = f"a sample: ./run_train.sh -m generate {tmp_path}/r --prompt 'The '"
-    expected = command if ours.tp > 1 else f"a sample:\n{words}"
-    assert not before and message.startswith(expected if words else "")
-
-
-@pytest.mark.parametrize("able", [[0], [1], []])
-@distributed(ranks=2)
-def test_all_ranks_sample_or_none_does(world, able, monkeypatch):
-    """Where some have no tokenizer: a rank that generated alone would wait."""
-    if world.rank not in able:
-        monkeypatch.setattr(tool, "Tokenizer", mock.Mock(side_effect=ConfigError("none")))
-    else:
-        monkeypatch.setattr(tool, "Tokenizer", lambda folder: Bytes())
-    dataset: Any = SimpleNamespace(names=[], tokenizer_files=[pathlib.Path("tokenizer.model")])
-    cfg = make_config()
-    with mock.patch.object(Llama, "forward", side_effect=AssertionError):
-        tool.log_sample(build(cfg, world), cfg, world, dataset, 100)
 
 
 # The tool

@@ -410,7 +410,6 @@ def test_a_run_leaves_what_the_contract_names(straight):
         *("peak_memory_gib", "batch_digest"),
     } == rows(folder)[-1].keys()
     assert "step 20/20" in done.stdout
-    assert "a sample:" not in done.stdout  # after 20 steps it would be noise
     assert config.load(str(folder / "config.toml")).train.steps == 20
     environment = json.loads((folder / "environment.json").read_text())
     assert {"commit", "uncommitted", "torch", "command"} <= environment.keys()
@@ -418,20 +417,19 @@ def test_a_run_leaves_what_the_contract_names(straight):
 
 
 @needs_extra("reports", "huggingface")
-def test_a_run_of_a_hundred_steps_ends_with_a_sample_and_with_commands_that_work(
+def test_a_run_ends_with_commands_that_work(
     write_config, tmp_path
 ):
     folder = tmp_path / "my outputs"
     path = write_config(
         "it",
-        train={"steps": 100, "global_batch_size": 2},
+        train={"steps": 4, "global_batch_size": 2},
         checkpoint={},
         run={"output_dir": str(folder)},
-        log={"tensorboard": True, "every_steps": 50},
+        log={"tensorboard": True, "every_steps": 2},
     )
     done = launch(path, "--optim.schedule=linear")
     assert done.returncode == 0, done.stderr
-    assert "a sample:" in done.stdout
     lines = done.stdout[done.stdout.index("finished: ") :].splitlines()
     found = {
         what: shlex.split(words)
