@@ -156,8 +156,8 @@ def training_step(
         optimizer.step()
     optimizer.zero_grad()
     scalars = {"grad_norm": grad_norm, "lr": lr}
-    if guard.spikes:
-        scalars["skipped_spikes"] = guard.spikes.skipped  # so far
+    if cfg.train.skip_spikes is not None:
+        scalars["skipped_spikes"] = guard.progress.skipped_spikes  # before this step
     return sums, scalars
 
 
