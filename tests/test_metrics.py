@@ -309,13 +309,6 @@ def test_peaks_are_those_of_the_data_sheets():
     assert metrics.peak_flops(CPU) is None
 
 
-@pytest.mark.quick
-def test_resident_memory_is_that_of_the_system():
-    status = pathlib.Path("/proc/self/status").read_text()
-    peak = int(status.partition("VmHWM:")[2].split()[0])  # kB
-    assert metrics.peak_memory_gib(CPU) == pytest.approx(peak / 2**20, rel=0.02)
-
-
 # Console and log
 
 ROW = {
@@ -347,12 +340,6 @@ def test_console_line_has_at_most_100_columns(changes, words):
 
 
 @pytest.mark.quick
-def test_durations():
-    shown = {0.4: "0m00s", 59.6: "1m00s", 3599.4: "59m59s", 3599.6: "1h00m", 36_059: "10h00m"}
-    assert {seconds: metrics.duration(seconds) for seconds in shown} == shown
-
-
-@pytest.mark.quick
 def test_start_of_a_run_is_logged(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(metrics.log, "propagate", True)
     caplog.set_level("INFO")
@@ -372,17 +359,6 @@ def test_start_of_a_run_is_logged(tmp_path, monkeypatch, caplog):
         "a note",
         "a table",
     ]
-
-
-@pytest.mark.quick
-def test_run_that_ends_in_its_warm_up_says_so(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(metrics.log, "propagate", True)
-    caplog.set_level("INFO")
-    for warmup in (2000, 10):
-        cfg = make_config(train={"steps": 10}, optim={"warmup_steps": warmup})
-        recorder_of(cfg, tmp_path).log_start(meta_model(cfg.model), "a table", [])
-    (line,) = [line for line in caplog.messages if "warm-up" in line]
-    assert "2,000 steps" in line and "0.5 %" in line
 
 
 @pytest.mark.quick

@@ -81,9 +81,6 @@ def plain_loop(cfg: config.Config, weights: dict | None = None, optimizer_of=Non
         eps=o.eps,
         foreach=False,
     )
-    if o.state_dtype == "bfloat16":
-        # against theory it is tested in test_optim; here it must not depend on the ranks
-        optimizer = build_optimizer(model, o, cfg.run.seed)
     if optimizer_of:
         optimizer = optimizer_of(model)
     of_blocks: list[dict] = []  # terms, of each block's forward
@@ -491,15 +488,3 @@ def test_eval_only_prints_a_row_and_writes_nothing(straight):
     assert [found[0]] == rows(folder, "eval")
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-5)
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
-
-
-def test_generate_from_a_run(straight):
-    folder, _ = straight
-    texts = [
-        launch(
-            "-m", "generate", folder, "--prompt", "the cat", "--tokens", "8", "--temperature", "0"
-        )
-        for _ in range(2)
-    ]
-    assert texts[0].returncode == 0 and texts[0].stdout.startswith("the cat"), texts[0].stderr
-    assert texts[0].stdout == texts[1].stdout and texts[0].stderr == ""
