@@ -151,7 +151,8 @@ class FiniteGuard:
     def may_update(self, step: int, norm: Tensor, loss: Tensor | None = None) -> bool:
         """Whether to call the optimizer's step(); the same on all ranks.
 
-        norm: the gradient norm over all ranks, which is non-finite if any gradient or loss is.
+        norm: the gradient norm over all ranks, non-finite if any gradient is, or any loss:
+        training_step() in train.py scales by NaN then.
         loss: this rank's summand of the global batch's mean loss; used, and all-reduced, only with
         train.skip_spikes.
         """
