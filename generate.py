@@ -1,6 +1,7 @@
 """Sample text from a checkpoint, or from a run's newest one, with the tokenizer in its folder.
 
     python -m generate outputs/tiny --prompt "def " --tokens 64
+    ./run_train.sh -m generate outputs/tiny-chat --chat            a conversation
 
 Shapes: T tokens, S cached positions, K key/value heads, E head dimension, V vocabulary.
 """
@@ -12,7 +13,8 @@ import pathlib
 import random
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,10 +25,10 @@ from config import ConfigError, run_tool
 from data.dataset import Dataset
 from data.tokenizer import Tokenizer
 from metrics import log
-from model.attention import attention
+from model.attention import BlockMask, attention
 from model.build import meta_model
 from model.llama import Llama, parameter_count
-from parallel.fsdp import reshard
+from parallel.fsdp import cast_residual_stream, reshard, unit_dtypes, units
 from parallel.materialize import initialize_buffers, materialize
 from parallel.mesh import World, has_native_bfloat16
 from parallel.ranks import all_gather_objects
@@ -40,20 +42,28 @@ MAX_SAMPLED_PARAMETERS = 20e9  # each token all-gathers all of them
 
 
 class KVCache:
-    """The keys and values of one block so far. attend() takes the place of Attention.attend."""
+    """The keys and values of one block so far. attend() takes the place of Attention.attend.
 
-    def __init__(self) -> None:
+    It is valid for the model's attention without a mask. A fork's attend(), or its mask, may read
+    more than a new token's query, or less than all keys.
+    """
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        """attend: that of the block."""
+        self.block_attend = attend
+        self.is_valid = False
         self.keys: Tensor | None = None  # (1, K, S, E)
         self.values: Tensor | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
-        """attention() of new tokens to all so far: those of the prompt, or a single one."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+        """Attention of new tokens to all so far: those of the prompt, or a single one."""
+        self.is_valid = self.block_attend is attention and mask is None
         if self.keys is not None and self.values is not None:
             k = torch.cat([self.keys, k], dim=2)
             v = torch.cat([self.values, v], dim=2)
         self.keys = k
         self.values = v
-        return attention(q, k, v, mask)
+        return self.block_attend(q, k, v, mask)
 
 
 @torch.no_grad()
@@ -68,25 +78,36 @@ def generate(
 ) -> Iterator[int]:
     """Yields the next token `count` times; the caller may stop early. The prompt must not be empty.
 
-    The model is a plain one, whose attention this replaces. Text that outgrows `context` tokens
-    restarts at position 0 with its newest half.
+    The model is a plain one, whose attention this replaces meanwhile. Text that outgrows `context`
+    tokens restarts at position 0 with its newest half. Where a cache is not valid, every token is a
+    pass over all.
     """
     tokens = list(prompt)  # that the model attends to
     first = 0  # position of the first one that it has not seen yet
+    caches: list[KVCache] = []
+    attends = [block.attention.attend for block in model.blocks]
     draws = random.Random(seed)
-    for _ in range(count):
-        if len(tokens) > context:
-            tokens = tokens[-((context + 1) // 2) :]
-            first = 0
-        if first == 0:
-            for block in model.blocks:
-                block.attention.attend = KVCache().attend
-        positions = torch.arange(first, len(tokens), device=device)[None]  # (1, T)
-        new = torch.tensor([tokens[first:]], device=device)
-        logits = model(new, positions=positions)[0, -1]  # (V)
-        first = len(tokens)
-        tokens.append(choose(logits, temperature, draws.random()))
-        yield tokens[-1]
+    try:
+        for _ in range(count):
+            if len(tokens) > context:
+                tokens = tokens[-((context + 1) // 2) :]
+                first = 0
+            if first == 0:
+                caches = [KVCache(attend) for attend in attends]
+                set_attends(model, [cache.attend for cache in caches])
+            positions = torch.arange(first, len(tokens), device=device)[None]  # (1, T)
+            new = torch.tensor([tokens[first:]], device=device)
+            logits = model(new, positions=positions)[0, -1]  # (V)
+            first = len(tokens) if all(cache.is_valid for cache in caches) else 0
+            tokens.append(choose(logits, temperature, draws.random()))
+            yield tokens[-1]
+    finally:
+        set_attends(model, attends)
+
+
+def set_attends(model: Llama, attends: list[Callable[..., Tensor]]) -> None:
+    for block, attend in zip(model.blocks, attends, strict=True):
+        block.attention.attend = attend
 
 
 def choose(logits: Tensor, temperature: float, draw: float) -> int:
@@ -199,7 +220,7 @@ def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
 
 
 def load_model(folder: pathlib.Path, cfg: config.Config, device: torch.device) -> Llama:
-    """A checkpoint's model, in param_dtype on a GPU, else in float32. Raises ConfigError."""
+    """A checkpoint's model, with the dtypes in which training evaluates it. Raises ConfigError."""
     if cfg.lora:  # the checkpoint stores the adapters alone
         model = load_base(folder, cfg, device)
     else:
@@ -209,10 +230,16 @@ def load_model(folder: pathlib.Path, cfg: config.Config, device: torch.device) -
     load.restore(folder, model, None)
     # the logits of the newest token alone
     model.head.register_forward_pre_hook(lambda head, args: (args[0][:, -1:], *args[1:]))
-    dtype = cfg.parallel.param_dtype if device.type == "cuda" else "float32"
-    if dtype == "auto":  # of imported weights, for which no run has decided it
-        dtype = "bfloat16" if has_native_bfloat16(device) else "float32"
-    return model.to(getattr(torch, dtype)).eval()
+    p = cfg.parallel
+    if not has_native_bfloat16(device):  # emulated, it is ten times slower
+        p = replace(p, param_dtype="float32", output_dtype=None)
+    elif p.param_dtype == "auto":  # imported weights, which were never trained
+        p = replace(p, param_dtype="bfloat16")
+    for name, modules in units(model):
+        for module in modules:
+            module.to(unit_dtypes(p, name)[0])
+    cast_residual_stream(model, p)
+    return model.eval()
 
 
 def load_base(folder: pathlib.Path, cfg: config.Config, device: torch.device) -> Llama:

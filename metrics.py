@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import math
-import mmap
 import os
 import pathlib
 import platform
@@ -213,9 +212,9 @@ class Recorder:
             "peak_memory_gib": peak_memory_gib(self.world.device),
         }
 
-    def has_evaluation(self, step: int) -> bool:
-        """Whether the rows that this launch found hold an evaluation of this step. Collective."""
-        return on_rank_zero(lambda: self.rows is not None and step in self.rows.evaluated)
+    def start_is_evaluated(self) -> bool:
+        """Whether a launch before has evaluated the step that this one resumes after. Collective."""
+        return on_rank_zero(lambda: self.rows is not None and self.rows.is_evaluated)
 
     def log_evaluation(self, step: int, result: dict | None) -> None:
         """result: that of an Evaluation, None if it was stopped."""
@@ -294,7 +293,7 @@ class Rows:
         path = folder / "metrics.jsonl"
         # has a lock: saves sync in their own thread
         self.file = path.open("ab", buffering=ROWS_KEPT)
-        self.evaluated = drop_rows(path, start)
+        self.is_evaluated = drop_rows(path, start)
         self.board: Any = None
         if tensorboard:
             # a package that a run without it need not have
@@ -335,23 +334,25 @@ class Rows:
                 self.board.close()
 
 
-def drop_rows(path: pathlib.Path, start: int) -> set[int]:
-    """Drops the rows of steps after `start`, so that (kind, step) stays unique. Returns {start} if
-    its evaluation is in the file. Raises OSError."""
-    evaluated: set[int] = set()
+def drop_rows(path: pathlib.Path, start: int) -> bool:
+    """Drops the rows of steps after `start`, so that (kind, step) stays unique. Returns whether the
+    evaluation of `start` is in the file. Raises OSError."""
+    is_evaluated = False
     if not path.exists():
-        return evaluated
+        return is_evaluated
     end = 0  # of the last row to keep
-    for offset, row in rows_backwards(path):
-        if row["step"] > start:
-            continue
-        end = end or offset
-        if row["step"] < start:
-            break
-        if row["kind"] == "eval":
-            evaluated.add(row["step"])
+    offset = 0
+    with path.open("rb") as file:
+        for line in file:
+            offset += len(line)
+            with contextlib.suppress(ValueError):  # a kill or a power cut may leave no row
+                row = json.loads(line)
+                if row["step"] > start or not line.endswith(b"\n"):
+                    break
+                end = offset
+                is_evaluated |= row["step"] == start and row["kind"] == "eval"
     os.truncate(path, end)
-    return evaluated
+    return is_evaluated
 
 
 def read_rows(path: pathlib.Path) -> Iterator[dict]:
@@ -360,19 +361,6 @@ def read_rows(path: pathlib.Path) -> Iterator[dict]:
         for line in file:
             with contextlib.suppress(ValueError):
                 yield json.loads(line)
-
-
-def rows_backwards(path: pathlib.Path) -> Iterator[tuple[int, dict]]:
-    """(where its line ends, row) of a metrics.jsonl, the last one first, whatever its size."""
-    if not path.stat().st_size:  # which cannot be mapped
-        return
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        end = text.rfind(b"\n") + 1  # a kill may have truncated the last line
-        while end:
-            begin = text.rfind(b"\n", 0, end - 1) + 1
-            with contextlib.suppress(ValueError):
-                yield end, json.loads(text[begin:end])
-            end = begin
 
 
 def ratio(total: float, count: int) -> float | None:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -112,6 +113,11 @@ class FiniteGuard:
     """Keeps updates that would do harm out of the weights, without waiting for the device: that of
     a gradient that is not finite and, with train.skip_spikes, that of a spike.
 
+    A spike is a step whose gradient norm or loss is more than so many standard deviations above its
+    mean over the last SPIKE_WINDOW steps: the rule of OLMo-core's SkipStepOptimizer. That leaving
+    out the batches around it cures a spike: https://arxiv.org/abs/2204.02311, section 5.1. It joins
+    the window, too: of a new level at most 1 / (1 + deviations^2) of the window is skipped.
+
     torch's fused optimizers leave weights and state untouched if `found_inf` is set. The host reads
     this flag one step late, and before every save. Optimizers of other kinds ignore the flag: for
     them the host waits, and skips their step.
@@ -129,12 +135,12 @@ class FiniteGuard:
         run. progress: counts the skipped updates, all but the last."""
         self.limit = limit
         self.progress = progress
-        self.spikes: SpikeDetector | None = None
-        if skip_spikes is not None:
-            self.spikes = SpikeDetector(skip_spikes, device, progress)
+        self.deviations = skip_spikes
+        self.spike_limits = (math.inf, math.inf)  # of gradient norm and loss
         self.found_inf = torch.zeros((), device=device)
-        # the flag; with a SpikeDetector, the figures of observe()
-        self.on_host = torch.zeros(5 if self.spikes else 1, pin_memory=device.type == "cuda")
+        # the flag and the gradient norm; with train.skip_spikes also the loss
+        figures = 2 if skip_spikes is None else 3
+        self.on_host = torch.zeros(figures, pin_memory=device.type == "cuda")
         # a CPU's event does nothing: the host's copies are synchronous
         self.copied = torch.get_device_module(device).Event()
         self.pending_step: int | None = None  # whose flag is being copied
@@ -145,99 +151,77 @@ class FiniteGuard:
     def may_update(self, step: int, norm: Tensor, loss: Tensor | None = None) -> bool:
         """Whether to call the optimizer's step(); the same on all ranks.
 
-        norm: the gradient norm over all ranks, which is non-finite if any gradient is. loss: this
-        rank's summand of the global batch's mean loss, for train.skip_spikes.
+        norm: the gradient norm over all ranks, non-finite if any gradient is, or any loss:
+        training_step() in train.py scales by NaN then.
+        loss: this rank's summand of the global batch's mean loss; used, and all-reduced, only with
+        train.skip_spikes.
         """
         self._count_skipped()
-        figures = (~norm.isfinite()).float()[None]
-        if self.spikes:
+        skip = ~norm.isfinite()
+        figures = [norm]
+        if self.deviations is not None:
             assert loss is not None
-            figures = self.spikes.observe(norm, loss)
-        self.found_inf.copy_(figures[0])
-        self.on_host.copy_(figures, non_blocking=True)
+            loss = loss.clone()
+            dist.all_reduce(loss)
+            loss = loss.to(norm.device)
+            self.spike_limits = spike_limits(self.progress.recent, self.deviations)
+            norm_limit, loss_limit = self.spike_limits
+            skip = skip | (norm > norm_limit) | (loss > loss_limit)
+            figures = [norm, loss]
+        self.found_inf.copy_(skip)
+        self.on_host.copy_(torch.stack([self.found_inf, *figures]), non_blocking=True)
         self.copied.record()
         self.pending_step = step
-        return self.optimizer_skips or not self._wait_for_flag()
+        return self.optimizer_skips or not self._figures()[0]
 
-    def _wait_for_flag(self) -> bool:
+    def _figures(self) -> list[float]:
         self.copied.synchronize()
-        return bool(self.on_host[0].item())
+        return self.on_host.tolist()
 
     def check(self) -> None:
-        """Counts the last update if it was skipped, and completes `progress` for a checkpoint: waits
-        for the device.
+        """Completes `progress` for a checkpoint by the last update: waits for the device.
 
         Raises FloatingPointError if more updates in a row were skipped than the limit.
         """
         self._count_skipped()
-        if self.spikes:
-            self.progress.skipped_spikes, self.progress.recent = self.spikes.state()
 
     def _count_skipped(self) -> None:
         step = self.pending_step
         if step is None:
             return
         self.pending_step = None
-        if not self._wait_for_flag():
-            self.progress.skipped_in_a_row = 0
-            return
-        if self.spikes:
-            _, norm, loss, norm_limit, loss_limit = self.on_host.tolist()
-            if math.isfinite(norm):
-                self.progress.skipped_in_a_row = 0
+        progress = self.progress
+        is_skipped, norm, *losses = self._figures()
+        if math.isfinite(norm):
+            progress.skipped_in_a_row = 0
+            if losses:
+                progress.recent = [*progress.recent, [norm, *losses]][-SPIKE_WINDOW:]
+            if is_skipped:
+                progress.skipped_spikes += 1
+                norm_limit, loss_limit = self.spike_limits
                 log.warning(
                     f"step {step}: a spike, skipped: gradient norm {norm:.4g} (limit "
-                    f"{norm_limit:.4g}), loss {loss:.4g} (limit {loss_limit:.4g})"
+                    f"{norm_limit:.4g}), loss {losses[0]:.4g} (limit {loss_limit:.4g})"
                 )
-                return
-        self.progress.skipped_in_a_row += 1
-        self.progress.skipped_steps += 1
-        if self.progress.skipped_in_a_row > self.limit:
+            return
+        progress.skipped_in_a_row += 1
+        progress.skipped_steps += 1
+        if progress.skipped_in_a_row > self.limit:
             raise FloatingPointError(
                 f"step {step}: the gradient is not finite, the weights were left as they were "
                 f"before it; train.skip_nonfinite = {self.limit} such steps in a row may be skipped"
             )
 
 
-class SpikeDetector:
-    """Detects an update whose loss or gradient norm is more than train.skip_spikes standard
-    deviations above its mean over the last SPIKE_WINDOW steps.
-
-    It is the rule of OLMo-core's SkipStepOptimizer. That a spike is cured by leaving out the
-    batches around it: https://arxiv.org/abs/2204.02311, section 5.1. Everything stays on the device.
-    A spike counts in the window, too: of a new level at most 1 / (1 + deviations^2) of the window is
-    skipped.
-    """
-
-    def __init__(self, deviations: float, device: torch.device, progress: "Progress"):
-        """progress: of the checkpoint that the run resumes from."""
-        self.deviations = deviations
-        self.skipped = torch.tensor(float(progress.skipped_spikes), device=device)
-        # (steps, 2): gradient norm and loss. NaN: until the window is full, nothing is a spike.
-        self.window = torch.full((SPIKE_WINDOW, 2), math.nan, dtype=torch.float64, device=device)
-        if progress.recent:
-            recent = torch.tensor(progress.recent, dtype=torch.float64)
-            self.window[-len(recent) :] = recent
-
-    def observe(self, norm: Tensor, loss: Tensor) -> Tensor:
-        """(is the step to be skipped, gradient norm, loss, the limits of both) of a step, as
-        FiniteGuard.may_update() has it. Collective."""
-        loss = loss.clone()
-        dist.all_reduce(loss)
-        values = torch.stack([norm, loss.to(norm.device)]).double()  # (2)
-        std, mean = torch.std_mean(self.window, dim=0)  # (2) each
-        limits = mean + self.deviations * std
-        is_finite = values.isfinite().all()
-        is_spike = is_finite & (values > limits).any()
-        longer = torch.cat([self.window, values[None]])
-        self.window = torch.where(is_finite, longer[1:], self.window)
-        self.skipped += is_spike
-        return torch.cat([(is_spike | ~is_finite)[None], values, limits]).float()
-
-    def state(self) -> tuple[int, list[list[float]]]:
-        """(updates skipped so far, the window) for a checkpoint; waits for the device."""
-        is_filled = ~self.window[:, 0].isnan()
-        return int(self.skipped.item()), self.window[is_filled].tolist()
+def spike_limits(recent: list[list[float]], deviations: float) -> tuple[float, float]:
+    """The largest gradient norm and loss that are no spike, after these (norm, loss) of steps."""
+    if len(recent) < SPIKE_WINDOW:
+        return math.inf, math.inf
+    norms, losses = zip(*recent)
+    return (
+        statistics.fmean(norms) + deviations * statistics.stdev(norms),
+        statistics.fmean(losses) + deviations * statistics.stdev(losses),
+    )
 
 
 class NoTargets(Exception):
@@ -256,7 +240,7 @@ class Progress:
     tokens: int = 0  # trained on; batch size and sequence length may have changed on the way
     skipped_steps: int = 0  # their gradient was not finite (FiniteGuard)
     skipped_in_a_row: int = 0
-    skipped_spikes: int = 0  # SpikeDetector
+    skipped_spikes: int = 0
     # (gradient norm, loss) of up to SPIKE_WINDOW steps, the last one last; with train.skip_spikes
     recent: list[list[float]] = field(default_factory=list)
     targetless_steps: int = 0  # no token had a loss: nothing was updated

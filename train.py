@@ -150,16 +150,14 @@ def training_step(
     seed_update(cfg.run.seed, step, world)
     # Without a target in the global batch, all ranks leave weights and optimizer state as they are:
     # the gradients are zero, but weight decay and momentum would still change the weights.
-    # A fused optimizer is always called: the device leaves weights and state alone if the norm is
-    # not finite, or the step a spike. For any other, the host waits for the flag, and skips the
-    # step.
+    # A fused optimizer skips a harmful step itself, so that the host need not wait: FiniteGuard.
     loss = sums["loss"] / (max(1, batch.valid_tokens) * world.tp)  # tp ranks have the same sum
     if batch.valid_tokens and guard.may_update(step, grad_norm, loss):
         optimizer.step()
     optimizer.zero_grad()
     scalars = {"grad_norm": grad_norm, "lr": lr}
-    if guard.spikes:
-        scalars["skipped_spikes"] = guard.spikes.skipped  # so far
+    if cfg.train.skip_spikes is not None:
+        scalars["skipped_spikes"] = guard.progress.skipped_spikes  # before this step
     return sums, scalars
 
 

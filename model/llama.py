@@ -417,18 +417,32 @@ def weight_count(model: nn.Module, name: str, p: Tensor) -> int:
 
 
 def flops_per_token(model: Llama, seq_len: int) -> int:
-    """Floating-point operations of forward and backward per token, excluding recomputation:
+    """Floating-point operations of forward and backward per token, excluding recomputation. If all
+    is trained,
 
         6 * (parameters in matmuls) + 6 * layers * heads * head_dim * seq_len
 
-    First term: a multiply and an add, once in forward and twice in backward (once for a frozen
-    matrix). The embedding is a lookup and does not count. Second term: attention scores and
-    weighted sum, 12 * ... without a mask, half of it if causal.
+    First term: a multiply and an add, once in forward, once for the gradient of the matrix, and
+    once for that of its input. Only trained matrices have the former, and only what follows a
+    trained parameter has the latter. The embedding is a lookup and does not count. Second term:
+    attention scores and weighted sum, 12 * ... without a mask, half of it if causal.
+
+    Parameters follow in the order of their names: the layers that read the input of the first
+    trained one count with an input gradient, although they have none.
     """
     m = model.config
-    matmuls = 0
-    for name, p in named_parameters(model):
-        is_lookup = name.startswith("embedding") and not m.tie_embeddings
-        if p.ndim == 2 and not is_lookup:
-            matmuls += (6 if p.requires_grad else 4) * weight_count(model, name, p)
-    return matmuls + 6 * m.n_layers * m.n_heads * m.width_per_head * seq_len
+    attention = 2 * m.n_heads * m.width_per_head * seq_len  # of a block's forward
+    total = 0
+    in_backward = False  # whether anything so far is trained
+    # a tied matrix as the embedding and as the head; the head's own matrix comes after its norm
+    parameters = sorted(
+        named_parameters(model, remove_duplicate=False), key=lambda item: item[0] == "head.weight"
+    )
+    for name, p in parameters:
+        if p.ndim == 2 and not name.startswith("embedding"):
+            passes = 1 + p.requires_grad + in_backward
+            total += 2 * passes * weight_count(model, name, p)
+        if name.endswith("o_proj.weight"):
+            total += attention * (3 if in_backward else 1)
+        in_backward |= p.requires_grad
+    return total

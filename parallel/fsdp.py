@@ -108,9 +108,7 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
 
     if not model.config.tie_embeddings:
         model.embedding.set_unshard_in_backward(False)  # the gradient of a lookup reads no weight
-    residual_dtype = getattr(torch, p.output_dtype or p.param_dtype)
-    for module in (model.embedding, *model.blocks):
-        module.register_forward_hook(partial(cast_residual, residual_dtype))
+    cast_residual_stream(model, p)
     set_prefetch(model, p)
     if p.one_memory_pool and world.device.type == "cuda":
         from parallel.memory_pool import share_pool
@@ -164,6 +162,13 @@ def mixed_precision(p: config.Parallel, unit: str) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
+
+
+def cast_residual_stream(model: Llama, p: config.Parallel) -> None:
+    """Has the embedding and each block return the residual stream in output_dtype."""
+    dtype = getattr(torch, p.output_dtype or p.param_dtype)
+    for module in (model.embedding, *model.blocks):
+        module.register_forward_hook(partial(cast_residual, dtype))
 
 
 @torch.compiler.disable  # it runs outside the compiled block, and would be a graph of its own

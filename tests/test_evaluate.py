@@ -34,7 +34,8 @@ ALPHABET = "ab \n\u00e9\u4e2d\U0001f600\u2581\ufffd"  # characters of one to fou
 
 
 @pytest.mark.quick
-def test_source_without_a_target_has_no_loss_and_leaves_the_mean_alone(monkeypatch):
+@distributed(ranks=1)
+def test_source_without_a_target_has_no_loss_and_leaves_the_mean_alone(world, monkeypatch):
     """Sums and counts beyond 2^24 are exact, and each batch has a timeout of its own."""
     batches = {"a": [(2.0**24, 2**24), (1.0, 0), (1.0, 0), (0.0, 1)], "b": [(0.0, 0)]}
     phases = []
@@ -53,7 +54,6 @@ def test_source_without_a_target_has_no_loss_and_leaves_the_mean_alone(monkeypat
     monkeypatch.setattr(evaluate, "reshard", lambda model: None)
     run: Any = mock.MagicMock(stops=False)
     run.phase.side_effect = lambda name: phases.append(name) or mock.MagicMock()
-    world: Any = SimpleNamespace(tp=1, device=torch.device("cpu"))
     for streams, loss in ((["a", "b"], (2**24 + 2) / (2**24 + 1)), (["b"], None)):
         phases.clear()
         dataset: Any = SimpleNamespace(validation=streams, names=streams, tokenizer_files=[])

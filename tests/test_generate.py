@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 import config
 import generate as tool
@@ -22,11 +23,12 @@ from config import ConfigError
 from data.tokenizer import Tokenizer
 from generate import choose, encode, generate, print_stream
 from metrics import log
+from model.attention import attention
 from model.build import build_model
 from model.llama import Llama, named_parameters
 from system.processes import printable
 from tests import forks
-from tests.conftest import build, full, make_config, mesh_for, run_tool, seal
+from tests.conftest import build, full, make_config, mesh_for, run_tool, seal, token_ids, train_run
 from tests.distributed import distributed
 from tests.model.test_llama import SCALING, reference, with_weights_of
 
@@ -97,6 +99,47 @@ def test_blocks_with_terms_of_the_loss_generate():
         assert [*generate(ours, [1, 2, 3], 8, 64, CPU)] == expected
 
 
+def own_attend(model: Llama) -> None:
+    """Each token attends to itself and the two before it, whatever the number of keys."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+        window = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril().triu(-2)
+        return attention(q, k, v, window)
+
+    for block in model.blocks:
+        block.attention.attend = attend
+
+
+def own_mask(model: Llama) -> None:
+    forward = model.forward
+
+    def forward_of_window(tokens: Tensor, **options) -> Tensor:
+        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril().triu(-2)
+        model.build_mask = lambda documents: mask
+        return forward(tokens, **options)
+
+    model.forward = forward_of_window
+
+
+def no_attend(model: Llama) -> None:
+    """A forward that calls no attend(): a running mean over the tokens."""
+    for block in model.blocks:
+        module = block.attention
+        module.forward = lambda x, *unused, module=module: module.o_proj(
+            module.q_proj(x).cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+        )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("change", [own_attend, own_mask, no_attend])
+def test_attention_that_a_cache_would_get_wrong_is_recomputed(change):
+    ours, _ = varied(make_config().model)
+    plain = [*generate(ours, [1, 2, 3, 4], 12, 8, CPU)]
+    change(ours)
+    expected = recomputed(ours, [1, 2, 3, 4], 12, 8, 0.0, 0)
+    assert [*generate(ours, [1, 2, 3, 4], 12, 8, CPU)] == expected != plain
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.3])
 def test_cached_text_equals_text_recomputed(temperature):
@@ -107,6 +150,32 @@ def test_cached_text_equals_text_recomputed(temperature):
         for context in (8, 7, 1000):
             text = list(generate(cached, prompt, 20, context, CPU, temperature, seed=7))
             assert text == recomputed(ours, prompt, 20, context, temperature, 7)
+
+
+@pytest.mark.parametrize(
+    "sections", [{"keep_fp32": ["head", "blocks.1"]}, {"output_dtype": "float32"}]
+)
+@distributed(ranks=2)
+def test_logits_are_those_of_evaluation(world, write_config, sections):
+    cfg = config.load(
+        str(
+            write_config(
+                run={"name": "r"},
+                parallel={"param_dtype": "bfloat16", **sections},
+                train={"steps": 1},
+                checkpoint={},
+            )
+        )
+    )
+    train_run(cfg, world)
+    folder = catalog.path_of(catalog.root_of(cfg), 1)
+    tokens = token_ids(2, 16)
+    sharded = build(cfg, world)
+    load.restore(folder, sharded, None)
+    plain = tool.load_model(folder, cfg, CPU)
+    plain.head._forward_pre_hooks.clear()  # of the newest token alone
+    with torch.no_grad():
+        assert torch.equal(plain(tokens), sharded.eval()(tokens))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])

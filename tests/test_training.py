@@ -81,9 +81,6 @@ def plain_loop(cfg: config.Config, weights: dict | None = None, optimizer_of=Non
         eps=o.eps,
         foreach=False,
     )
-    if o.state_dtype == "bfloat16":
-        # against theory it is tested in test_optim; here it must not depend on the ranks
-        optimizer = build_optimizer(model, o, cfg.run.seed)
     if optimizer_of:
         optimizer = optimizer_of(model)
     of_blocks: list[dict] = []  # terms, of each block's forward
@@ -410,7 +407,6 @@ def test_a_run_leaves_what_the_contract_names(straight):
         *("peak_memory_gib", "batch_digest"),
     } == rows(folder)[-1].keys()
     assert "step 20/20" in done.stdout
-    assert "a sample:" not in done.stdout  # after 20 steps it would be noise
     assert config.load(str(folder / "config.toml")).train.steps == 20
     environment = json.loads((folder / "environment.json").read_text())
     assert {"commit", "uncommitted", "torch", "command"} <= environment.keys()
@@ -418,20 +414,17 @@ def test_a_run_leaves_what_the_contract_names(straight):
 
 
 @needs_extra("reports", "huggingface")
-def test_a_run_of_a_hundred_steps_ends_with_a_sample_and_with_commands_that_work(
-    write_config, tmp_path
-):
+def test_a_run_ends_with_commands_that_work(write_config, tmp_path):
     folder = tmp_path / "my outputs"
     path = write_config(
         "it",
-        train={"steps": 100, "global_batch_size": 2},
+        train={"steps": 4, "global_batch_size": 2},
         checkpoint={},
         run={"output_dir": str(folder)},
-        log={"tensorboard": True, "every_steps": 50},
+        log={"tensorboard": True, "every_steps": 2},
     )
     done = launch(path, "--optim.schedule=linear")
     assert done.returncode == 0, done.stderr
-    assert "a sample:" in done.stdout
     lines = done.stdout[done.stdout.index("finished: ") :].splitlines()
     found = {
         what: shlex.split(words)
@@ -446,7 +439,7 @@ def test_a_run_of_a_hundred_steps_ends_with_a_sample_and_with_commands_that_work
     assert found["more steps, a longer schedule"] == [
         str(path),
         "--optim.schedule=linear",
-        "--train.steps=200",
+        "--train.steps=8",
     ]
     assert len(found) == 3
     for words in found.values():
@@ -495,15 +488,3 @@ def test_eval_only_prints_a_row_and_writes_nothing(straight):
     assert [found[0]] == rows(folder, "eval")
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-5)
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
-
-
-def test_generate_from_a_run(straight):
-    folder, _ = straight
-    texts = [
-        launch(
-            "-m", "generate", folder, "--prompt", "the cat", "--tokens", "8", "--temperature", "0"
-        )
-        for _ in range(2)
-    ]
-    assert texts[0].returncode == 0 and texts[0].stdout.startswith("the cat"), texts[0].stderr
-    assert texts[0].stdout == texts[1].stdout and texts[0].stderr == ""

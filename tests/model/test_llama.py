@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
 import config
-from model.build import meta_model
+from model.build import build_model, meta_model
 from model.llama import (
     Llama,
     RMSNorm,
@@ -173,8 +175,46 @@ def test_flops_per_token():
     wide = meta_model(make_config(model={"head_dim": 20}).model)  # heads x head_dim is not dim
     matrices = parameter_count(wide) - 320 * 48 - 5 * 48
     assert flops_per_token(wide, 32) == 6 * matrices + 6 * 2 * 4 * 20 * 32
-    frozen = meta_model(make_config(model={"freeze": ["*q_proj*"]}).model)  # no gradient of its own
-    assert flops_per_token(untied, 32) - flops_per_token(frozen, 32) == 2 * 2 * 48 * 48
+
+
+FROZEN = {
+    "nothing": [],
+    "embedding": ["embedding.weight"],
+    "lower blocks": ["embedding.weight", "blocks.[01].*"],
+    "all but head": ["embedding.weight", "blocks.*"],
+    "all but head's norm": ["embedding.weight", "blocks.*", "head.weight"],
+    "all but a projection": [
+        "embedding.weight",
+        "*norm*",
+        "*[qkven]_proj*",
+        "blocks.0.*",
+        "head.weight",
+    ],
+    "a projection": ["*q_proj*"],
+    "tied": ["head.weight"],
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_flops_of_frozen_parameters_are_those_of_torch_s_counter(frozen):
+    """Of matmuls; the attention of a block counts with three passes where any of it is in backward."""
+    sections = {"n_layers": 3, "freeze": FROZEN[frozen], "tie_embeddings": frozen == "tied"}
+    model = build_model(make_config(model=sections).model)
+    tokens = token_ids(1, 32)
+    calls = 0
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+        nonlocal calls
+        calls += 1 + 2 * q.requires_grad
+        return q + 0 * (k.sum() + v.sum())
+
+    for block in model.blocks:
+        block.attention.attend = attend
+    with FlopCounterMode(display=False) as counter:
+        sums, _ = model(tokens, tokens)
+        sums["loss"].backward()
+    attention = 2 * 32 * model.config.n_heads * model.config.width_per_head
+    assert flops_per_token(model, 32) == counter.get_total_flops() / 32 + calls * attention
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -6,14 +6,12 @@ import time
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
 from data.loader import inputs_and_targets
 from model.build import meta_model
-from model.llama import FeedForward, Llama, named_parameters, rope_tables
+from model.llama import Llama, named_parameters, rope_tables
 from parallel import parallelize
 from parallel.activation_checkpoint import (
     apply_activation_checkpointing,
@@ -28,7 +26,6 @@ from tests.conftest import (
     build,
     compiled_by,
     gradients_of,
-    hashes,
     make_config,
     mesh_for,
     needs_extra,
@@ -171,50 +168,6 @@ def test_frozen_first_blocks_compile_without_a_checkpoint():
     assert all(torch.equal(full[name], none[name]) for name in none)
 
 
-class InPlace(TorchDispatchMode):
-    """Notes operators that change one of their arguments."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-        self.calls = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls += 1
-        if function._schema.is_mutable:
-            self.found.append(function)
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "base, float8",
-    [
-        (None, "none"),
-        pytest.param(None, "rowwise", marks=needs_extra("float8")),
-        pytest.param("nf4", "none", marks=needs_extra("lora", "huggingface")),
-    ],
-)
-def test_no_block_changes_a_tensor_in_place(base, float8):
-    """Recomputed, it would be changed twice, compiled or not."""
-    lora = {"lora": {"base_dtype": base}} if base else {}
-    cfg = make_config(model={"dim": 64, "ffn_dim": 128, "init_from": base and "a folder"}, **lora)
-    model = meta_model(cfg.model, cfg.lora)
-    if float8 != "none":
-        from extras.float8.matmul import use_float8
-
-        use_float8(model.blocks, float8, "cpu")
-    model.to_empty(device="cpu")
-    x = torch.randn(BATCH, LENGTH, 64, requires_grad=True)
-    with InPlace() as seen:
-        model.blocks[0].float()(x, *rope_tables(cfg.model, torch.arange(LENGTH)), None)
-    assert not seen.found
-    assert seen.calls > 20
-    with seen:
-        x.detach().mul_(2)
-    assert len(seen.found) == 1
-
-
 # Of parts of a sequence and of a matrix
 
 
@@ -321,36 +274,6 @@ def test_selective_modes_save_these_matmuls(world, every, sections, expected):
         linears = [name for name, m in block.named_modules() if isinstance(m, torch.nn.Linear)]
         saved = [linears[number].split(".")[-1] for number in saved_matmuls(block, every)]
         assert saved == expected.split()
-
-
-def two_swapped(f, x):
-    return f.down_proj(f.up_proj(x) * F.silu(f.gate_proj(x)))
-
-
-def one_twice(f, x):
-    return f.down_proj(F.silu(f.gate_proj(x) + f.gate_proj(2 * x)) * f.up_proj(x))
-
-
-def one_without_its_module(f, x):
-    return f.down_proj(F.silu(f.gate_proj(x)) * (x @ f.up_proj.weight.t()))
-
-
-def one_more(f, x):
-    out = f.down_proj(F.silu(f.gate_proj(x)) * f.up_proj(x))
-    return out @ f.gate_proj.weight[:DIM].t()
-
-
-@pytest.mark.parametrize("forward", [two_swapped, one_twice, one_without_its_module, one_more])
-@distributed(ranks=1)
-def test_gradients_do_not_depend_on_the_order_of_matmuls(world, monkeypatch, forward):
-    monkeypatch.setattr(FeedForward, "forward", forward)
-    ids = token_ids(2, 17)
-    found = []
-    for mode in ("none", "elementwise", "selective"):
-        model = build(make_config(parallel={"recompute": mode}), world)
-        model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
-        found.append(hashes(gradients_of(model)))
-    assert found[0] == found[1] == found[2]
 
 
 def test_attention_of_every_library_is_known():
