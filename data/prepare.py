@@ -309,13 +309,14 @@ class Preparation:
 
 
 def main(argv: list[str]) -> int:
-    """argv: with --beside=RANKS if the launcher starts it (data/preparer.py): so many ranks will
-    train on this machine meanwhile."""
+    """argv: with --beside=RANKS if the launcher starts it (data/preparer.py): so many ranks train on
+    this machine meanwhile, which have priority."""
     words = [word for word in argv if not word.startswith("--beside=")]
     ranks = [int(word.partition("=")[2]) for word in argv if word.startswith("--beside=")]
     _, cfg = config.from_command_line(words, __doc__, config.argument_parser())
     if ranks:
         die_with_parent()
+    if any(ranks):
         os.nice(19)
         with contextlib.suppress(OSError):  # Linux's priority of a session next to others
             pathlib.Path("/proc/self/autogroup").write_text("19")

@@ -54,6 +54,8 @@ class Preparer:
             if self.exit_code and self.pause >= LONGEST_PAUSE:  # the sixth time
                 raise OSError(errno.EIO, "fails again and again, see above", "preparing the text")
             time.sleep(POLL_SECONDS)
+        if self.child and not grows:
+            self.child.wait()  # killed now, it would leave its pool's semaphores
 
     def has_failed(self) -> bool:
         """Whether the text is wrong. Starts the process again if it ended otherwise."""
