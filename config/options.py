@@ -96,7 +96,9 @@ class Run(Section):
         1800.0, "timeout of set-up, the first step, and a save", aka="init_timeout_seconds"
     )
     step_timeout_seconds: Seconds = option(
-        600.0, "timeout of a step, or a batch of evaluation", aka="train_timeout_seconds"
+        600.0,
+        "timeout of a step, or a batch of evaluation",
+        aka="ddp_timeout train_timeout_seconds",
     )
 
 
@@ -526,7 +528,7 @@ class Checkpoint(Section):
     save_every_steps: PositiveInt | None = option(
         None,
         "steps between saves; absent: only the last is saved",
-        aka="always_save_checkpoint checkpoint.enable checkpoint.interval save_interval save_steps",
+        aka="always_save_checkpoint checkpoint.enable checkpoint.interval save_interval save_steps save_strategy",
     )
     keep_last: PositiveInt | None = option(
         None, "absent: all", aka="keep_latest_k save_total_limit"
@@ -554,7 +556,7 @@ class Eval(Section):
     every_steps: PositiveInt | None = option(
         None,
         "steps between evaluations; absent: only at the last step",
-        aka="eval_steps eval_interval validation.enable validation.freq",
+        aka="eval_steps eval_strategy eval_interval validation.enable validation.freq",
     )
     batches: PositiveInt | None = option(
         None, "global batches; absent: all", aka="validation.steps"
