@@ -528,7 +528,8 @@ class Checkpoint(Section):
     save_every_steps: PositiveInt | None = option(
         None,
         "steps between saves; absent: only the last is saved",
-        aka="always_save_checkpoint checkpoint.enable checkpoint.interval save_interval save_steps save_strategy",
+        aka="always_save_checkpoint checkpoint.enable checkpoint.interval save_interval save_steps "
+        "save_strategy",
     )
     keep_last: PositiveInt | None = option(
         None, "absent: all", aka="keep_latest_k save_total_limit"
