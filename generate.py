@@ -28,7 +28,7 @@ from metrics import log
 from model.attention import BlockMask, attention
 from model.build import meta_model
 from model.llama import Llama, parameter_count
-from parallel.fsdp import cast_residual_stream, reshard, unit_dtypes, units
+from parallel.fsdp import cast_residual_stream, reshard, unit_dtypes, unit_parameters, units
 from parallel.materialize import initialize_buffers, materialize
 from parallel.mesh import World, has_native_bfloat16
 from parallel.ranks import all_gather_objects
@@ -42,27 +42,31 @@ MAX_SAMPLED_PARAMETERS = 20e9  # each token all-gathers all of them
 
 
 class KVCache:
-    """The keys and values of one block so far. attend() takes the place of Attention.attend.
+    """The keys and values of one block so far. attend() takes the place of Attention.attend for a
+    forward pass.
 
-    It is valid for the model's attention without a mask. A fork's attend(), or its mask, may read
-    more than a new token's query, or less than all keys.
+    It is valid for the model's attention without a mask, once a block. A fork's attend(), or its
+    mask, may read more than a new token's query, or less than all keys.
     """
 
     def __init__(self, attend: Callable[..., Tensor]) -> None:
         """attend: that of the block."""
         self.block_attend = attend
-        self.is_valid = False
+        self.calls = 0  # in this pass
+        self.is_valid = False  # in this pass
         self.keys: Tensor | None = None  # (1, K, S, E)
         self.values: Tensor | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
         """Attention of new tokens to all so far: those of the prompt, or a single one."""
-        self.is_valid = self.block_attend is attention and mask is None
-        if self.keys is not None and self.values is not None:
-            k = torch.cat([self.keys, k], dim=2)
-            v = torch.cat([self.values, v], dim=2)
-        self.keys = k
-        self.values = v
+        self.calls += 1
+        self.is_valid = self.calls == 1 and mask is None and self.block_attend is attention
+        if self.is_valid:
+            if self.keys is not None and self.values is not None:
+                k = torch.cat([self.keys, k], dim=2)
+                v = torch.cat([self.values, v], dim=2)
+            self.keys = k
+            self.values = v
         return self.block_attend(q, k, v, mask)
 
 
@@ -78,36 +82,42 @@ def generate(
 ) -> Iterator[int]:
     """Yields the next token `count` times; the caller may stop early. The prompt must not be empty.
 
-    The model is a plain one, whose attention this replaces meanwhile. Text that outgrows `context`
-    tokens restarts at position 0 with its newest half. Where a cache is not valid, every token is a
-    pass over all.
+    The model is a plain one. Text that outgrows `context` tokens restarts at position 0 with its
+    newest half. Where a cache is not valid, each token reruns the whole text.
     """
     tokens = list(prompt)  # that the model attends to
     first = 0  # position of the first one that it has not seen yet
     caches: list[KVCache] = []
-    attends = [block.attention.attend for block in model.blocks]
     draws = random.Random(seed)
+    for _ in range(count):
+        if len(tokens) > context:
+            tokens = tokens[-((context + 1) // 2) :]
+            first = 0
+        logits = cached_pass(model, tokens, first, caches, device) if first else None
+        if logits is None or not all(cache.is_valid for cache in caches):
+            caches = [KVCache(block.attention.attend) for block in model.blocks]
+            logits = cached_pass(model, tokens, 0, caches, device)
+        first = len(tokens) if all(cache.is_valid for cache in caches) else 0
+        tokens.append(choose(logits, temperature, draws.random()))
+        yield tokens[-1]
+
+
+def cached_pass(
+    model: Llama, tokens: list[int], first: int, caches: list[KVCache], device: torch.device
+) -> Tensor:
+    """The logits (V) of the last token, by a forward pass over the tokens from `first` on."""
+    positions = torch.arange(first, len(tokens), device=device)[None]  # (1, T)
+    new = torch.tensor([tokens[first:]], device=device)
+    attends = [block.attention.attend for block in model.blocks]
+    for block, cache in zip(model.blocks, caches, strict=True):
+        cache.calls = 0
+        cache.is_valid = False
+        block.attention.attend = cache.attend
     try:
-        for _ in range(count):
-            if len(tokens) > context:
-                tokens = tokens[-((context + 1) // 2) :]
-                first = 0
-            if first == 0:
-                caches = [KVCache(attend) for attend in attends]
-                set_attends(model, [cache.attend for cache in caches])
-            positions = torch.arange(first, len(tokens), device=device)[None]  # (1, T)
-            new = torch.tensor([tokens[first:]], device=device)
-            logits = model(new, positions=positions)[0, -1]  # (V)
-            first = len(tokens) if all(cache.is_valid for cache in caches) else 0
-            tokens.append(choose(logits, temperature, draws.random()))
-            yield tokens[-1]
+        return model(new, positions=positions)[0, -1]
     finally:
-        set_attends(model, attends)
-
-
-def set_attends(model: Llama, attends: list[Callable[..., Tensor]]) -> None:
-    for block, attend in zip(model.blocks, attends, strict=True):
-        block.attention.attend = attend
+        for block, attend in zip(model.blocks, attends, strict=True):
+            block.attention.attend = attend
 
 
 def choose(logits: Tensor, temperature: float, draw: float) -> int:
@@ -116,7 +126,7 @@ def choose(logits: Tensor, temperature: float, draw: float) -> int:
     On the host, in float64: equal on every device. Raises ConfigError for non-finite logits.
     """
     if not logits.amax().isfinite():
-        raise ConfigError("the model's output is not finite: its weights are corrupt")
+        raise ConfigError("the model's output is not finite")
     if temperature == 0:
         return int(logits.argmax())
     logits = logits.cpu().double()
@@ -159,13 +169,18 @@ def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset,
     new: list[int] = []
     draws = random.Random(cfg.run.seed)
     model.eval()
-    with torch.compiler.set_stance("force_eager"):  # each length would trigger a recompilation
-        for _ in range(SAMPLE_TOKENS):
-            window = [*ids, *new][-cfg.train.seq_len :]
-            logits = model(torch.tensor([window], device=world.device))[0, -1]  # (V)
-            new.append(choose(logits, SAMPLE_TEMPERATURE, draws.random()))
-    reshard(model)
-    model.train()
+    try:
+        with torch.compiler.set_stance("force_eager"):  # each length would trigger a recompilation
+            for _ in range(SAMPLE_TOKENS):
+                window = [*ids, *new][-cfg.train.seq_len :]
+                logits = model(torch.tensor([window], device=world.device))[0, -1]  # (V)
+                new.append(choose(logits, SAMPLE_TEMPERATURE, draws.random()))
+    except ConfigError as error:  # no reason to end a run
+        log.warning("no sample: %s", error)
+        return
+    finally:
+        reshard(model)
+        model.train()
     end = next((i for i, token in enumerate(new) if token in tokenizer.eos), len(new))
     log.info("a sample:\n%s", printable(tokenizer.decode([*ids, *new[:end]])))
 
@@ -236,8 +251,10 @@ def load_model(folder: pathlib.Path, cfg: config.Config, device: torch.device) -
     elif p.param_dtype == "auto":  # imported weights, which were never trained
         p = replace(p, param_dtype="bfloat16")
     for name, modules in units(model):
-        for module in modules:
-            module.to(unit_dtypes(p, name)[0])
+        dtype, _ = unit_dtypes(p, name)
+        for parameter in unit_parameters(modules):
+            if parameter.is_floating_point():  # as FSDP2: buffers stay as they are
+                parameter.data = parameter.to(dtype)
     cast_residual_stream(model, p)
     return model.eval()
 

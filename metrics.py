@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import math
+import mmap
 import os
 import pathlib
 import platform
@@ -18,6 +19,7 @@ import torch
 
 import config
 from data.dataset import Dataset
+from model.build import meta_model
 from model.llama import Llama, flops_per_token, parameter_count
 from parallel.mesh import World
 from parallel.ranks import all_gather_objects, on_rank_zero
@@ -25,8 +27,8 @@ from system import files
 
 log = logging.getLogger("train")
 
-# Dense bfloat16 TFLOP/s by the data sheets, by part of the device's name of CUDA; the longest that
-# matches counts.
+# Dense bfloat16 TFLOP/s by the data sheets, by a substring of CUDA's name of the device; the longest
+# that matches counts.
 PEAK_TFLOPS = {
     "A100": 312,
     "A800": 312,
@@ -72,7 +74,7 @@ class Recorder:
         self.folder = folder
         self.start = start
         self.dataset = dataset
-        self.flops_per_token = flops_per_token(model, cfg.train.seq_len)
+        self.flops_per_token = flops_per_token(meta_model(cfg.model, cfg.lora), cfg.train.seq_len)
         self.seconds = seconds
         self.rows = Rows(folder, cfg.log.tensorboard, start) if world.rank == 0 else None
         self.timer = OwnTimer(model, world.device)
@@ -275,8 +277,8 @@ class OwnTimer:
 
 
 def slowest(ranks: list[tuple[dict[str, float], str]]) -> dict[str, Any]:
-    """Of the figures and the host of each rank: the largest of each figure; which rank's own time is
-    the longest, and its host; the median of the ranks' own times."""
+    """From each rank's figures and host: the maximum of each figure; which rank's own time is the
+    longest, and its host; the median of the ranks' own times."""
     times = [figures["own_seconds"] for figures, _ in ranks]
     rank = times.index(max(times))
     largest = {name: max(figures[name] for figures, _ in ranks) for name in ranks[0][0]}
@@ -341,18 +343,30 @@ def drop_rows(path: pathlib.Path, start: int) -> bool:
     if not path.exists():
         return is_evaluated
     end = 0  # of the last row to keep
-    offset = 0
-    with path.open("rb") as file:
-        for line in file:
-            offset += len(line)
-            with contextlib.suppress(ValueError):  # a kill or a power cut may leave no row
-                row = json.loads(line)
-                if row["step"] > start or not line.endswith(b"\n"):
-                    break
-                end = offset
-                is_evaluated |= row["step"] == start and row["kind"] == "eval"
+    for offset, row in rows_backwards(path):
+        if row["step"] > start:
+            continue
+        end = end or offset
+        if row["step"] < start:
+            break
+        is_evaluated |= row["kind"] == "eval"
     os.truncate(path, end)
     return is_evaluated
+
+
+def rows_backwards(path: pathlib.Path) -> Iterator[tuple[int, dict]]:
+    """(where its line ends, row) of a metrics.jsonl, the last one first: a resume reads no more of a
+    million rows than it drops."""
+    if not path.stat().st_size:  # which cannot be mapped
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        end = text.rfind(b"\n") + 1  # a kill may have truncated the last line
+        while end:
+            begin = text.rfind(b"\n", 0, end - 1) + 1
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn line
+                row = json.loads(text[begin:end])
+                yield end, {"step": row["step"], "kind": row["kind"]}
+            end = begin
 
 
 def read_rows(path: pathlib.Path) -> Iterator[dict]:

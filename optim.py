@@ -2,7 +2,6 @@
 
 import logging
 import math
-import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import config
-from model.llama import after_weight_update, named_parameters
+from model.llama import after_weight_update, named_parameters, plain_name
 
 log = logging.getLogger("train")
 
@@ -109,14 +108,15 @@ class ShardedAdamW(torch.optim.AdamW):
         return has_complex
 
 
-class FiniteGuard:
-    """Keeps updates that would do harm out of the weights, without waiting for the device: that of
-    a gradient that is not finite and, with train.skip_spikes, that of a spike.
+class UpdateGuard:
+    """Skips harmful updates without waiting for the device: those of non-finite gradients and, with
+    train.skip_spikes, of spikes.
 
-    A spike is a step whose gradient norm or loss is more than so many standard deviations above its
-    mean over the last SPIKE_WINDOW steps: the rule of OLMo-core's SkipStepOptimizer. That leaving
-    out the batches around it cures a spike: https://arxiv.org/abs/2204.02311, section 5.1. It joins
-    the window, too: of a new level at most 1 / (1 + deviations^2) of the window is skipped.
+    A spike is a step whose gradient norm or loss is more than train.skip_spikes standard deviations
+    above its mean over the last SPIKE_WINDOW steps: the rule of OLMo-core's SkipStepOptimizer.
+    Skipping the batches around a spike cures it (https://arxiv.org/abs/2204.02311, section 5.1). A
+    spike joins the window: it raises the limits meanwhile, and after a shift of the level at most
+    1 / (1 + deviations^2) of the window is skipped.
 
     torch's fused optimizers leave weights and state untouched if `found_inf` is set. The host reads
     this flag one step late, and before every save. Optimizers of other kinds ignore the flag: for
@@ -136,6 +136,8 @@ class FiniteGuard:
         self.limit = limit
         self.progress = progress
         self.deviations = skip_spikes
+        if skip_spikes is None:
+            progress.recent = []  # else they would be compared with, long after
         self.spike_limits = (math.inf, math.inf)  # of gradient norm and loss
         self.found_inf = torch.zeros((), device=device)
         # the flag and the gradient norm; with train.skip_spikes also the loss
@@ -194,7 +196,7 @@ class FiniteGuard:
         is_skipped, norm, *losses = self._figures()
         if math.isfinite(norm):
             progress.skipped_in_a_row = 0
-            if losses:
+            if losses and math.isfinite(losses[0]):
                 progress.recent = [*progress.recent, [norm, *losses]][-SPIKE_WINDOW:]
             if is_skipped:
                 progress.skipped_spikes += 1
@@ -217,11 +219,9 @@ def spike_limits(recent: list[list[float]], deviations: float) -> tuple[float, f
     """The largest gradient norm and loss that are no spike, after these (norm, loss) of steps."""
     if len(recent) < SPIKE_WINDOW:
         return math.inf, math.inf
-    norms, losses = zip(*recent)
-    return (
-        statistics.fmean(norms) + deviations * statistics.stdev(norms),
-        statistics.fmean(losses) + deviations * statistics.stdev(losses),
-    )
+    std, mean = torch.std_mean(torch.tensor(recent, dtype=torch.float64), dim=0)  # (2) each
+    norm_limit, loss_limit = (mean + deviations * std).tolist()
+    return norm_limit, loss_limit
 
 
 class NoTargets(Exception):
@@ -238,7 +238,7 @@ class Progress:
 
     step: int = 0  # the last one trained
     tokens: int = 0  # trained on; batch size and sequence length may have changed on the way
-    skipped_steps: int = 0  # their gradient was not finite (FiniteGuard)
+    skipped_steps: int = 0  # their gradient was not finite (UpdateGuard)
     skipped_in_a_row: int = 0
     skipped_spikes: int = 0
     # (gradient norm, loss) of up to SPIKE_WINDOW steps, the last one last; with train.skip_spikes
@@ -287,6 +287,7 @@ def clip_gradients(
     "off" does not clip. An optimizer that supports it scales the gradients in its update, which
     saves a pass over them.
     """
+    check_all_have_gradients(model)
     norm = gradient_norm(model.parameters())
     if max_norm == "off":
         return norm
@@ -297,6 +298,17 @@ def clip_gradients(
         gradients = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
         torch._foreach_div_(gradients, scale)
     return norm
+
+
+def check_all_have_gradients(model: nn.Module) -> None:
+    """Raises RuntimeError for a trained parameter that forward did not use: it would silently keep
+    its initial value."""
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if unused:
+        raise RuntimeError(
+            f"no gradient of {', '.join(map(plain_name, unused))}: forward does not use it; use it, or "
+            "freeze it (model.freeze)"
+        )
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from metrics import Recorder
 from model.build import meta_model
 from model.llama import Llama
 from optim import (
-    FiniteGuard,
+    UpdateGuard,
     build_optimizer,
     clip_gradients,
     learning_rate,
@@ -72,7 +72,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     warnings = run.begin(checkpointer)  # takes the run's folder: from here on, things are written
     recorder = Recorder(cfg, world, run.folder, start, model, dataset, run.seconds)
     recorder.log_start(model, unit_table(units), warnings)
-    guard = FiniteGuard(
+    guard = UpdateGuard(
         optimizer, device, cfg.train.skip_nonfinite, progress, cfg.train.skip_spikes
     )
     loader = Loader(dataset, world, start + 1)
@@ -114,7 +114,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
 def training_step(
     model: Llama,
     optimizer: torch.optim.Optimizer,
-    guard: FiniteGuard,
+    guard: UpdateGuard,
     batch: Batch,
     step: int,
     cfg: Config,
@@ -138,7 +138,7 @@ def training_step(
         tensors = (tensor.to(world.device, non_blocking=True) for tensor in micro_batch)
         # (tokens, targets, positions, documents) -> sums over the tokens
         losses, _ = model(*tensors)
-        # A non-finite loss can have finite gradients. A factor of NaN makes them, and so the global
+        # A non-finite loss can have finite gradients. Scaling by NaN makes them, and so the global
         # norm, NaN: every rank skips the step.
         scale_or_nan = torch.where(losses["loss"].isfinite(), scale, math.nan)
         (losses["loss"] * scale_or_nan).backward()
@@ -150,7 +150,7 @@ def training_step(
     seed_update(cfg.run.seed, step, world)
     # Without a target in the global batch, all ranks leave weights and optimizer state as they are:
     # the gradients are zero, but weight decay and momentum would still change the weights.
-    # A fused optimizer skips a harmful step itself, so that the host need not wait: FiniteGuard.
+    # A fused optimizer skips a harmful step itself, so that the host need not wait: UpdateGuard.
     loss = sums["loss"] / (max(1, batch.valid_tokens) * world.tp)  # tp ranks have the same sum
     if batch.valid_tokens and guard.may_update(step, grad_norm, loss):
         optimizer.step()

@@ -32,7 +32,7 @@ from data.loader import Batch, Loader, inputs_and_targets
 from metrics import peak_flops, peak_memory_gib
 from model.build import meta_model
 from model.llama import Llama, flops_per_token, parameter_count
-from optim import FiniteGuard, Progress, build_optimizer
+from optim import Progress, UpdateGuard, build_optimizer
 from parallel.context import shard_sequences
 from parallel.fsdp import unshard_first_units
 from parallel.materialize import materialize
@@ -80,7 +80,7 @@ def experiments(args: argparse.Namespace) -> dict[str, int | bool]:
 
 def build(
     cfg: config.Config, world: World, settings: dict[str, int | bool] | None = None
-) -> tuple[Llama, torch.optim.Optimizer, FiniteGuard]:
+) -> tuple[Llama, torch.optim.Optimizer, UpdateGuard]:
     """What train.py trains, with fresh weights. settings: from experiments()."""
     device = storage_device(cfg, world)
     model = meta_model(cfg.model, cfg.lora)
@@ -89,7 +89,7 @@ def build(
         getattr(model, method)(value)
     materialize(model, cfg.run.seed, device)
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, cfg.parallel.compile)
-    return model, optimizer, FiniteGuard(optimizer, device, 0, Progress())
+    return model, optimizer, UpdateGuard(optimizer, device, 0, Progress())
 
 
 def random_batch(cfg: config.Config, world: World, accumulation: int) -> Batch:

@@ -34,7 +34,7 @@ from data.loader import Batch, inputs_and_targets
 from extras.huggingface import config as hf_config
 from extras.huggingface.weights import hf_name
 from model.build import meta_model
-from optim import FiniteGuard, Progress, build_optimizer
+from optim import Progress, UpdateGuard, build_optimizer
 from parallel.fsdp import unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, storage_device
@@ -60,7 +60,7 @@ def our_step(cfg: config.Config, world: World, weights: dict[str, Tensor]) -> St
     parallelize(model, cfg, world)
     materialize(model, 0, device, read)
     optimizer = build_optimizer(model, cfg.optim)
-    guard = FiniteGuard(optimizer, device, 0, Progress())
+    guard = UpdateGuard(optimizer, device, 0, Progress())
 
     def step(number: int, batch: Batch) -> Tensor:
         unshard_first_units(model, cfg.parallel)

@@ -10,7 +10,7 @@ import argparse
 import pathlib
 
 from checkpoint.catalog import checkpoints_of, problems_of
-from checkpoint.manifest import RemovedCheckpoint, again, read_manifest
+from checkpoint.manifest import RemovedCheckpoint, read_manifest, retry
 from config import ConfigError, run_tool
 from system.processes import print_line
 
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
         "folder", type=pathlib.Path, metavar="DIR", help="a checkpoint, or a run's folder"
     )
     args = parser.parse_args(argv)
-    return again(RemovedCheckpoint, lambda: verify(args.folder))
+    return retry(RemovedCheckpoint, lambda: verify(args.folder))
 
 
 def verify(folder: pathlib.Path) -> int:

@@ -52,7 +52,7 @@ def unused_name(path: pathlib.Path, ending: str) -> pathlib.Path:
     return unused
 
 
-@manifest.patient
+@manifest.retried
 def steps(root: pathlib.Path) -> list[int]:
     """Steps of the folders named like checkpoints, good or bad, in ascending order. Raises
     ConfigError if `root` cannot be read."""
@@ -199,7 +199,7 @@ def candidates(
     return [resume]
 
 
-@manifest.patient
+@manifest.retried
 def try_disk(root: pathlib.Path) -> None:
     """Tries what a checkpoint needs of the disk: writes, syncs, renames and removes a small folder
     in `root`. Leaves nothing behind. Raises ConfigError."""
@@ -288,7 +288,7 @@ def read_newest(path: pathlib.Path, read: Callable[[pathlib.Path], Any]) -> Any:
     """read(`path`) if that is a checkpoint, else read(its run's newest good one). Verifies it, and
     prints to stderr which ones it skips. If a run that trains meanwhile removes it, reads the one
     that is newest then. Raises ConfigError if there is none, or none is good."""
-    return manifest.again(RemovedCheckpoint, read_newest_once, path, read)
+    return manifest.retry(RemovedCheckpoint, read_newest_once, path, read)
 
 
 def read_newest_once(path: pathlib.Path, read: Callable[[pathlib.Path], Any]) -> Any:

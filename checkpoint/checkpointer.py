@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import config
 from checkpoint import catalog, compare
 from checkpoint.load import restore, tensors_of
-from checkpoint.manifest import RemovedCheckpoint, again
+from checkpoint.manifest import RemovedCheckpoint, retry
 from checkpoint.save import SaveFailed, Saver
 from config import ConfigError
 from data.dataset import Dataset
@@ -48,7 +48,7 @@ class Checkpointer:
         check_same_on_all_ranks("prepared data", compare.by_source(dataset.identities))
         text_of_rank_zero = on_rank_zero(dataset.fingerprint)  # a node may have a copy of the data
         on_each_rank(lambda: dataset.require_same_text(text_of_rank_zero))
-        again(RemovedCheckpoint, self._choose)
+        retry(RemovedCheckpoint, self._choose)
         self.saver: Saver | None = None
         if cfg.checkpoint and not evaluating:
             self.saver = Saver(self.root, cfg.checkpoint, dataset.tokenizer_files)
@@ -92,7 +92,9 @@ class Checkpointer:
         Returns warnings. Rank 0 only, under the run's lock. Raises ConfigError if another run has
         saved here since `start` was chosen."""
         if catalog.steps(self.root) != self.saved:
-            raise ConfigError(f"{self.root}: another run has worked here meanwhile; start again")
+            raise ConfigError(
+                f"{self.root}: another run has used this folder in the meantime; start again"
+            )
         warnings = [f"corrupt, set aside: {problem}" for problem in self.problems]
         # what allow_changed may allow
         warnings += compare.changes_since(self.cfg, self.folder)

@@ -17,8 +17,8 @@ SAME_OUTPUTS = ("shape", "output")
 ADVICE = {
     "shape": "its weights have those shapes; continue so, or choose another run.name",
     "state": "continue with that, or start another run from these weights ("
-    f"{config.command('-m', 'huggingface', 'export')}, model.init_from): the optimizer's state is "
-    "of what was trained, and how",
+    f"{config.command('-m', 'huggingface', 'export')}, model.init_from): the optimizer's state "
+    "belongs to what was trained, and how",
 }
 
 
@@ -179,8 +179,8 @@ def other_tokenizer(folder: pathlib.Path, files: list[pathlib.Path]) -> list[str
     if not saved or not files or any(entry_of(path.read_bytes()) in saved for path in files):
         return []
     return [
-        f"{', '.join(map(str, files))}: is not the tokenizer that {folder} was trained with, to "
-        "whose weights its tokens mean other words; "
+        f"{', '.join(map(str, files))}: is not the tokenizer that {folder} was trained with: "
+        "its token ids mean other words to those weights; "
         f'data.tokenizer = "{folder}" names the one that is'
     ]
 

@@ -26,9 +26,9 @@ from checkpoint.manifest import (
     METADATA,
     CorruptCheckpoint,
     open_file,
-    patient,
     read_file,
     read_manifest,
+    retried,
 )
 from config import ConfigError
 from model.llama import after_weight_update, named_parameters
@@ -159,6 +159,9 @@ def check_tensors(
     problems = []
     for name, tensor in wanted.items():
         item = stored.get(name)
+        weight = f"model.{name.removeprefix('optim.').rpartition('.')[0]}"
+        if item is None and name.startswith("optim.") and weight not in stored:
+            continue  # the weight itself is a problem
         if item is None:
             problems.append(f"{folder}: has no {name}")
         elif (tensor.shape, tensor.dtype) != (item.size, item.properties.dtype):
@@ -170,11 +173,12 @@ def check_tensors(
         if optimizer is not None or name.startswith("model."):
             problems.append(f"{folder}: has {name}, which this model does not")
     if problems:
-        raise ConfigError(*problems[:SHOWN])
+        advice = f"{folder}: is of another model: restore its code, or choose another run.name"
+        raise ConfigError(*problems[:SHOWN], advice)
     return wanted
 
 
-@patient
+@retried
 def read_tensors(reader: Reader, tensors: dict[str, Tensor]) -> None:
     """Loads into these tensors in place; without a process group, on this process alone."""
     try:

@@ -45,7 +45,7 @@ class RemovedCheckpoint(ConfigError):
     """A checkpoint was removed while it was read."""
 
 
-def again(error: type[ConfigError], work: Callable, *arguments: Any) -> Any:
+def retry(error: type[ConfigError], work: Callable, *arguments: Any) -> Any:
     """The result of work(*arguments), which is called again, seconds apart, if it raises this
     error."""
     for seconds in WAITS:
@@ -57,9 +57,9 @@ def again(error: type[ConfigError], work: Callable, *arguments: Any) -> Any:
     return work(*arguments)
 
 
-def patient(read: Callable) -> Callable:
+def retried(read: Callable) -> Callable:
     """Decorates a function that reads: it is called again while the disk fails."""
-    return functools.wraps(read)(functools.partial(again, UnreadableCheckpoint, read))
+    return functools.wraps(read)(functools.partial(retry, UnreadableCheckpoint, read))
 
 
 def unreadable(path: pathlib.Path, error: OSError, problem: str = "cannot be read") -> ConfigError:
@@ -108,13 +108,13 @@ def open_without_blocking(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-@patient
+@retried
 def size_of(folder: pathlib.Path, name: str) -> int:
     with open_file(folder, name) as file:
         return file.seek(0, os.SEEK_END)
 
 
-@patient
+@retried
 def read_file(folder: pathlib.Path, name: str) -> bytes:
     """The content of a file that holds no tensors. Raises CorruptCheckpoint."""
     with open_file(folder, name) as file:
@@ -124,7 +124,7 @@ def read_file(folder: pathlib.Path, name: str) -> bytes:
     return content
 
 
-@patient
+@retried
 def hash_part(folder: pathlib.Path, name: str, part: int) -> str:
     """SHA-256 of the part-th 64 MiB of a file, in hexadecimal."""
     digest = hashlib.sha256()

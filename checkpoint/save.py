@@ -89,7 +89,7 @@ class Saver:
             except OSError as error:  # of another file, maybe on another disk
                 problem = f"{error.filename}: {error.strerror}"
                 log.warning(
-                    "%s: its end is not on disk, step %d is saved all the same", problem, step
+                    "%s: its last rows are not on disk; step %d is saved anyway", problem, step
                 )
             files.publish(folder, final)
 

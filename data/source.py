@@ -150,9 +150,11 @@ def refusal(problem: str, following: Iterator[tuple[str, Any]]) -> ConfigError:
     with suppress(ConfigError, OSError):
         for _, row in itertools.islice(following, COUNTED_ROWS - 1):
             count = RowCount(count.read + 1, count.wrong + isinstance(row, ConfigError))
+    remedy = "mend them"
+    if 100 * count.wrong <= count.read:  # of more it would be refused all the same
+        remedy += ", or leave them out: --data.bad_rows=skip"
     return ConfigError(
-        f"{problem}; {count.wrong:,} of {count.read:,} rows from there on are wrong: mend them, or "
-        "leave them out, if they are at most one in a hundred: --data.bad_rows=skip"
+        f"{problem}; {count.wrong:,} of {count.read:,} rows from there on are wrong: {remedy}"
     )
 
 

@@ -25,7 +25,7 @@ def build_model(m: config.Model, lora: config.Lora | None = None) -> Llama:
 
 
 def freeze(model: Llama, patterns: tuple[str, ...]) -> None:
-    """Freezes the parameters of which a name matches a pattern: a tied matrix has two."""
+    """Freezes the parameters with a name that matches a pattern: a tied matrix has two."""
     parameters = dict(named_parameters(model, remove_duplicate=False))
     for pattern in patterns:
         names = fnmatch.filter(parameters, pattern)

@@ -427,8 +427,8 @@ def flops_per_token(model: Llama, seq_len: int) -> int:
     trained parameter has the latter. The embedding is a lookup and does not count. Second term:
     attention scores and weighted sum, 12 * ... without a mask, half of it if causal.
 
-    Parameters follow in the order of their names: the layers that read the input of the first
-    trained one count with an input gradient, although they have none.
+    Assumes that parameters are registered in the order of execution. The layers that read the same
+    input as the first trained one count with an input gradient, although they have none.
     """
     m = model.config
     attention = 2 * m.n_heads * m.width_per_head * seq_len  # of a block's forward

@@ -138,7 +138,7 @@ def saved_matmuls(block: Block, every: int) -> set[int]:
 def is_attention(operator: Any) -> bool:
     """Whether the operator is the forward of attention, by its namespace and name.
 
-    A list of operators would recompute, without a word, the kernels that it lacks.
+    A list of operators would silently recompute the kernels that it lacks.
     """
     # "aten._scaled_dot_product_flash_attention.default", "flex_attention"
     name = str(operator)

@@ -135,8 +135,9 @@ def call_fill(model: Llama, name: str, rows: Tensor, first_row: int) -> None:
     fills = getattr(model.get_submodule(path), "init", {})
     if attribute not in fills:
         raise ConfigError(
-            f"{name}: nothing declares its initial values; add them to the dict `init` in __init__ "
-            f'of its module, as "{attribute}": normal(0.02) or a function of your own (model/init.py)'
+            f"{name}: nothing declares its initial values (one given to nn.Parameter is not kept); add "
+            f'them to the dict `init` in __init__ of its module, as "{attribute}": normal(0.02), or '
+            "constant(0.1), or a function of your own (model/init.py)"
         )
     fills[attribute](rows, first_row)
 

@@ -52,7 +52,7 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     if p.compile:
         # Blocks with different dtypes or frozen parameters recompile the shared graphs, each with
         # and without gradients. torch allows 8 recompilations by default.
-        torch._dynamo.config.recompile_limit = 64
+        torch.compiler.config.recompile_limit = 64
         for block in model.blocks:
             compile_block(block)
         model.head.norm.compile(fullgraph=True)

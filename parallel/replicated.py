@@ -13,7 +13,7 @@ from parallel.materialize import is_quantized
 
 
 def replicated_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
-    """The parameters of which a name matches a pattern of `replicated`: a tied matrix has two.
+    """The parameters with a name that matches a pattern of `replicated`: a tied matrix has two.
 
     Raises ConfigError for a pattern that matches nothing, or that matches a trainable parameter:
     its gradient would not be reduced.

@@ -34,7 +34,7 @@ import uuid
 
 import config
 from checkpoint import compare
-from checkpoint.manifest import RemovedCheckpoint, again
+from checkpoint.manifest import RemovedCheckpoint, retry
 from config import Config, ConfigError, together
 from data import formats
 from data.folder import is_prepared
@@ -42,7 +42,7 @@ from data.preparer import Preparer, trains_meanwhile
 from run.command import CONFIG, LAUNCH, Ranks, requeue, resume_newest
 from run.folder import ENDING_SECONDS, FolderClaim, lock, read_status
 from run.follower import followed
-from run.watchdog import BEFORE, END, Report, read_reports
+from run.watchdog import BEFORE, EXITED, Report, read_reports
 from system.machine import visible_gpus
 from system.processes import die_with_parent, print_error, print_line
 
@@ -87,7 +87,7 @@ def check(cfg: Config, ranks: Ranks, evaluates: bool = False) -> int:
     """What one process can check before the ranks start. Returns the step that they resume after.
     Writes nothing. Raises one ConfigError with all problems."""
     (_, start, _), *_ = together(
-        lambda: again(RemovedCheckpoint, lambda: compare.starting_point(cfg, evaluates)),
+        lambda: retry(RemovedCheckpoint, lambda: compare.starting_point(cfg, evaluates)),
         lambda: config.mesh_shape(cfg, ranks.total),
         lambda: ranks.command(""),
         lambda: check_machine(cfg, ranks),
@@ -207,7 +207,7 @@ class Attempts:
             self.child.kill()  # the ranks of torchrun die with it
         elif not self.signal:
             self.signal = number
-            print_error(f"{signal.Signals(number).name}: stops after this step; Ctrl-C twice quits")
+            print_error(f"{signal.Signals(number).name}: stopping; Ctrl-C twice quits")
             self._send(number)
 
     def _send(self, number: int) -> None:
@@ -221,7 +221,7 @@ class Attempts:
         reports = read_reports(self.folder)
         has_begun = any(report.phase not in BEFORE for report in reports)
         failed = [report for report in reports if report.text]
-        self.end = next((report for report in reports if report.phase == END), None)
+        self.end = next((report for report in reports if report.phase == EXITED), None)
         # torchrun ends well after a signal to it alone
         ended_by_signal = returned == 0 or returned - 128 in SIGNALS
         was_asked = self.signal or (ended_by_signal and not failed)

@@ -36,7 +36,7 @@ from parallel.ranks import (
 from parallel.torch_patches import set_default_timeout, shield_compilers
 from run.command import LAUNCH, check_not_one_of_several
 from run.run import Run
-from run.watchdog import END, Watchdog
+from run.watchdog import EXITED, Watchdog
 from system.machine import NVIDIA, has_driver
 from system.processes import (
     FINISHED,
@@ -76,7 +76,7 @@ def main(args: Namespace, cfg: Config, train: Callable, evaluate: Callable) -> N
             if run.stops:
                 code = STOPPED
             watchdog.begin(
-                END,
+                EXITED,
                 EXIT_SECONDS,
                 run.step,
                 exit_code=code,

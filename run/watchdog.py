@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 LINE_BYTES = 160  # the first line is padded to this length
 TIMEOUT = "Timeout ("  # what faulthandler writes first
 BEFORE = ("start", "restore")  # the phases before the ranks take the run's folder
-END = "exit"  # the phase of a rank that is through
+EXITED = "exited"  # the phase of a rank that is through
 
 
 class Report(NamedTuple):
@@ -36,9 +36,9 @@ class Report(NamedTuple):
     phase: str
     progress: int  # phases begun: comparable between ranks
     time: float  # of the phase's begin, or of the failure
-    exit_code: int = 1  # in the phase END that of the run
-    start: int = 0  # in the phase END: the step that the attempt resumed after
-    signal: int = 0  # in the phase END: that stopped the run
+    exit_code: int = 1  # in the phase EXITED that of the run
+    start: int = 0  # in the phase EXITED: the step that the attempt resumed after
+    signal: int = 0  # in the phase EXITED: that stopped the run
     final: bool = False  # a restart cannot help
     text: str = ""  # why it failed; empty if nothing was reported
 

@@ -33,8 +33,10 @@ fi
 export PYTHON=$python
 in_twos=(-n 2 --dist loadfile --no-loadscope-reorder) # two tests at a time: most wait for a process of theirs
 if [[ ${1:-} == --quick ]]; then exec "$python" -m pytest "${in_twos[@]}" -m quick "${@:2}"; fi
-"$python" -m ruff check .
-"$python" -m ruff format --check --quiet . || { echo "not in the formatter's layout: $python -m ruff format ."; exit 1; }
-"$python" -m pyrefly check --summary=none --python-interpreter-path "$("$python" -c 'import sys; print(sys.executable)')"
+if [[ $# == 0 || $1 == --lint ]]; then # not before a test that is named
+    "$python" -m ruff check .
+    "$python" -m ruff format --check --quiet . || { echo "not in the formatter's layout: $python -m ruff format ."; exit 1; }
+    "$python" -m pyrefly check --summary=none --python-interpreter-path "$("$python" -c 'import sys; print(sys.executable)')"
+fi
 if [[ ${1:-} == --lint ]]; then exit; fi
 exec "$python" -m pytest "${in_twos[@]}" "$@"

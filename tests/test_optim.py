@@ -13,9 +13,9 @@ from data.loader import Loader
 from model.build import meta_model
 from model.llama import Llama
 from optim import (
-    FiniteGuard,
     NoTargets,
     Progress,
+    UpdateGuard,
     build_optimizer,
     clip_gradients,
     gradient_norm,
@@ -191,7 +191,7 @@ def test_a_non_finite_gradient_changes_nothing(kind, bad):
     parameter = torch.nn.Parameter(torch.ones(4, 4))
     optimizer = OPTIMIZERS[kind](parameter)
     progress = Progress()
-    guard = FiniteGuard(optimizer, torch.device("cpu"), 1, progress)
+    guard = UpdateGuard(optimizer, torch.device("cpu"), 1, progress)
 
     def step(number: int, gradient: float) -> None:
         parameter.grad = torch.full_like(parameter, gradient)
@@ -228,6 +228,17 @@ def test_a_gradient_is_made_shorter_and_never_longer(kind, limit, factor):
     assert torch.allclose(moment, torch.full((4, 4), -0.2 * factor), rtol=1e-6)
 
 
+@distributed(ranks=2)
+def test_a_parameter_that_forward_does_not_use_is_named(world):
+    model = build(make_config(), world)
+    model.blocks[1].feed_forward.forward = lambda x: 0 * x
+    losses, _ = model(token_ids(2, 16), token_ids(2, 16))
+    losses["loss"].backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(RuntimeError, match=r"no gradient of blocks\.1\.feed_forward\.gate_proj\.w"):
+        clip_gradients(model, optimizer, 1.0)
+
+
 @pytest.mark.quick
 def test_hundred_steps_without_a_target_end_a_run():
     """Also if the run was stopped among them."""
@@ -248,7 +259,7 @@ def test_nan_in_one_ranks_gradient_updates_no_rank(world):
     cfg = make_config()
     model = build(cfg, world)
     optimizer = build_optimizer(model, cfg.optim)
-    guard = FiniteGuard(optimizer, world.device, 0, Progress())
+    guard = UpdateGuard(optimizer, world.device, 0, Progress())
     before = hashes(dict(model.named_parameters()))
     ids = token_ids(2, 9)
     model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
@@ -290,7 +301,7 @@ def test_spike_is_what_exceeds_so_many_deviations_of_the_window(world, monkeypat
     monkeypatch.setattr(optim, "SPIKE_WINDOW", 16)
     progress = Progress()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])  # not fused: it is not called
-    guard = FiniteGuard(optimizer, world.device, 400, progress, 3.0)
+    guard = UpdateGuard(optimizer, world.device, 400, progress, 3.0)
     draws = torch.randn(400, 2, generator=torch.Generator().manual_seed(0))
     draws[50, 0] = draws[120, 0] = draws[200] = math.nan
     draws[30, 0] = draws[70, 1] = 6.0

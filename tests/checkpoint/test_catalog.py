@@ -383,7 +383,7 @@ def test_checkpoint_of_another_run_meanwhile_is_not_set_aside(world, tmp_path):
     make_checkpoint(cfg, 1)
     late = Checkpointer(cfg, world, no_data(cfg))
     make_checkpoint(cfg, 2)
-    with refuses("another run has worked here meanwhile"):
+    with refuses("another run has used this folder"):
         late.tidy()
     catalog.temporary_of(root_of(cfg), 3).mkdir()
     resumed = run_config(tmp_path, checkpoint={"resume": 1})

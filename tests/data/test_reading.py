@@ -442,8 +442,11 @@ def test_more_than_one_row_in_a_hundred_is_refused(total, wrong, problem, tmp_pa
 def test_the_first_wrong_row_is_refused_with_how_many_follow(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(wrong_in(3000, 1500, 1501, 2499, 2500, 2600)))
     needed = ["a.jsonl: row 1500: field 'text' must be text, not NoneType", "3 of 1,000 rows"]
-    with refuses(*needed, "one in a hundred", "--data.bad_rows=skip"):
+    with refuses(*needed, "--data.bad_rows=skip"):
         documents(tmp_path / "a.jsonl")
+    (tmp_path / "c.jsonl").write_bytes(lines(wrong_in(1000, *range(0, 1000, 50))))
+    with refuses("19 of 951 rows from there on are wrong: mend them$"):
+        documents(tmp_path / "c.jsonl")
     cut = gzip.compress(b'{"text": 1}\n' + lines([words(i, 900) for i in range(999)]))[:99_000]
     (tmp_path / "b.jsonl.gz").write_bytes(cut)
     with refuses(r"b.jsonl.gz: row 1: .*must be text, not int; 1 of \d+ rows"):

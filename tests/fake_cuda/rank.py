@@ -107,13 +107,13 @@ def ignore_values() -> None:
         mock.patch.object(owner, name, value).start()
 
     quantize = NF4Linear.quantize
-    wait_for_flag = optim.FiniteGuard._wait_for_flag
+    wait_for_flag = optim.UpdateGuard._wait_for_flag
 
     def quantize_unchecked(*arguments: Any) -> None:
         with mock.patch.object(torch.Tensor, "isfinite", lambda tensor: torch.tensor(True)):
             quantize(*arguments)
 
-    def never_found(guard: optim.FiniteGuard) -> bool:
+    def never_found(guard: optim.UpdateGuard) -> bool:
         wait_for_flag(guard)  # waits as it does on a GPU
         return False
 
@@ -122,7 +122,7 @@ def ignore_values() -> None:
     replace(materialize, "is_finite", lambda tensor: True)
     replace(save, "all_finite", lambda tensors: True)
     replace(NF4Linear, "quantize", quantize_unchecked)
-    replace(optim.FiniteGuard, "_wait_for_flag", never_found)
+    replace(optim.UpdateGuard, "_wait_for_flag", never_found)
 
 
 def plant(fault: Callable[[Any], object]) -> None:

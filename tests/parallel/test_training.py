@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import config
 from data.loader import Batch, inputs_and_targets
 from model.llama import Llama, named_parameters
-from optim import FiniteGuard, Progress, build_optimizer
+from optim import Progress, UpdateGuard, build_optimizer
 from parallel.context import shard_sequences
 from parallel.fsdp import reshard, unshard_first_units
 from parallel.mesh import World, fsdp_mesh
@@ -158,7 +158,7 @@ def bits_of_training(cfg: config.Config, world: World) -> tuple[list[float], dic
     """(losses and norms, hashes of the weights, hashes of the optimizer's states)."""
     model = build(cfg, world)
     optimizer = build_optimizer(model, cfg.optim)
-    guard = FiniteGuard(optimizer, world.device, 0, Progress())
+    guard = UpdateGuard(optimizer, world.device, 0, Progress())
     figures = []
     for step in range(1, cfg.train.steps + 1):
         ids = token_ids(cfg.train.global_batch_size, cfg.train.seq_len + 1, seed=step)
@@ -294,7 +294,7 @@ def test_step_with_a_nan_on_one_rank_changes_no_weight(world):
     ids = token_ids(2, 17)
     batch = Batch([(ids[:, :-1], ids[:, 1:])], 64, 0)
     progress = Progress()
-    guard = FiniteGuard(optimizer, world.device, 1, progress)
+    guard = UpdateGuard(optimizer, world.device, 1, progress)
     if world.rank == 1:
         forward = Llama.forward
 

@@ -15,7 +15,7 @@ import pytest
 import config
 from run import launch
 from run.command import Ranks, first_host, requeue
-from run.watchdog import END, Report
+from run.watchdog import EXITED, Report
 from system.files import lock
 from tests.conftest import REPO, make_config, refuses
 from tests.conftest import launch as launch_run
@@ -265,7 +265,7 @@ def outcome(
     return code, json.loads(status.read_text()) if status.exists() else {}
 
 
-ENDED = {"phase": END, "progress": 99}
+ENDED = {"phase": EXITED, "progress": 99}
 KILLED = [(report(0), ""), (report(1), "killed by SIGKILL")]
 
 
