@@ -65,16 +65,9 @@ def build_adamw(
     """AdamW (https://arxiv.org/abs/1711.05101) over these parameters, with its state initialized.
 
     torch's fused AdamW on local shards; for state_dtype = "bfloat16" BFloat16AdamW, which takes
-    seed and compile. Norm weights are scales, and get no weight decay.
+    seed and compile.
     """
-    matrices = [p for p in names if p.ndim >= 2]
-    scales = [p for p in names if p.ndim < 2]
-    groups = []
-    if matrices:
-        groups.append({"params": matrices, "weight_decay": o.weight_decay})
-    if scales:
-        groups.append({"params": scales, "weight_decay": 0.0})
-
+    groups = parameter_groups(names, o.weight_decay)
     options = {"lr": o.lr, "betas": o.betas, "eps": o.eps}
     if o.state_dtype == "bfloat16":
         from extras.optimizers.adamw_bfloat16 import BFloat16AdamW
@@ -91,6 +84,15 @@ def build_adamw(
             "exp_avg_sq": torch.zeros_like(p, dtype=state_dtype),
         }
     return optimizer
+
+
+def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
+    """torch's groups of an optimizer: matrices and embeddings with weight decay; norm weights, which
+    are scales, without. No group is empty."""
+    by_decay: dict[float, list[nn.Parameter]] = {}
+    for p in parameters:
+        by_decay.setdefault(weight_decay if p.ndim >= 2 else 0.0, []).append(p)
+    return [{"params": group, "weight_decay": decay} for decay, group in by_decay.items()]
 
 
 class ShardedAdamW(torch.optim.AdamW):

@@ -56,7 +56,7 @@ base_python() {
 # pip where uv fails.
 install() {
     if command -v uv >/dev/null && ! [[ $pip_settings =~ index|find-links|constraint|cert|proxy|trusted ]]; then
-        uv pip install ${PIP_QUIET:+--quiet} --python "$python" "$@" >&2 && return
+        (cd "$repo" && uv pip install ${PIP_QUIET:+--quiet} --python "$python" "$@") >&2 && return
     fi
     "$python" -m pip install "$@" >&2
 }
@@ -71,14 +71,19 @@ make_venv() {
     exec 9>"$repo/.venv.lock"
     if command -v flock >/dev/null; then flock 9; fi
     if [[ $(cat "$venv/.made-from" 2>/dev/null) != "$wanted" ]]; then
+        [[ ! -e $venv && ! -L $venv ]] || [[ -e $venv/.made-from && ! -L $venv ]] ||
+            fail "$venv was not made by this script: move it away, or name its Python: PYTHON=$venv/bin/python"
+        base=$(base_python) || command -v uv >/dev/null ||
+            fail "needs uv, or python3 of version 3.10 or later with its venv module (Debian: apt install python3-venv)"
         echo "setting up $venv (once; one to five minutes, most of them for torch)" >&2
         [[ -t 2 ]] || export PIP_QUIET=1 # else pip shows its progress
         rm -rf "$venv"
-        if base=$(base_python); then
+        mkdir "$venv"
+        echo unfinished >"$venv/.made-from"
+        if [[ -n $base ]]; then
             "$base" -m venv "$venv"
         else
-            uv venv --seed --python '>=3.10' "$venv" >&2 ||
-                fail "needs uv, or python3 of version 3.10 or later with its venv module (Debian: apt install python3-venv)"
+            uv venv --seed --allow-existing --python '>=3.10' "$venv" >&2
         fi
         pip_settings=$("$python" -m pip config list)
         # torch first, at its exact version: a range that another package requires might select another build

@@ -106,7 +106,8 @@ def train(cfg: Config, world: World, run: Run) -> None:
     guard.check()
     loader.close()
     if not run.stops:
-        checkpointer.purge()  # removes what keep_last and keep_every_steps do not keep
+        # every save purges, except that of a launch that was stopped
+        checkpointer.purge()
         log_sample(model, cfg, world, dataset, run.step)
     recorder.close()
 
@@ -148,10 +149,10 @@ def training_step(
     # update, which saves a pass over the gradients: hence the argument.
     grad_norm = clip_gradients(model, optimizer, cfg.train.max_grad_norm)
     seed_update(cfg.run.seed, step, world)
+    loss = sums["loss"] / (max(1, batch.valid_tokens) * world.tp)  # tp ranks have the same sum
     # Without a target in the global batch, all ranks leave weights and optimizer state as they are:
     # the gradients are zero, but weight decay and momentum would still change the weights.
     # A fused optimizer skips a harmful step itself, so that the host need not wait: UpdateGuard.
-    loss = sums["loss"] / (max(1, batch.valid_tokens) * world.tp)  # tp ranks have the same sum
     if batch.valid_tokens and guard.may_update(step, grad_norm, loss):
         optimizer.step()
     optimizer.zero_grad()

@@ -67,14 +67,13 @@ class Checkpointer:
         self.folder = catalog.path_of(self.root, self.start)  # there is none of a new run
         settings = self.cfg.checkpoint
         data = self.dataset
-        if self.evaluating:
-            files = data.tokenizer_files
-            on_rank_zero(lambda: compare.check_same_tokenizer(self.folder, settings, files))
-        else:
+        files = data.tokenizer_files
+        if not self.evaluating:
             before = on_rank_zero(
                 lambda: compare.check_same_data(self.folder, settings, data.identities)
             )
             on_each_rank(lambda: data.require_same_text(before))
+        on_rank_zero(lambda: compare.check_same_tokenizer(self.folder, settings, files))
 
     def _problems_on_all_ranks(self, path: pathlib.Path) -> list[str]:
         """The problems of a checkpoint, of which each rank hashes its share."""
@@ -98,7 +97,6 @@ class Checkpointer:
         warnings = [f"corrupt, set aside: {problem}" for problem in self.problems]
         # what allow_changed may allow
         warnings += compare.changes_since(self.cfg, self.folder)
-        warnings += compare.other_tokenizer(self.folder, self.dataset.tokenizer_files)
         catalog.set_aside(self.root, self.start, self.corrupt)
         warnings += catalog.remove_unfinished(self.root)
         if not self.cfg.checkpoint:
@@ -158,7 +156,7 @@ class Checkpointer:
         the checkpoint is published; an OSError of it is a warning."""
         saver = self.saver
         assert saver, "save() is for steps in which is_due()"
-        # the previous save may still be purging, which may take long
+        # a purge that still runs in the background stops when it sees this
         saver.stopping = stopping
         if self.pending:
             self.pending.result()

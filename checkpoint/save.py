@@ -36,8 +36,8 @@ from system import files
 # pyrefly: ignore[unsupported-operation]  # TorchVersion allows it
 CACHES_PLANS = torch.__version__ >= (2, 12)
 ROOM = (
-    "; an old checkpoint is removed once the new one is complete, so the disk needs room for "
-    "checkpoint.keep_last + 1 of them: keep fewer, free some, or choose another run.output_dir"
+    "; an old checkpoint is removed once the new one is complete, so the disk needs room for one more "
+    "than checkpoint.keep_last: keep fewer, free some space, or choose another run.output_dir"
 )
 log = logging.getLogger("train")
 
@@ -105,8 +105,9 @@ class Saver:
                 )
             self._on_rank_zero(partial(publish, temporary, by_rank))
         except SaveFailed as error:
-            is_full = os.strerror(errno.ENOSPC) in error.problems[0]
-            raise SaveFailed(f"{final}: {error.problems[0]}{ROOM if is_full else ''}") from None
+            problem = error.problems[0]
+            is_full = any(os.strerror(n) in problem for n in (errno.ENOSPC, errno.EDQUOT))
+            raise SaveFailed(f"{final}: {problem}{ROOM if is_full else ''}") from None
         finally:
             if temporary and dist.get_rank() == 0:  # a no-op once published
                 shutil.rmtree(temporary, ignore_errors=True)

@@ -41,10 +41,12 @@ def argument_parser() -> Parser:
 
 def config_path(word: str) -> str:
     """The file of a CONFIG, which may be the name of one in configs/. Raises ConfigError."""
-    if os.path.exists(word) or "/" in word:
+    if "/" in word or os.path.isfile(word):
         return word
     paths = {path.stem: str(path) for path in sorted((REPO / "configs").glob("*.toml"))}
     name = word.removesuffix(".toml")
+    if name not in paths and os.path.exists(word):
+        return word
     if name not in paths:
         raise ConfigError(
             f"{word}: no such file, nor a name in configs/: {', '.join(paths)}{nearest(name, paths)}"

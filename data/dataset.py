@@ -71,7 +71,7 @@ class Source:
             raise ConfigError(
                 f"[data] source = {self.data.source}: has {samples} samples of train.seq_len = "
                 f"{self.seq_len}, but one batch of train.global_batch_size = {batch_size} takes "
-                f"{share:.3g} of them"
+                f"{share:.3g} of them: a smaller batch, a shorter train.seq_len, or more text"
             )
 
 
@@ -181,8 +181,8 @@ class Dataset:
         return Span(stream, start, start + self.train.seq_len + 1)
 
     def covers(self, step: int) -> bool:
-        """Whether a step's batch can be read, on all ranks. Raises ConfigError if the text ended,
-        and is too little, and OSError."""
+        """Whether the text of a step's entire batch is prepared. Raises ConfigError if the text
+        ended, and is too little, and OSError."""
         return self.missing(step) is None
 
     def missing(self, step: int, evaluates: bool = False) -> PreparedSource | None:

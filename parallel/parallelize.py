@@ -23,13 +23,13 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
         has_collectives = world.tp > 1 or world.cp > 1
         recompute = leave_to_compiler(recompute, has_collectives)
 
-    # 0. Float8 changes what a linear layer computes, and what FSDP2 all-gathers for it.
+    # 1. Float8 changes what a linear layer computes, and what FSDP2 all-gathers for it.
     if p.float8 != "none":
         from extras.float8.all_gather import apply_float8
 
         apply_float8(model, p, world.device.type)
 
-    # 1. Tensor and context parallelism change what a block computes, so they precede the steps
+    # 2. Tensor and context parallelism change what a block computes, so they precede the steps
     #    that wrap, compile and shard the block. FSDP2 shards the local tp shards further.
     if world.tp > 1:
         from parallel.tensor import apply_tensor_parallelism
@@ -40,11 +40,11 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
 
         apply_context_parallelism(model, cfg.train.seq_len, world)
 
-    # 2. Activation checkpointing precedes FSDP2. Wrapped around a sharded block instead, the
+    # 3. Activation checkpointing precedes FSDP2. Wrapped around a sharded block instead, the
     #    recomputation would run FSDP2's hooks a second time.
     apply_activation_checkpointing(model, recompute, p.compile)
 
-    # 3. Compile each block in place. Activation checkpointing comes before, so that it is part of
+    # 4. Compile each block in place. Activation checkpointing comes before, so that it is part of
     #    the graph. FSDP2 comes after, so that its hooks are not: all-gathers stay between the
     #    blocks, where computation hides them. All blocks share their graphs, and parameter names
     #    do not change. The head compiles its norm and the elementwise part of its chunked cross
@@ -58,7 +58,7 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
         model.head.norm.compile(fullgraph=True)
         model.head.compile_loss = True
 
-    # 4. FSDP2 comes last: it replaces every parameter by a DTensor. materialize() replaces them
+    # 5. FSDP2 comes last: it replaces every parameter by a DTensor. materialize() replaces them
     #    once more, so build the optimizer after both.
     apply_fsdp(model, p, world)
 
@@ -68,9 +68,9 @@ def compile_block(block: nn.Module) -> None:
 
     In one graph, Inductor sums the gradients of both norms' weights in one kernel, because both
     read the block's input; the kernels of each norm's backward then read the same tensors again.
-    Two graphs keep no more for backward: the input of the second half instead of what attention
-    adds to it. A checkpoint's graph would keep that input in addition. A fork's forward may do
-    more between the halves, and do without them: its names tell.
+    Two graphs save no more for backward: the input of the second half instead of what attention
+    adds to it. A checkpoint's graph would save that input in addition. A fork's forward may do more
+    between the halves, or not call them: the names that its code uses show which.
     """
     if type(block).forward.__code__.co_names != HALVES:
         block.compile(fullgraph=True)

@@ -202,12 +202,14 @@ class Attempts:
 
     def forward(self, number: int, frame: Any) -> None:
         """The signal handler from now on. The ranks, if they still run, get the first signal; a
-        second Ctrl-C kills them."""
-        if number == self.signal == signal.SIGINT:
+        Ctrl-C after it kills them."""
+        if self.signal and number == signal.SIGINT:
             self.child.kill()  # the ranks of torchrun die with it
         elif not self.signal:
             self.signal = number
-            print_error(f"{signal.Signals(number).name}: stopping; Ctrl-C twice quits")
+            print_error(
+                f"{signal.Signals(number).name}: stopping after this step; Ctrl-C quits at once"
+            )
             self._send(number)
 
     def _send(self, number: int) -> None:
@@ -243,7 +245,9 @@ class Attempts:
         if has_begun or code != INPUT_IS_WRONG:
             self._mark_failed(code)
         if is_text_wrong:
-            print_error("the text is wrong, see above; mended, the same command resumes")
+            print_error(
+                "the text is wrong (see above); once it is corrected, the same command resumes"
+            )
         else:
             self._print_root_cause(reports, code)
         return code

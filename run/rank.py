@@ -85,8 +85,8 @@ def main(args: Namespace, cfg: Config, train: Callable, evaluate: Callable) -> N
             )
     except BaseException as error:
         exit_failed(error, run, watchdog)
-    # Of the launcher's ranks none may fail, or torchrun would end the others. Without it a stop is
-    # no success: Kubernetes, say, restarts only failures.
+    # Under the launcher every rank exits with 0, since torchrun kills the others when one fails.
+    # Without it a stop must not look like success: Kubernetes restarts only failures.
     exit_immediately(FINISHED if launch else code)
 
 
@@ -124,8 +124,7 @@ def distributed(cfg: Config) -> Iterator[World]:
     yield World(rank, size, device, build_mesh(device.type, shape))
     # Not reached after an exception: the other ranks may never reach the barrier, so the process
     # just exits.
-    # Frees FSDP2's buffers: gloo aborted in one of five runs that destroyed the group before.
-    gc.collect()
+    gc.collect()  # frees FSDP2's buffers first: else gloo aborted in one of five runs
     dist.barrier()
     dist.destroy_process_group()
 
@@ -175,7 +174,7 @@ def pick_device(option: str, local_rank: int) -> torch.device:
     cpu = torch.device("cpu")
     if option == "cpu" or (option == "auto" and not has_driver()):
         return cpu
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0  # why not, torch warns of
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0  # torch itself warns why
     if option == "auto" and not count and not os.path.exists(NVIDIA):
         return cpu  # the other drivers are also of graphics units that torch never uses
     if local_rank >= count:

@@ -45,20 +45,7 @@ SLOW_PHASES = ("start", "first step", "first evaluation batch", "end")
 
 
 class Run:
-    """All of a run that is not training.
-
-    run = Run(cfg, world, watchdog, launch)
-    ...  # anything that may find invalid input
-    run.begin(checkpointer)
-    run.wait_for_text(1, loader)
-    for step in run.steps(1, 300):
-        with run.phase("data"):
-            ...
-        run.agree_to_continue()
-        with run.phase("save"):
-            ...
-    run.end()
-    """
+    """All of a run that is not training; train() in train.py shows the order of its calls."""
 
     def __init__(self, cfg: Config, world: World, watchdog: Watchdog, launch: Path | None):
         """launch: the launch's folder; None without a launcher."""
@@ -192,7 +179,7 @@ class Run:
         self._enter("end")
 
     def _begin_agreement(self, next_step: int) -> None:
-        """Starts an all-reduce, with whether what is read next is prepared."""
+        """Starts the all-reduce that says whether any rank stops, or lacks the next batch's text."""
         self.next_step = next_step
         try:
             if self.claim:
@@ -283,7 +270,8 @@ class Run:
             self.claim.write_status("finished", self.step)
 
     def fail(self, code: int) -> None:
-        """Records a failure, after a save in the background: it is valid, whatever failed."""
+        """Records a failure. First lets a save in the background finish: it is valid whatever else
+        failed."""
         if self.checkpointer:
             self.checkpointer.wait()
         if self.claim:

@@ -46,6 +46,11 @@ def main(name: str, words: list[str]) -> None:
     if name == "generate" and "--chat" in words:
         name = "chat"
     sys.argv[:] = [name, *words]
+    path = REPO / f"{name}.py"
+    if path.exists() and '__name__ == "__main__"' not in path.read_text():
+        problem = f"is not a command{nearest(name, tools())}; {command('--help')} lists the tools"
+        print_error(f"-m {name}: {problem}")
+        sys.exit(INPUT_IS_WRONG)
     try:
         runpy.run_module(module_of(name), run_name="__main__", alter_sys=True)
     except ImportError as error:

@@ -117,7 +117,7 @@ def test_what_a_killed_run_left_undone_is_done(run):
         assert json.loads(status.read_text())["state"] == "finished"
 
 
-def test_tokens_of_another_tokenizer_are_a_warning_where_other_data_is_allowed(
+def test_tokens_of_another_tokenizer_are_refused_even_where_other_data_is_allowed(
     run, corpus, tmp_path
 ):
     run(checkpoint={})
@@ -127,10 +127,13 @@ def test_tokens_of_another_tokenizer_are_a_warning_where_other_data_is_allowed(
     data = {"source": str(other), "path": str(tmp_path / "other")}
     cfg = make_config(data=data)
     prepare(cfg.data, cfg.model.vocab_size)
-    allowing = {"allow_changed": ["data.source"]}
-    run(data=data, train={"steps": 5}, checkpoint=allowing)
-    log = (run.folder / "logs/rank-0.log").read_text()
-    assert log.count("is not the tokenizer that") == 1
+    with pytest.raises(
+        pytest.fail.Exception, match=r"is not the tokenizer that .*allow_changed = \[.data.tok"
+    ):
+        run(data=data, train={"steps": 5}, checkpoint={"allow_changed": ["data.source"]})
+    both = {"allow_changed": ["data.source", "data.tokenizer"]}
+    run(data=data, train={"steps": 5}, checkpoint=both)
+    assert run.steps() == [1, 2, 3, 4, 5]
 
 
 def test_refused_launch_says_why_and_changes_nothing(write_config, tmp_path):

@@ -89,7 +89,7 @@ def test_help_is_toml_of_every_option_within_100_columns():
 # a word, the options that --help lists for it, or the only one in full
 SEARCHES = [
     ("hidden_size", "dim = required"),
-    ("Activation", "recompute = "),
+    ("Activation_check", "recompute = "),
     ("wandb", "tracker = absent"),
     ("gradient_accumulation", "train.global_batch_size", "train.micro_batch_size"),
     ("lr", "  lr = 0.0003", "optim.muon_lr", "optim.min_lr_ratio"),

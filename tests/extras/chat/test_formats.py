@@ -370,7 +370,6 @@ def alpaca(**columns: Any) -> dict:
 @pytest.mark.parametrize(
     "row, problem",
     [
-        (messages(calls(name="f", arguments=nested(900))), TOO_DEEP),
         (messages(calls(name="f", arguments="[" * 10**5)), TOO_DEEP),
         (messages(calls(arguments={"a": 1})), NO_NAME),
         (messages(calls(name=5)), NO_NAME),

@@ -195,7 +195,12 @@ def test_offloaded_states_are_in_host_memory_and_the_plan_says_what_it_does_not_
 @pytest.mark.parametrize("cp", [1, 2])
 def test_work_is_that_of_the_closed_form(cp):
     """All of 6 FLOP a parameter and token, and attention's: twice forward, five times backward, half under the mask."""
-    options = ["--parallel.recompute=none", "--train.global_batch_size=8", f"--parallel.cp={cp}"]
+    options = [
+        "--parallel.param_dtype=bfloat16",
+        "--parallel.recompute=none",
+        "--train.global_batch_size=8",
+        f"--parallel.cp={cp}",
+    ]
     cfg = config.load(str(CONFIGS / "llama3b.toml"), options)
     work = sum((phase.work for phase in simulate(cfg, 8 * cp).phases), Counter())
     # one FLOP more in seven than the model's own: scores are computed again
