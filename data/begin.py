@@ -100,7 +100,9 @@ def _begin(folder: pathlib.Path, data: config.Data, vocab_size: int) -> None:
         "files": source_files,
     }
     if data.bad_rows == "skip":
-        manifest["rows"] = manifest["validation_rows"] = [0, 0]
+        manifest["rows"] = [0, 0]
+        if data.validation:
+            manifest["validation_rows"] = [0, 0]
     for killed in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
         shutil.rmtree(killed, ignore_errors=True)
     temporary = folder.with_name(f".{folder.name}.{processes.process_name()}.tmp")
@@ -181,8 +183,8 @@ def _compare(folder: pathlib.Path, data: config.Data, recorded: list, read: list
 
 def _changed(folder: pathlib.Path, problem: str) -> ConfigError:
     return ConfigError(
-        f"{problem} after {folder} was begun: restore the source, or prepare it anew next to that "
-        f"folder: {beside(folder)}"
+        f"{problem} after {folder} was begun: restore the source, or prepare it anew: "
+        f"{beside(folder)}"
     )
 
 

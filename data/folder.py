@@ -143,7 +143,10 @@ def identity(data: config.Data, vocab_size: int) -> dict[str, Any]:
 
 
 def beside(folder: pathlib.Path) -> str:
-    """The option that prepares anew next to a folder, for a message."""
+    """The option that prepares anew next to a folder or, of one that folder_name() names, next to
+    those of all sources, for a message."""
+    if re.fullmatch(r".*-[0-9a-f]{12}", folder.name) and folder.parent.name:
+        folder = folder.parent
     number = 2
     while folder.with_name(f"{folder.name}-{number}").exists():
         number += 1

@@ -6,6 +6,7 @@ other, so that a run's config.toml says it.
 
 import contextlib
 import pathlib
+import shlex
 from typing import Any
 
 import config
@@ -98,7 +99,7 @@ def options_for(row: dict[str, Any], formats: list[RowFormat]) -> list[str]:
         options.append("--data.format=alpaca")
     for name, value in row.items():
         if str(value).lstrip().startswith("[{"):  # a list of messages, or JSON of one
-            options.append(f"--data.messages_field={name}")
+            options.append(f"--data.messages_field={shlex.quote(name)}")
         elif isinstance(value, str) and not formats:
-            options.append(f"--data.text_field={name}")
+            options.append(f"--data.text_field={shlex.quote(name)}")
     return options

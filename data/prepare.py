@@ -277,6 +277,7 @@ class Preparation:
     def _complete(self) -> None:
         if not any(self.manifest["documents"].values()):
             raise ConfigError(f"[data] source = {self.data.source}: holds no text")
+        RowCount(*self.manifest.get("rows", ())).require_few(self.data.source)
         file, row = self.manifest["position"]
         if row:  # data.max_tokens was reached in this file
             self.manifest["position"] = Position(file + 1)

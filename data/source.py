@@ -5,6 +5,7 @@ import errno
 import glob
 import io
 import itertools
+import json
 import os
 import pathlib
 import re
@@ -210,6 +211,9 @@ def list_files(
     if not paths:
         problem = "no such file (or folder, or pattern) of"
         if os.path.isdir(data.source):
+            if os.path.exists(os.path.join(data.source, "dataset_dict.json")):
+                split = os.path.join(data.source, data.split)
+                raise ConfigError(f"[data] source = {data.source}: holds splits; name one: {split}")
             problem = f"holds {endings_in(data.source)}, and no file to read: none of"
         raise ConfigError(f"[data] source = {data.source}: {problem} {', '.join(READERS)}")
     files = []
@@ -239,8 +243,11 @@ def local_paths(source: str) -> list[str] | None:
 
 
 def folder_files(folder: pathlib.Path) -> list[str]:
-    """The files in a folder that are rows or texts: next to rows no README is a text. Raises
-    ConfigError."""
+    """The files in a folder that are rows or texts: next to rows no README is a text. Of one that
+    save_to_disk() wrote those of the last time. Raises ConfigError and OSError."""
+    with suppress(FileNotFoundError, ValueError, LookupError, TypeError):  # another state.json
+        state = json.loads((folder / "state.json").read_bytes())
+        return sorted(str(folder / file["filename"]) for file in state["_data_files"])
     paths = []
     for path in sorted(map(str, folder.glob("[!.]*"))):  # no hidden ones: macOS's ._a.jsonl
         is_excluded = NOT_IN_FOLDERS.fullmatch(os.path.basename(path)) or os.path.isdir(path)

@@ -48,7 +48,7 @@ def first_documents(
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
     """Trains a BPE model with sentencepiece. Returns the bytes of its file. Raises ConfigError,
-    which names the largest vocabulary size that works if this one is too large."""
+    which names the nearest vocabulary size that works if this one does not."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -57,6 +57,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
     lines: collections.deque[str | None] = collections.deque()
     for text in texts:
         lines.extend(training_lines(text))
+    if not lines:
+        raise ConfigError("[data] source: holds no text to train a tokenizer on")
     lines.append(None)  # the end
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -100,5 +102,11 @@ def training_problem(error: str) -> str:
         return (
             "the text is too little to train so large a tokenizer; the largest that works: "
             f"--model.vocab_size={largest[1]}"
+        )
+    smallest = re.search(r"smaller than required_chars. \d+ vs (\d+)", error)
+    if smallest:
+        return (
+            "is too few for the bytes and the characters of the text; the smallest that works: "
+            f"--model.vocab_size={smallest[1]}"
         )
     return f"no tokenizer could be trained: {error}"

@@ -101,7 +101,7 @@ class TokenWriter:
     def _other_text(self) -> ConfigError:
         return ConfigError(
             f"{self.changed_path}: has other text than when {self.folder} was prepared from it: "
-            f"restore it, or prepare it anew next to that folder: {beside(self.folder)}"
+            f"restore it, or prepare it anew: {beside(self.folder)}"
         )
 
     def _hash(self, ids: bytes) -> None:
@@ -204,8 +204,10 @@ def check_hashes(folder: pathlib.Path) -> None:
         ranges.append(["train", border_of(number - 1), end, sha256])
     for split, first, end, sha256 in ranges:
         path = folder / f"{split}.bin"
+        if not path.exists():
+            raise damaged(path, "is missing")
         digest = hashlib.sha256()
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        with path.open("rb") as file:
             hash_range(digest, file, first * width, end * width)
         if digest.hexdigest() != sha256:
             raise damaged(path, f"tokens {first} to {end} were changed since they were written")

@@ -48,10 +48,10 @@ def test_the_first_row_s_columns_say_the_format(row, name, tmp_path, capsys):
     [
         (TWO, "several formats; .*: --data.format=alpaca or --data.format=prompt_completion$"),
         (
-            {"prompt": "a", "chosen": "b"},
-            "no data.format; .*: --data.text_field=prompt or .*=chosen$",
+            {"prompt": "a", "the chosen": "b"},
+            "no data.format; .*: --data.text_field=prompt or .*='the chosen'$",
         ),
-        ({"dialog": CHAT, "n": 1}, "no data.format; .*: --data.messages_field=dialog$"),
+        ({"a;b": CHAT, "n": 1}, "no data.format; .*: --data.messages_field='a;b'$"),
         ({"messages": json.dumps(CHAT)}, "no data.format; .*: --data.messages_field=messages$"),
         ({"instruction": "a", "response": "b"}, "no data.format; .*: --data.format=alpaca or "),
         ({"tokens": [1, 2]}, "no data.format; .*: none of them holds text or messages"),

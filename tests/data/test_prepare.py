@@ -434,7 +434,7 @@ def test_wrong_rows_are_left_out_and_counted_whatever_happens_meanwhile(
     (straight,) = prepare(*configure(path="straight", **options))
     manifest = manifest_of(straight)
     assert manifest["rows"] == [202, 2]
-    assert manifest["validation_rows"] == ([0, 0] if name == "source" else [202, 2])
+    assert manifest.get("validation_rows") == (None if name == "source" else [202, 2])
     assert "(0.990%) are wrong and left out" in capfd.readouterr().err
     if name == "source":
         assert contents(straight) == by_hand(TEXTS)
@@ -465,6 +465,12 @@ def test_more_wrong_rows_are_refused_at_the_end(name, configure, source, monkeyp
     with refuses(f"{name}: 3 of the first 203 rows are wrong"):
         prepare(*configure(**options))
     assert not is_prepared(*configure(**options))
+
+
+def test_more_wrong_rows_are_refused_where_max_tokens_end_the_text(configure, source):
+    (source / "b.jsonl").write_text(WRONG + as_rows(TEXTS[:100]))
+    with refuses(r"1 of the first \d\d rows are wrong"):
+        prepare(*configure(bad_rows="skip", max_tokens=2000))
 
 
 # Wrong rows
@@ -586,9 +592,9 @@ def test_an_added_file_is_refused_and_one_that_was_read_may_be_gone(configure, s
     [
         ("", True, 320, ["in.jsonl: holds no text"]),
         (as_rows([""] * 5), True, 320, ["in.jsonl: holds no text"]),
-        ("", False, 320, ["vocab_size = 320"]),
+        ("", False, 320, ["holds no text to train a tokenizer on$"]),
         (as_rows(["good text"]), False, 320, ["vocab_size = 320", "too little", "--model.vocab"]),
-        (as_rows(TEXTS), False, 10, ["vocab_size = 10", "smaller than required"]),
+        (as_rows(TEXTS), False, 10, ["vocab_size = 10", r"smallest .*vocab_size=\d+$"]),
         (WRONG, False, 320, ["in.jsonl", "1", "must be text"]),
     ],
 )
@@ -754,6 +760,14 @@ def test_options_that_a_source_leaves_out_are_those_of_data():
     assert first.items() >= given.items() and second.items() >= other.items()
 
 
+def test_a_mixture_is_prepared_anew_next_to_the_folder_of_all(mixture, prepared, tmp_path):
+    text = mixture(tokenizer=str(prepared))
+    prepare(*text)
+    (tmp_path / "b.jsonl").write_text("")
+    with refuses("b.jsonl was changed", f"--data.path={tmp_path}/mixed-2$"):
+        prepare(*text)
+
+
 def test_two_sources_of_one_name_go_by_their_folders(mixture, prepared, tmp_path):
     sources = [{"source": f"{tmp_path}/a.jsonl", "max_tokens": limit} for limit in (500, 3000)]
     data, vocab_size = mixture(sources=sources, tokenizer=str(prepared))
@@ -838,7 +852,7 @@ def test_a_complete_folder_is_compared_with_its_hashes(command, tmp_path, capsys
         (folder / name).write_bytes(before)
     (folder / "train.bin").unlink()
     assert run_tool(main, *command) == 2
-    assert "train.bin: tokens 0 to 4096 were changed" in capsys.readouterr().err
+    assert "train.bin: is missing" in capsys.readouterr().err
 
 
 @pytest.mark.quick

@@ -217,15 +217,16 @@ def test_a_folder_is_its_files_or_refused_with_another_split_or_a_license(
         assert sorted(read) == sorted(names.split())
 
 
-def test_what_save_to_disk_writes_is_read_without_its_caches(tmp_path):
+def test_what_save_to_disk_wrote_the_last_time_is_read_without_caches(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     texts = [f"text {i}" for i in range(9)]
     made = datasets.Dataset.from_dict({"other": texts, "text": texts})
-    datasets.DatasetDict({"train": made}).save_to_disk(tmp_path, num_shards={"train": 3})
+    for shards in (4, 3):
+        datasets.DatasetDict({"train": made}).save_to_disk(tmp_path, num_shards={"train": shards})
     (tmp_path / "train/cache-0123.arrow").write_bytes(as_arrow(TEXTS))
     assert sorted(documents(tmp_path / "train")) == texts
-    with refuses(r"holds .json \(1\), folders \(1\), and no file to read"):
+    with refuses(f"holds splits; name one: {tmp_path}/train$"):
         documents(tmp_path)
 
 
@@ -316,9 +317,15 @@ WRONG = [
     ("a.txt", b"good\n" * 40_000 + b"\xe6\x97", "row 5: line 40001: is not UTF-8"),
     ("a.csv", b'text,n\n"two\nlines",1\n\nb\n', "row 5: has 1 values, but the first row 2 columns"),
     ("a.csv", b"text,n\na,b,c\n", "row 2: has 3 values"),
+    ("a.csv", "text,n\na,1\n".encode("utf-16"), "row 1: is not UTF-8, but perhaps UTF-16"),
     ("a.csv", b'text\n"a" b\nc\n', "row 2: is not valid CSV"),
     ("a.csv", b"text\na\n\xff\n", "row 3: is not valid Unicode"),
     ("a.csv", b'text\n"a\nb\n', "row 2: is not valid CSV: .*end of data; mend its quotation"),
+    (  # not a row that data.bad_rows leaves out
+        "a.csv",
+        b'text,n\n"a,1\nb,1\nc",1,2\nd,1\n',
+        "row 2: has 3 values, .*; mend its quotation marks: it ends in line 4$",
+    ),
     ("a.csv", b"text,text\na,b\n", "row 1: names a column twice: text, text"),
     ("a.tsv", b"body\na\n", "row 2: has no field 'text'"),
     ("a.jsonl.gz", CUT, r"rows from \d+ on: cannot be read: OSError: Truncated"),
@@ -342,7 +349,9 @@ def test_what_is_wrong_is_named_by_file_and_row(name, content, problem, tmp_path
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.jsonl.gz"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.json", "a.parquet", "a.jsonl.gz", "line.csv", "values.csv"]
+)
 def test_a_row_of_more_than_64_mib_is_refused(name, tmp_path, monkeypatch):
     assert rows.LARGEST_ROW == row_format.LARGEST_ROW == 64 << 20
     for module in (rows, row_format):
@@ -353,6 +362,8 @@ def test_a_row_of_more_than_64_mib_is_refused(name, tmp_path, monkeypatch):
         "a.jsonl.gz": gzip.compress(lines(["a", f"{long}b"])),
         "a.json": array(["a", f"{long}b"]),
         "a.parquet": as_parquet(["a", f"{long}b"]),
+        "line.csv": b"text\n" + b"ab," * (1 << 19),
+        "values.csv": f"text,n\n{long[1:]},abc\n".encode(),
     }
     (tmp_path / name).write_bytes(contents[name])
     with refuses(f"{name}: row 2: is longer than 1 MiB; split it"):
@@ -386,7 +397,7 @@ def as_messages(texts: Sequence[str | None]) -> bytes:
     return "".join(written).encode()
 
 
-# what is wrong with a row: a null, no JSON, a ragged row, another byte, another type, no role
+# what is wrong with a row: a null, no JSON, a ragged row, another type, no role, a quotation mark
 KINDS = {
     "a.jsonl": lambda texts: lines(texts),
     "b.jsonl.gz": lambda texts: gzip.compress(lines(texts).replace(b'"text": null', b'"text"')),
@@ -395,6 +406,9 @@ KINDS = {
     "e.csv": lambda texts: "".join(f"{text or ','},\n" for text in ["text", *texts]).encode(),
     "f.jsonl": lambda texts: lines(texts).replace(b"null", b"5"),
     "g.jsonl": as_messages,
+    "h.csv": lambda texts: "".join(
+        f"""{text or '"a"b'},\n""" for text in ["text", *texts]
+    ).encode(),
 }
 
 
@@ -415,7 +429,7 @@ def test_wrong_rows_are_left_out_counted_and_named(name, tmp_path, capfd):
     assert read == [text for text in texts if text]
     assert resumed.count == (2000, len(wrong))
     logged = capfd.readouterr().err.splitlines()
-    header = name == "e.csv"
+    header = name.endswith(".csv")
     assert len(logged) == 10
     for line, row in zip(logged, wrong):
         assert f"{name}: row {row + header}: " in line
