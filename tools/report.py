@@ -182,8 +182,9 @@ def read_rows(path: pathlib.Path) -> list[dict]:
 
 
 def as_number(value: Any) -> float | None:
-    """None if the value is not a number."""
-    return value if type(value) in (int, float) else None
+    """None if the value is not a number, or so large that a chart's span could overflow."""
+    is_number = type(value) in (int, float) and abs(value) < 1e300
+    return value if is_number else None
 
 
 # Curves

@@ -1,6 +1,7 @@
 """The page of a run, and of several."""
 
 import json
+import math
 import pathlib
 import re
 import xml.etree.ElementTree as ET
@@ -119,9 +120,10 @@ def test_curves_are_the_rows(tmp_path):
     assert len(dashed) == 1  # resumed after step 2
 
 
-def test_gap_breaks_a_curve_and_powers_of_ten_are_logarithmic(tmp_path):
+@pytest.mark.parametrize("gap", [None, -1e308, math.nan, 10**400], ids=["none", "large", "nan", "integer"])
+def test_gap_breaks_a_curve_and_powers_of_ten_are_logarithmic(tmp_path, gap):
     rows = [train_row(step) for step in range(1, 7)]
-    rows[2]["loss_mean"] = None
+    rows[2]["loss_mean"] = gap
     page = page_of(write_run(tmp_path / "r", rows))
     assert [len(part) for part in page.curves("Loss nats per token")] == [2, 3, 1, 1]
     powers = page.ticks("Gradient norm before clipping, logarithmic", "end", "y")
