@@ -233,7 +233,9 @@ def shown_values(quantity: Quantity, values: list[float]) -> tuple[float, float]
     high = max(values)
     if quantity.from_zero:
         low = min(low, 0)
-    return low, high if high > low else low + (abs(low) or 1)
+    if high == low:
+        high += abs(low) or 1
+    return low, max(high, low + 1e-300)  # a smaller span has no ticks
 
 
 def thinned(curve: list[Point]) -> list[Point]:

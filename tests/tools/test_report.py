@@ -120,7 +120,9 @@ def test_curves_are_the_rows(tmp_path):
     assert len(dashed) == 1  # resumed after step 2
 
 
-@pytest.mark.parametrize("gap", [None, -1e308, math.nan, 10**400], ids=["none", "large", "nan", "integer"])
+@pytest.mark.parametrize(
+    "gap", [None, -1e308, math.nan, 10**400], ids=["none", "large", "nan", "integer"]
+)
 def test_gap_breaks_a_curve_and_powers_of_ten_are_logarithmic(tmp_path, gap):
     rows = [train_row(step) for step in range(1, 7)]
     rows[2]["loss_mean"] = gap
@@ -131,9 +133,10 @@ def test_gap_breaks_a_curve_and_powers_of_ten_are_logarithmic(tmp_path, gap):
 
 
 def test_metrics_of_a_fork_are_drawn(tmp_path):
-    rows = [train_row(step, balance=step, experts={"load": 2.0 * step}) for step in (1, 2, 3, 4)]
+    fork = {"experts": {"load": 2.0}, "least": 5e-324}
+    rows = [train_row(step, balance=step, **fork) for step in (1, 2, 3, 4)]
     figures = page_of(write_run(tmp_path / "r", rows)).figures
-    assert [*figures][5:] == ["balance", "experts.load"]
+    assert [*figures][5:] == ["balance", "experts.load", "least"]
 
 
 def test_page_tells_what_the_folder_holds(tmp_path):
