@@ -5,11 +5,13 @@ import math
 import pathlib
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 
 import config
 from tests.conftest import make_config, refuses, run_tool
+from tests.tools.test_reference import Windowed
 from tools import report
 from tools.svg import Point
 
@@ -201,3 +203,6 @@ def test_end_of_a_run_names_the_next_commands(monkeypatch, tmp_path):
     assert lines[0].startswith(f"finished: {tmp_path}/r/report.html; ")
     assert any(line.endswith(f"-m generate {tmp_path}/r --prompt 'def '") for line in lines)
     assert "more steps, a longer schedule: ./run_train.sh a.toml --train.steps=8" in lines
+    assert lines[-1].startswith("export: ")
+    windowed = Windowed(**vars(cfg.model), sliding_window=4096)  # whose export is refused
+    assert "export" not in report.what_next(replace(cfg, model=windowed), None)
