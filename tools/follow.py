@@ -94,7 +94,9 @@ def compare_with_plan(run: Followed) -> None:
 
 
 def write_report(run: Followed) -> None:
-    if (run.folder / "metrics.jsonl").stat().st_size:  # else it failed before its first row
+    path = run.folder / "metrics.jsonl"
+    # else the run failed before its first row, or its folder was moved or deleted, which it reports
+    if path.exists() and path.stat().st_size:
         report.write_report([run.folder])
 
 

@@ -74,10 +74,13 @@ def disk(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
     size = checkpoint_bytes(cfg)
     if not usage.total or max(1, count - existing) * size <= usage.free:  # total 0: object storage
         return
+    remedy = "name a run.output_dir on another disk"
+    if cfg.checkpoint.keep_last != 1:
+        remedy += ", or lower keep_last"
     text = (
         f"[checkpoint] keep_last = {cfg.checkpoint.keep_last or 'all'}: {count} checkpoints of "
-        f"{gib(size)}, {existing} of which exist, and {gib(usage.free)} are free in {folder}; lower "
-        "keep_last, or name another run.output_dir"
+        f"{gib(size)}, {existing} of which exist, and {gib(usage.free)} are free in {folder}; "
+        f"{remedy}"
     )
     if size > usage.free and not existing:
         yield text

@@ -182,8 +182,9 @@ def read_rows(path: pathlib.Path) -> list[dict]:
 
 
 def as_number(value: Any) -> float | None:
-    """None if the value is not a number."""
-    return value if type(value) in (int, float) else None
+    """None if the value is not a number, or so large that a chart's span could overflow."""
+    is_number = type(value) in (int, float) and abs(value) < 1e300
+    return value if is_number else None
 
 
 # Curves
@@ -232,7 +233,9 @@ def shown_values(quantity: Quantity, values: list[float]) -> tuple[float, float]
     high = max(values)
     if quantity.from_zero:
         low = min(low, 0)
-    return low, high if high > low else low + (abs(low) or 1)
+    if high == low:
+        high += abs(low) or 1
+    return low, max(high, low + 1e-300)  # a smaller span has no ticks
 
 
 def thinned(curve: list[Point]) -> list[Point]:
@@ -509,9 +512,13 @@ def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
         commands.append(command_line(purpose, *words, f"--train.steps={2 * cfg.train.steps}"))
 
         if config.has_extra("huggingface"):
-            commands.append(
-                command_line("export", "-m", "huggingface", "export", folder, f"{folder}-hf")
-            )
+            from extras.huggingface.config import check_rendered
+
+            with contextlib.suppress(ConfigError):
+                check_rendered(cfg.model)  # as export does
+                commands.append(
+                    command_line("export", "-m", "huggingface", "export", folder, f"{folder}-hf")
+                )
     text = f"finished: {report or folder}"
     if commands:
         text += "; " + "\n".join(commands)

@@ -234,7 +234,10 @@ class Turns:
         # The turn begins otherwise than the prompt: with a tool call where that has <think>, or
         # without the user's turn before it.
         unasked = self.render(messages, False).text
-        prompt = asked.text[len(common_prefix(asked.text, unasked)) :] or prompt
+        common = common_prefix(asked.text, unasked)
+        if common != unasked:  # the template adds something else where no prompt is
+            common = common[: self._last_boundary(common, 0, len(common))]
+        prompt = asked.text[len(common) :] or prompt
         shared = self._shared(prompt, between)
         if not shared:
             raise ConfigError(
@@ -270,9 +273,13 @@ class Turns:
         in_prompt, begin, size = matcher.find_longest_match()
         end = begin + size
         if end < len(text) and in_prompt + size < len(prompt):
-            boundaries = [match.end() for match in self.boundaries.finditer(text, begin, end)]
-            end = boundaries[-1] if boundaries else begin
+            end = self._last_boundary(text, begin, end)
         return end if text[begin:end].strip() else 0
+
+    def _last_boundary(self, text: str, begin: int, end: int) -> int:
+        """Where the last special token or white space between two positions ends."""
+        boundaries = [match.end() for match in self.boundaries.finditer(text, begin, end)]
+        return boundaries[-1] if boundaries else begin
 
     def _end(self, i: int, first: int, last: int) -> int:
         """One past the special token that ends the turn: one that follows its text whether the

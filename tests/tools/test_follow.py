@@ -133,6 +133,20 @@ def test_tracker_that_does_not_work_costs_a_line(tmp_path, store, monkeypatch, c
         assert len(sent(store)) == 1
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("folder", ["moved", "without a row"])
+def test_run_without_rows_costs_no_line(tmp_path, capfd, folder):
+    run = run_folder(tmp_path, "none")
+    (run / "metrics.jsonl").touch()
+    if folder == "moved":
+        run.rename(tmp_path / "moved")
+    ended = threading.Event()
+    ended.set()
+    follow.attempt(follow.write_report, Followed(run, 0, ended, threading.Event()))
+    assert capfd.readouterr().err == ""
+    assert not (run / "report.html").exists()
+
+
 @pytest.fixture
 def begin(write_config, store, tmp_path) -> Callable[[int], Any]:
     """Starts a launch of up to so many steps, once it has a row beyond the first."""

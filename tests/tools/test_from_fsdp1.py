@@ -136,6 +136,13 @@ def test_unknown_or_contradicting_entries_are_reported(text, words, convert):
         ("[parallel]\ndp_shard = 1\n", "cannot be read as YAML"),
         ("a: 1\n---\nb: 2\n", "single document"),
         ("fsdp_config: {a: \x01}", "special characters"),
+        (r'fsdp_config: "\UFFFFFFFF"', "cannot be read as YAML"),
+        (f"fsdp_config: {'[' * 9999}", "cannot be read as YAML: maximum recursion"),
+        (
+            "fsdp_config:\n  fsdp_version: 1\n  fsdp_version: 2\n",
+            "lines 2 and 3: fsdp_version stands twice",
+        ),
+        ("forward_prefetch: true\nforward_prefetch: true\n", "lines 1 and 2"),
     ],
 )
 def test_unreadable_file_is_refused(text, words, tmp_path):

@@ -29,23 +29,25 @@ def test_open_files_of_many_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "free, existing, outcome",
+    "keep_last, free, existing, outcome",
     [
-        (3.1, 0, "fits"),
-        (2.9, 0, "warning"),
-        (2.1, 1, "fits"),
-        (0.9, 0, "error"),
-        (0.5, 1, "warning"),
+        (2, 3.1, 0, "fits"),
+        (2, 2.9, 0, "warning"),
+        (2, 2.1, 1, "fits"),
+        (2, 0.9, 0, "error"),
+        (2, 0.5, 1, "warning"),
+        (1, 1.9, 0, "warning"),
+        (1, 0.9, 0, "error"),
     ],
 )
 def test_room_for_the_checkpoints_that_are_kept(
-    monkeypatch, tmp_path, capsys, free, existing, outcome
+    monkeypatch, tmp_path, capsys, keep_last, free, existing, outcome
 ):
-    """Two, and the oldest until the newest is complete."""
+    """And for the oldest until the newest is complete."""
     cfg = make_config(
         run={"output_dir": str(tmp_path), "name": "r"},
         train={"steps": 10},
-        checkpoint={"save_every_steps": 2, "keep_last": 2},
+        checkpoint={"save_every_steps": 2, "keep_last": keep_last},
     )
     for number in range(existing):
         (tmp_path / f"r/checkpoints/step-{number + 1:08d}").mkdir(parents=True)
@@ -56,7 +58,9 @@ def test_room_for_the_checkpoints_that_are_kept(
     warning = capsys.readouterr().err
     assert (bool(problems), bool(warning)) == (outcome == "error", outcome == "warning")
     for text in [text for text in (*problems, warning) if text]:
-        assert f"keep_last = 2: 3 checkpoints of 1.0 GiB, {existing} of which exist" in text
+        count = f"keep_last = {keep_last}: {keep_last + 1} checkpoints of 1.0 GiB"
+        assert f"{count}, {existing} of which exist" in text
+        assert ("lower keep_last" in text) == (keep_last > 1)
 
 
 def test_size_of_a_checkpoint_is_that_of_weights_and_moments():

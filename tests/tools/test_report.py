@@ -1,14 +1,17 @@
 """The page of a run, and of several."""
 
 import json
+import math
 import pathlib
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 
 import config
 from tests.conftest import make_config, refuses, run_tool
+from tests.tools.test_reference import Windowed
 from tools import report
 from tools.svg import Point
 
@@ -119,9 +122,12 @@ def test_curves_are_the_rows(tmp_path):
     assert len(dashed) == 1  # resumed after step 2
 
 
-def test_gap_breaks_a_curve_and_powers_of_ten_are_logarithmic(tmp_path):
+@pytest.mark.parametrize(
+    "gap", [None, -1e308, math.nan, 10**400], ids=["none", "large", "nan", "integer"]
+)
+def test_gap_breaks_a_curve_and_powers_of_ten_are_logarithmic(tmp_path, gap):
     rows = [train_row(step) for step in range(1, 7)]
-    rows[2]["loss_mean"] = None
+    rows[2]["loss_mean"] = gap
     page = page_of(write_run(tmp_path / "r", rows))
     assert [len(part) for part in page.curves("Loss nats per token")] == [2, 3, 1, 1]
     powers = page.ticks("Gradient norm before clipping, logarithmic", "end", "y")
@@ -129,9 +135,10 @@ def test_gap_breaks_a_curve_and_powers_of_ten_are_logarithmic(tmp_path):
 
 
 def test_metrics_of_a_fork_are_drawn(tmp_path):
-    rows = [train_row(step, balance=step, experts={"load": 2.0 * step}) for step in (1, 2, 3, 4)]
+    fork = {"experts": {"load": 2.0}, "least": 5e-324}
+    rows = [train_row(step, balance=step, **fork) for step in (1, 2, 3, 4)]
     figures = page_of(write_run(tmp_path / "r", rows)).figures
-    assert [*figures][5:] == ["balance", "experts.load"]
+    assert [*figures][5:] == ["balance", "experts.load", "least"]
 
 
 def test_page_tells_what_the_folder_holds(tmp_path):
@@ -196,3 +203,6 @@ def test_end_of_a_run_names_the_next_commands(monkeypatch, tmp_path):
     assert lines[0].startswith(f"finished: {tmp_path}/r/report.html; ")
     assert any(line.endswith(f"-m generate {tmp_path}/r --prompt 'def '") for line in lines)
     assert "more steps, a longer schedule: ./run_train.sh a.toml --train.steps=8" in lines
+    assert lines[-1].startswith("export: ")
+    windowed = Windowed(**vars(cfg.model), sliding_window=4096)  # whose export is refused
+    assert "export" not in report.what_next(replace(cfg, model=windowed), None)

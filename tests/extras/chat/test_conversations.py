@@ -215,9 +215,15 @@ def lowercase(tokenizer: pathlib.Path, folder: pathlib.Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(made))
 
 
-def test_a_tokenizer_that_cannot_serve_is_refused(tokenizer, tmp_path):
+def test_a_tokenizer_that_cannot_serve_is_refused(tokenizer, tmp_path, monkeypatch):
+    import sentencepiece
+
     (tmp_path / "chat_template.jinja").write_text(TEMPLATES["chatml"])
     sentencepiece_model(tmp_path / "tokenizer.model", add_dummy_prefix=True)
+    with monkeypatch.context() as older:
+        older.delattr(sentencepiece.SentencePieceProcessor, "encode_as_offset_mapping")
+        with refuses("cannot say which characters a token stands for; install that of"):
+            Chat(tmp_path)
     with refuses("adds a space before every text, and does not say whether after a special"):
         Chat(tmp_path)
     (tmp_path / "tokenizer.model").unlink()

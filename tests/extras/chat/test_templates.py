@@ -48,6 +48,10 @@ PROMPT_OPENS_BLOCK = (
     "{{ m.content.split('</think>') | last }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
 )
+# An answer has another block, and a text without a prompt has an end of its own
+OTHER_BLOCK = PROMPT_OPENS_BLOCK.replace(
+    "else %}<|assistant|>", "else %}<|assistant|><think></think>"
+).replace("\n{% endif", "\n{% else %}</s>{% endif")
 BLOCK_IN_LAST = CHATML.replace(
     "{{ m.content }}",
     "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}",
@@ -112,6 +116,27 @@ def template(tmp_path):
         (NO_EMPTY_LIST, CONVERSATIONS["assistant first"], GREETED),
         (STRIPS, CONVERSATIONS["white space"], ["Jane Austen\n  did.<|im_end|>"]),
         (PROMPT_OPENS_BLOCK, THREE_TURNS, ended("<|end|>")),
+        (
+            OTHER_BLOCK,
+            THREE_TURNS[:4],
+            ["<think></think>Jane Austen did.<|end|>", "<think></think>In 1815.<|end|></s>"],
+        ),
+        (
+            OTHER_BLOCK.replace("</s>", "<|assist|>"),
+            THREE_TURNS[:4],
+            ["<think></think>Jane Austen did.<|end|>", "<think></think>In 1815.<|end|><|assist|>"],
+        ),
+        (
+            OTHER_BLOCK.replace("<think>\n", "<|channel|>"),
+            THREE_TURNS[:4],
+            ["<think></think>Jane Austen did.<|end|>", "<think></think>In 1815.<|end|></s>"],
+        ),
+        # what the prompt has of it is the prompt's
+        (
+            OTHER_BLOCK.replace("<think>\n", "<think>"),
+            THREE_TURNS[:4],
+            ["</think>Jane Austen did.<|end|>", "</think>In 1815.<|end|></s>"],
+        ),
         (
             BLOCK_IN_LAST,
             THREE_TURNS[:4],
