@@ -71,7 +71,8 @@ class Source:
             raise ConfigError(
                 f"[data] source = {self.data.source}: has {samples} samples of train.seq_len = "
                 f"{self.seq_len}, but one batch of train.global_batch_size = {batch_size} takes "
-                f"{share:.3g} of them: a smaller batch, a shorter train.seq_len, or more text"
+                f"{share:.3g} of them: choose a smaller batch, a shorter train.seq_len or, if too much "
+                "is held out for validation, another text for that (data.validation)"
             )
 
 

@@ -283,10 +283,11 @@ class Preparation:
             self.manifest["position"] = Position(file + 1)
         check_files(self.folder, self.manifest, self.data)
         self.writer.complete()
-        tokens = self.manifest["tokens"]
+        split, first, end, _ = self.manifest["validation"]
+        held_out = end - first
+        trained_on = self.manifest["tokens"]["train"] - (held_out if split == "train" else 0)
         print_error(
-            f"prepared {self.folder}: {tokens['train']:,} tokens to train on, "
-            f"{tokens['heldout']:,} for validation"
+            f"prepared {self.folder}: {trained_on:,} tokens to train on, {held_out:,} for validation"
         )
         for key in ("rows", "validation_rows"):
             count = RowCount(*self.manifest.get(key, ()))
@@ -301,7 +302,7 @@ class Preparation:
         if time.monotonic() > self.next_line:
             self.next_line = time.monotonic() + LOG_SECONDS
             tokens = self.manifest["tokens"]["train"]
-            file = self.manifest["position"][0] + 1
+            file = min(self.manifest["position"][0] + 1, len(self.files))
             progress = f"{tokens:,} tokens prepared, file {file} of {len(self.files)}"
             print_error(f"{self.data.source}: {progress}")
 
