@@ -362,8 +362,8 @@ def test_a_row_of_more_than_64_mib_is_refused(name, tmp_path, monkeypatch):
         "a.jsonl.gz": gzip.compress(lines(["a", f"{long}b"])),
         "a.json": array(["a", f"{long}b"]),
         "a.parquet": as_parquet(["a", f"{long}b"]),
-        "line.csv": b"text\n" + b"ab," * (1 << 19),
-        "values.csv": f"text,n\n{long[1:]},abc\n".encode(),
+        "line.csv": b"text,n\n" + b"ab," * (1 << 19),
+        "values.csv": f'text,n,m\n"a\n",{long},"\n{long}"'.encode(),
     }
     (tmp_path / name).write_bytes(contents[name])
     with refuses(f"{name}: row 2: is longer than 1 MiB; split it"):
