@@ -30,6 +30,8 @@ from data.tokenizer import Tokenizer, tokenizer_hash
 from data.tokenizer_training import train_on_sources
 from system import files, processes
 
+RARE = "\U00010330"  # a Gothic letter, which no vocabulary is trained on
+
 
 def begin_all(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, config.Data]]:
     """Begins the folder of each source, or checks the one that exists. Returns prepared_folders().
@@ -124,6 +126,8 @@ def _tokenizer_of(data: config.Data, vocab_size: int) -> tuple[dict[str, bytes],
         processes.print_error(
             f"{name}: has no EOS token that is known, so nothing separates documents"
         )
+    if not tokenizer.encode([RARE])[0]:
+        processes.print_error(f"{name}: silently drops characters that are not in its vocabulary")
     tokenizer.require_size(vocab_size)
     return tokenizer.files, tokenizer.vocab_size
 

@@ -211,6 +211,22 @@ def test_a_tokenizer_larger_than_the_model_is_refused(rows, is_refused, corpus, 
         begin_all(cfg.data, cfg.model.vocab_size)
 
 
+def test_a_tokenizer_that_drops_characters_is_reported(corpus, tmp_path, capsys):
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import models
+
+    letters = {letter: i for i, letter in enumerate("acghtno")}
+    tmp_path.joinpath("few").mkdir()
+    Fast(models.BPE(letters, [])).save(str(tmp_path / "few/tokenizer.json"))
+    data = {
+        "source": str(corpus),
+        "path": str(tmp_path / "out"),
+        "tokenizer": str(tmp_path / "few"),
+    }
+    begin_all(make_config(data=data).data, 320)
+    assert "few: silently drops characters that are not in its vocab" in capsys.readouterr().err
+
+
 # Which files
 
 
