@@ -418,7 +418,7 @@ def test_a_killed_process_of_the_pool_ends_preparing(configure):
 # data.bad_rows = "skip"
 
 
-@pytest.mark.parametrize("name", ["source", "own.jsonl"])
+@pytest.mark.parametrize("name", ["b.csv", "own.jsonl"])
 def test_wrong_rows_are_left_out_and_counted_whatever_happens_meanwhile(
     name, operations, configure, source, by_hand, monkeypatch, capfd
 ):
@@ -427,16 +427,17 @@ def test_wrong_rows_are_left_out_and_counted_whatever_happens_meanwhile(
     monkeypatch.chdir(source.parent)
     texts: list[str | None] = [*TEXTS]
     texts[57:57] = [None, None]
-    (source / "b.jsonl").write_text(as_rows(texts))
-    (source / "c.jsonl").write_text(as_rows([]))
+    for path in source.iterdir():
+        path.write_text("")
+    (source / "b.csv").write_text("\n".join(text or '"a"b' for text in ["text", *texts]))
     (source.parent / "own.jsonl").write_text(as_rows(texts))
-    options = {"bad_rows": "skip", "validation": None if name == "source" else "own.jsonl"}
+    options = {"bad_rows": "skip", "validation": None if name == "b.csv" else "own.jsonl"}
     (straight,) = prepare(*configure(path="straight", **options))
     manifest = manifest_of(straight)
     assert manifest["rows"] == [202, 2]
-    assert manifest.get("validation_rows") == (None if name == "source" else [202, 2])
+    assert manifest.get("validation_rows") == (None if name == "b.csv" else [202, 2])
     assert "(0.990%) are wrong and left out" in capfd.readouterr().err
-    if name == "source":
+    if name == "b.csv":
         assert contents(straight) == by_hand(TEXTS)
     text = configure(path=str(source.parent / "out"), **options)
     ((folder, _),) = begin_all(*text)
