@@ -210,7 +210,7 @@ def draw(row: dict, moments: list[Moment], path: str, title: str, limit: float |
     peak = f"allocated peak {row['peak_gib']:.2f} GiB in the {row['peak_at']}"
     page.text(chart.left, 22, f"{title}: {peak}", size=17)
     for i, (kind, color) in enumerate(COLORS.items()):
-        x = chart.left + 140 * i
+        x = chart.left + 135 * i
         page.box(x, chart.floor + 122, 12, 12, color, kind)
         page.text(x + 18, chart.floor + 133, kind)
     pathlib.Path(path).write_text(page.svg())

@@ -488,6 +488,8 @@ class PhaseHooks:
         """Marks gradients and FSDP2's buffers that the previous phase has left; begins a phase."""
         mark = self.counted.mark
         mark((param.grad for param in self.model.parameters()), "gradients")
+        # which the parameters of gathered units lack
+        mark((param.sharded_param.grad for param in self.sharded), "gradients")
         # FSDP2 accumulates gradients in one of these: in the second, if it has the reduction's
         # dtype
         for param in self.sharded:

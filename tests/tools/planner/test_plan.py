@@ -258,6 +258,9 @@ def test_one_pool_needs_less_than_one_a_stream():
     one, several = pools
     assert "all-gather" not in one and {"all-gather", "reduce-scatter"} < several.keys()
     assert one["reduce-scatter"] > 0  # of the second, whose gradients are added
+    step = simulate(cfg, 8)
+    last = [phase for phase in step.phases if phase.name == "forward head"][-1]
+    assert last.peak["gradients"] >= step.held["gradients"] > 0 == last.peak["reductions"]
 
 
 @pytest.mark.quick
