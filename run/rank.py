@@ -22,7 +22,6 @@ from checkpoint import catalog
 from checkpoint.manifest import CorruptCheckpoint
 from checkpoint.save import SaveFailed
 from config import Config, ConfigError
-from data import formats
 from metrics import log
 from optim import NoTargets
 from parallel.mesh import World, build_mesh, has_native_bfloat16
@@ -66,7 +65,9 @@ def main(args: Namespace, cfg: Config, train: Callable, evaluate: Callable) -> N
     try:
         if not launch and "RANK" not in os.environ:  # no launcher that has checked it, no torchrun
             check_not_one_of_several()
-        if not launch:  # else the launcher did this, once for all ranks
+        if not launch:  # else the launcher did this, once for all ranks, which read no text
+            from data import formats
+
             cfg = formats.complete(cfg)
         with distributed(cfg) as world:
             cfg = resolve_param_dtype(cfg, world)
