@@ -15,7 +15,7 @@ from config import ConfigError
 SAME_RUN = ("shape", "state", "output", "data", "run")
 SAME_OUTPUTS = ("shape", "output")
 ADVICE = {
-    "shape": "its weights have those shapes; continue so, or choose another run.name",
+    "shape": "its weights have those shapes; keep the old value, or choose another run.name",
     "state": "continue with that, or start another run from these weights ("
     f"{config.command('-m', 'huggingface', 'export')}, model.init_from): the optimizer's state "
     "belongs to what was trained, and how",

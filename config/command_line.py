@@ -28,7 +28,7 @@ REPO = pathlib.Path(__file__).parent.parent
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}; --help shows what there is")
+        raise ConfigError(f"{self.prog}: {message}; see --help")
 
 
 def argument_parser() -> Parser:
@@ -49,7 +49,7 @@ def config_path(word: str) -> str:
         return word
     if name not in paths:
         raise ConfigError(
-            f"{word}: no such file, nor a name in configs/: {', '.join(paths)}{nearest(name, paths)}"
+            f"{word}: neither a file nor a name in configs/: {', '.join(paths)}{nearest(name, paths)}"
         )
     return paths[name]
 

@@ -373,7 +373,7 @@ class Optim(Section):
         if self.schedule != "wsd" and self.decay_steps:
             yield f"decay_steps {reads}", 'requires schedule = "wsd"'
         if self.decay_steps and self.warmup_steps <= end < self.warmup_steps + self.decay_steps:
-            yield f"decay_steps {reads}", f"must fit behind warmup_steps, before step {end}"
+            yield f"decay_steps {reads}", f"must fit between warmup_steps and step {end}"
         if self.name == "muon" and (cfg.parallel.cpu_offload or cfg.lora):
             names = "name parallel.cpu_offload lora.rank"
             yield names, "is incompatible with cpu_offload and [lora]"

@@ -118,7 +118,7 @@ class SourceReader:
         """Yields (where the row stands, what read() yields), or a ConfigError for a wrong row."""
         for where, row in self._rows(columns):
             if not isinstance(row, dict | ConfigError):
-                row = ConfigError(f"is no object, but of type {type(row).__name__}")
+                row = ConfigError(f"must be an object, not {type(row).__name__}")
             try:
                 parsed = row if isinstance(row, ConfigError) else parse(where, row)
             except ConfigError as error:

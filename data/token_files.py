@@ -131,5 +131,5 @@ def open_plain(path: pathlib.Path, head: bytes, data: config.Data) -> TokenFile:
     offset = LLMC_HEADER_BYTES if is_llmc else 0
     length, rest = divmod(path.stat().st_size - offset, dtype.itemsize)
     if rest:
-        raise ConfigError(f"{path}: its size is no multiple of that of {name} ids")
+        raise ConfigError(f"{path}: its size is not a multiple of the size of {name} ids")
     return TokenFile(path, dtype, length, offset, eos_id=data.eos_id)

@@ -126,7 +126,7 @@ def test_environment_is_read_where_processes_start():
 
 def test_contributing_names_what_stands_at_the_top():
     page = (REPO / "CONTRIBUTING.md").read_text()
-    house = page.partition("## The house\n")[2].partition("\n## ")[0]
+    house = page.partition("## The layout\n")[2].partition("\n## ")[0]
     top = {path.partition("/")[0] for path in tracked()} - {".gitattributes", ".gitignore"}
     named = {*re.findall(r"^([\w.-]+)/?  ", house, re.M)}
     assert named <= top | {"extras", "tools"}

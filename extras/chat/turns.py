@@ -241,8 +241,8 @@ class Turns:
         shared = self._shared(prompt, between)
         if not shared:
             raise ConfigError(
-                f"message {i + 1}: the chat template begins it otherwise than its prompt for the "
-                f"assistant, so where it begins is unclear{REMEDY}"
+                f"message {i + 1}: the chat template starts it differently from its generation "
+                f"prompt, so where it begins is unclear{REMEDY}"
             )
         return start + shared
 

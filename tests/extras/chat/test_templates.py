@@ -167,7 +167,7 @@ def test_masks_found_by_hand(template, text, messages, learned):
 
 
 NO_END = "ends it with no special token of this tokenizer, and no model would learn to end its turn"
-BEGINS_OTHERWISE = "the chat template begins it otherwise than its prompt for the assistant"
+BEGINS_OTHERWISE = "the chat template starts it differently from its generation prompt"
 
 
 @pytest.mark.parametrize(
