@@ -308,8 +308,8 @@ def check_all_have_gradients(model: nn.Module) -> None:
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     if unused:
         raise RuntimeError(
-            f"no gradient of {', '.join(map(plain_name, unused))}: forward does not use it; use it, or "
-            "freeze it (model.freeze)"
+            f"no gradient of {', '.join(map(plain_name, unused))} in this step: forward does not use it; "
+            "use it in every step, or freeze it (model.freeze)"
         )
 
 

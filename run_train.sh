@@ -72,7 +72,7 @@ make_venv() {
     if command -v flock >/dev/null; then flock 9; fi
     if [[ $(cat "$venv/.made-from" 2>/dev/null) != "$wanted" ]]; then
         [[ ! -e $venv && ! -L $venv ]] || [[ -e $venv/.made-from && ! -L $venv ]] ||
-            fail "$venv was not made by this script: move it away, or name its Python: PYTHON=$venv/bin/python"
+            fail "$venv is a link, or was not made by this script: move it away, or name its Python: PYTHON=$venv/bin/python"
         base=$(base_python) || command -v uv >/dev/null ||
             fail "needs uv, or python3 of version 3.10 or later with its venv module (Debian: apt install python3-venv)"
         echo "setting up $venv (once; one to five minutes, most of them for torch)" >&2

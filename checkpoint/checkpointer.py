@@ -97,6 +97,7 @@ class Checkpointer:
         warnings = [f"corrupt, set aside: {problem}" for problem in self.problems]
         # what allow_changed may allow
         warnings += compare.changes_since(self.cfg, self.folder)
+        warnings += compare.other_tokenizer(self.folder, self.dataset.tokenizer_files)
         catalog.set_aside(self.root, self.start, self.corrupt)
         warnings += catalog.remove_unfinished(self.root)
         if not self.cfg.checkpoint:

@@ -169,20 +169,31 @@ def check_same_data(
     return trained_on
 
 
-def check_same_tokenizer(
-    folder: pathlib.Path, settings: config.Checkpoint | None, files: list[pathlib.Path]
-) -> None:
-    """Raises ConfigError if the data was prepared with another tokenizer (these files) than the
-    checkpoint's, unless checkpoint.allow_changed allows it."""
+def other_tokenizer(folder: pathlib.Path, files: list[pathlib.Path]) -> list[str]:
+    """A warning if the data was prepared with another tokenizer (these files) than the
+    checkpoint's, else none."""
     saved = []
     for name, entry in (read_manifest(folder) if folder.is_dir() else {}).items():
         if name.startswith("tokenizer."):
             saved.append(entry)
     if not saved or not files or any(entry_of(path.read_bytes()) in saved for path in files):
-        return
-    if "data.tokenizer" not in allowed_changes(settings):
+        return []
+    return [
+        f"{', '.join(map(str, files))}: is not the tokenizer that {folder} was trained with: its "
+        "token ids mean other words to those weights"
+    ]
+
+
+def check_same_tokenizer(
+    folder: pathlib.Path, settings: config.Checkpoint | None, files: list[pathlib.Path]
+) -> None:
+    """Raises ConfigError if the data was prepared with another tokenizer than the checkpoint's,
+    unless checkpoint.allow_changed allows it."""
+    problems = other_tokenizer(folder, files)
+    if problems and "data.tokenizer" not in allowed_changes(settings):
+        run = folder.parent.parent  # which keeps it, whatever checkpoints are removed
+        keeps = run if any(run.glob("tokenizer.*")) else folder
         raise ConfigError(
-            f"{', '.join(map(str, files))}: is not the tokenizer that {folder} was trained with: "
-            f'its token ids mean other words to those weights; data.tokenizer = "{folder}" names the '
-            'one that is, or allow it: checkpoint.allow_changed = ["data.tokenizer"]'
+            f'{problems[0]}; with data.tokenizer = "{keeps}" and checkpoint.allow_changed = '
+            '["data.source", "data.tokenizer"] that one is kept'
         )

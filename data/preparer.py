@@ -19,6 +19,7 @@ from system.processes import INPUT_IS_WRONG, print_error, python_command
 FIRST_PAUSE = 1.0  # seconds between two starts; doubles each time
 LONGEST_PAUSE = 60.0
 POLL_SECONDS = 0.05
+ENDING_SECONDS = 60.0
 MAIN = "from config import run_tool; from data.prepare import main; run_tool(main)"
 
 
@@ -55,7 +56,8 @@ class Preparer:
                 raise OSError(errno.EIO, "fails again and again, see above", "preparing the text")
             time.sleep(POLL_SECONDS)
         if self.child and not grows:
-            self.child.wait()  # killed now, it would leave its pool's semaphores
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.child.wait(ENDING_SECONDS)  # killed now, it would leave its pool's semaphores
 
     def has_failed(self) -> bool:
         """Whether the text is wrong. Starts the process again if it ended otherwise."""

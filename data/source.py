@@ -105,7 +105,7 @@ class SourceReader:
                 yield row
                 continue
             if self.data.bad_rows == "refuse":
-                raise refusal(f"{where}: {row}", rows)
+                raise refusal(f"{where}: {row}", self.count, rows)
             if self.count.wrong <= LOGGED_ROWS:
                 warn_once(f"{where}: {row}; left out, as data.bad_rows says")
             if self.count.read >= COUNTED_ROWS:
@@ -145,17 +145,17 @@ class SourceReader:
                 raise unreadable(path, error, f"rows from {row_number + 1} on: ") from None
 
 
-def refusal(problem: str, following: Iterator[tuple[str, Any]]) -> ConfigError:
-    """The error of the first wrong row. following: the rows after it."""
-    count = RowCount(1, 1)
+def refusal(problem: str, count: RowCount, following: Iterator[tuple[str, Any]]) -> ConfigError:
+    """The error of the first wrong row. count: up to it; following: the rows after it."""
+    before = count.read - 1
     with suppress(ConfigError, OSError):
         for _, row in itertools.islice(following, COUNTED_ROWS - 1):
             count = RowCount(count.read + 1, count.wrong + isinstance(row, ConfigError))
-    remedy = "mend them"
+    remedy = "fix them"
     if 100 * count.wrong <= count.read:  # of more it would be refused all the same
         remedy += ", or leave them out: --data.bad_rows=skip"
     return ConfigError(
-        f"{problem}; {count.wrong:,} of {count.read:,} rows from there on are wrong: {remedy}"
+        f"{problem}; {count.wrong:,} of {count.read - before:,} rows from there on are wrong: {remedy}"
     )
 
 
@@ -245,9 +245,10 @@ def local_paths(source: str) -> list[str] | None:
 def folder_files(folder: pathlib.Path) -> list[str]:
     """The files in a folder that are rows or texts: next to rows no README is a text. Of one that
     save_to_disk() wrote those of the last time. Raises ConfigError and OSError."""
-    with suppress(FileNotFoundError, ValueError, LookupError, TypeError):  # another state.json
+    with suppress(OSError, ValueError, LookupError, TypeError):  # another state.json
         state = json.loads((folder / "state.json").read_bytes())
-        return sorted(str(folder / file["filename"]) for file in state["_data_files"])
+        if state["_data_files"]:
+            return sorted(str(folder / file["filename"]) for file in state["_data_files"])
     paths = []
     for path in sorted(map(str, folder.glob("[!.]*"))):  # no hidden ones: macOS's ._a.jsonl
         is_excluded = NOT_IN_FOLDERS.fullmatch(os.path.basename(path)) or os.path.isdir(path)

@@ -124,13 +124,16 @@ def test_environment_is_read_where_processes_start():
         assert not reads or path.startswith(allowed), path
 
 
+PAGES = {"CONTRIBUTING.md", "LICENSE", "README.md"}
+
+
 def test_contributing_names_what_stands_at_the_top():
     page = (REPO / "CONTRIBUTING.md").read_text()
     house = page.partition("## The layout\n")[2].partition("\n## ")[0]
     top = {path.partition("/")[0] for path in tracked()} - {".gitattributes", ".gitignore"}
     named = {*re.findall(r"^([\w.-]+)/?  ", house, re.M)}
     assert named <= top | {"extras", "tools"}
-    assert not [name for name in top - named - {"CONTRIBUTING.md"} if name not in house]
+    assert not [name for name in top - named - PAGES if name not in house]
     assert not {name.removesuffix(".py") for name in top} & {*sys.stdlib_module_names}
 
 

@@ -47,7 +47,7 @@ def main(name: str, words: list[str]) -> None:
         name = "chat"
     sys.argv[:] = [name, *words]
     path = REPO / f"{name}.py"
-    if path.exists() and '__name__ == "__main__"' not in path.read_text():
+    if path.exists() and "__main__" not in path.read_text():
         problem = f"is not a command{nearest(name, tools())}; {command('--help')} lists the tools"
         print_error(f"-m {name}: {problem}")
         sys.exit(INPUT_IS_WRONG)

@@ -44,7 +44,7 @@ COMMAND_LINES = [
     ("data.prepare", [TINY, "--eval-only"], "--eval-only: unknown"),
     ("train", ["--help", "optm"], "did you mean optim"),
     ("train", ["tiny", "--train.steps=0"], r"\[train\] steps = 0"),
-    ("data.prepare", ["tini"], "tini: no such file, .*llama8b.*; did you mean tiny"),
+    ("data.prepare", ["tini"], "tini: neither a file nor .*llama8b.*; did you mean tiny"),
 ]
 
 

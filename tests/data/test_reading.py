@@ -324,7 +324,7 @@ WRONG = [
     (  # not a row that data.bad_rows leaves out
         "a.csv",
         b'text,n\n"a,1\nb,1\nc",1,2\nd,1\n',
-        "row 2: has 3 values, .*; fix its quotation marks: it ends in line 4$",
+        "row 2: has 3 values, .*; it ends in line 4: fix it, or its quotation marks$",
     ),
     ("a.csv", b"text,text\na,b\n", "row 1: names a column twice: text, text"),
     ("a.tsv", b"body\na\n", "row 2: has no field 'text'"),
@@ -459,7 +459,7 @@ def test_the_first_wrong_row_is_refused_with_how_many_follow(tmp_path):
     with refuses(*needed, "--data.bad_rows=skip"):
         documents(tmp_path / "a.jsonl")
     (tmp_path / "c.jsonl").write_bytes(lines(wrong_in(1000, *range(0, 1000, 50))))
-    with refuses("19 of 951 rows from there on are wrong: mend them$"):
+    with refuses("19 of 951 rows from there on are wrong: fix them$"):
         documents(tmp_path / "c.jsonl")
     cut = gzip.compress(b'{"text": 1}\n' + lines([words(i, 900) for i in range(999)]))[:99_000]
     (tmp_path / "b.jsonl.gz").write_bytes(cut)
