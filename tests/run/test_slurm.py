@@ -220,7 +220,7 @@ def test_two_nodes_train_as_one_process_does(limited, cluster, configured, tmp_p
     for process in ranks:  # not done before SLURM's signal is there
         os.kill(process, signal.SIGSTOP)
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)
-    job.until(lambda: "SIGUSR1: stops" in job.log())
+    job.until(lambda: "SIGUSR1: stopping" in job.log())
     for process in ranks:
         os.kill(process, signal.SIGCONT)
     done = launch(path, "--data.order=growing", "--run.name=after", OMP_NUM_THREADS="1")
@@ -266,7 +266,7 @@ def test_scancel_saves_and_is_final(limited, endless, cluster):
 
 
 def test_the_time_limit_saves_and_requeues(limited, cluster, plain):
-    limited.until(lambda: "SIGUSR1: stops" in limited.log())
+    limited.until(lambda: "SIGUSR1: stopping" in limited.log())
     # for its next life
     cluster.run("scontrol", "update", f"JobId={limited.number}", "TimeLimit=60")
     for process in limited.ranks().values():
