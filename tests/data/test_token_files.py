@@ -227,7 +227,7 @@ def pointer(path: pathlib.Path) -> None:
 REFUSED: list[tuple[str, Callable, dict, tuple[str, ...]]] = [
     ("a.bin", lambda path: None, RAW, ("source", "names no file", r"\.bin or \.npy")),
     ("a.bin", lambda path: path.write_bytes(b""), RAW, ("a.bin", "no tokens")),
-    ("a.bin", lambda path: path.write_bytes(b"abc"), RAW, ("a.bin", "no multiple", "uint16")),
+    ("a.bin", lambda path: path.write_bytes(b"abc"), RAW, ("a.bin", "not a multiple", "uint16")),
     ("a.bin", pointer, RAW, ("a.bin", "git-lfs")),
     ("a.bin", lambda path: nanogpt(path, documents(0)), {}, ("token_dtype", "a.bin")),
     ("a.bin", cut_megatron, {}, ("a.bin", "bytes", r"a\.idx")),
