@@ -107,22 +107,21 @@ def ignore_values() -> None:
         mock.patch.object(owner, name, value).start()
 
     quantize = NF4Linear.quantize
-    wait_for_flag = optim.UpdateGuard._wait_for_flag
+    figures = optim.UpdateGuard._figures
 
     def quantize_unchecked(*arguments: Any) -> None:
         with mock.patch.object(torch.Tensor, "isfinite", lambda tensor: torch.tensor(True)):
             quantize(*arguments)
 
-    def never_found(guard: optim.UpdateGuard) -> bool:
-        wait_for_flag(guard)  # waits as it does on a GPU
-        return False
+    def no_figures(guard: optim.UpdateGuard) -> list[float]:
+        return [0.0 for _ in figures(guard)]  # waits as it does on a GPU
 
     replace(Weights, "read_into", lambda weights, name, offsets, out: name in weights.stored)
     replace(torch.nn.init, "trunc_normal_", lambda tensor, *unused, **options: tensor)
     replace(materialize, "is_finite", lambda tensor: True)
     replace(save, "all_finite", lambda tensors: True)
     replace(NF4Linear, "quantize", quantize_unchecked)
-    replace(optim.UpdateGuard, "_wait_for_flag", never_found)
+    replace(optim.UpdateGuard, "_figures", no_figures)
 
 
 def plant(fault: Callable[[Any], object]) -> None:
