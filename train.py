@@ -24,7 +24,6 @@ from config import Config
 from data.dataset import open_dataset
 from data.loader import Batch, Loader
 from evaluate import Evaluation, evaluate_newest
-from generate import log_sample
 from metrics import Recorder
 from model.build import meta_model
 from model.llama import Llama
@@ -108,7 +107,6 @@ def train(cfg: Config, world: World, run: Run) -> None:
     if not run.stops:
         # every save purges, except that of a launch that was stopped
         checkpointer.purge()
-        log_sample(model, cfg, world, dataset, run.step)
     recorder.close()
 
 

@@ -1,4 +1,4 @@
-"""A page about one or several runs: curves, evaluation, sample text, environment, configuration.
+"""A page about one or several runs: curves, evaluation, environment, configuration.
 
     ./run_train.sh -m report outputs/tiny                       writes outputs/tiny/report.html
     ./run_train.sh -m report outputs/a outputs/b --out compared.html
@@ -69,7 +69,6 @@ COLORS = ("#2f7de1", "#d9661f", "#1a9a6b", "#b452c8")  # of runs; further ones a
 TIME = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
 LAUNCHED = re.compile(TIME + r".*: ([\d,]+ parameters on .*), [a-z]+[0-9]+$", re.M)
 RESUMED = re.compile(TIME + r".* tokens per step = .*; resuming after step (\d+)$", re.M)
-STEP_OR_SAMPLE = re.compile(TIME + rf"(?:step (\d+)|a sample:\n(.*?)(?={TIME}|\Z))", re.M | re.S)
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --soft: #5f6b76; --line: #d9dee3; --page: #fff }
@@ -118,18 +117,6 @@ class Run:
     def resumed(self) -> list[int]:
         """The steps after which launches resumed."""
         return sorted({int(step) for step in RESUMED.findall(self.log)})
-
-    @property
-    def samples(self) -> dict[str, str]:
-        """The newest sample text of each step, "" before the first."""
-        texts = {}
-        step = ""
-        for match in STEP_OR_SAMPLE.finditer(self.log):
-            if match[1]:
-                step = match[1]
-            else:
-                texts[step] = match[2]
-        return texts
 
     def steps_of_rows(self) -> list[int]:
         """How many steps each training row counts: those since the row before."""
@@ -409,7 +396,6 @@ def page(runs: list[Run]) -> str:
         f'<div class="charts">{"".join(charts)}</div>',
         section("Last evaluation", evaluations, names),
         section("Plan and measurement", plans, names),
-        *(sample_texts(run, name) for run, name in zip(runs, names)),
         section("Environment of the newest launch", [environment(run) for run in runs], names),
         section(
             "Options that are equal" if len(runs) > 1 else "Configuration",
@@ -455,21 +441,6 @@ def section(
     if not labels:
         return ""
     return f"<h2>{heading}</h2>{table(columns, names, labels)}"
-
-
-def sample_texts(run: Run, name: str) -> str:
-    """The newest sample text, and those before it to be opened."""
-    texts = [*run.samples.items()]
-    if not texts:
-        return ""
-    lines = [f"<h2>Sample text of {escaped(name)}</h2>"]
-    for step, text in reversed(texts):
-        pre = f"<pre>{escaped(text)}</pre>"
-        if (step, text) == texts[-1]:
-            lines.append(f'<p class="note">After step {step}</p>{pre}')
-        else:
-            lines.append(f"<details><summary>After step {step}</summary>{pre}</details>")
-    return "".join(lines)
 
 
 def write_report(folders: list[pathlib.Path], out: pathlib.Path | None = None) -> pathlib.Path:

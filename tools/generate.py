@@ -1,6 +1,6 @@
 """Sample text from a checkpoint, or from a run's newest one, with the tokenizer in its folder.
 
-    python -m generate outputs/tiny --prompt "def " --tokens 64
+    ./run_train.sh -m generate outputs/tiny --prompt "def " --tokens 64
     ./run_train.sh -m generate outputs/tiny-chat --chat            a conversation
 
 Shapes: T tokens, S cached positions, K key/value heads, E head dimension, V vocabulary.
@@ -22,23 +22,14 @@ from torch import Tensor
 import config
 from checkpoint import catalog, compare, load
 from config import ConfigError, run_tool
-from data.dataset import Dataset
 from data.tokenizer import Tokenizer
-from metrics import log
 from model.attention import BlockMask, attention
 from model.build import meta_model
-from model.llama import Llama, parameter_count
-from parallel.fsdp import cast_residual_stream, reshard, unit_dtypes, unit_parameters, units
+from model.llama import Llama
+from parallel.fsdp import cast_residual_stream, unit_dtypes, unit_parameters, units
 from parallel.materialize import initialize_buffers, materialize
-from parallel.mesh import World, has_native_bfloat16
-from parallel.ranks import all_gather_objects
+from parallel.mesh import has_native_bfloat16
 from system.processes import printable
-
-# of the sample that a run logs
-SAMPLE_TOKENS = 64
-SAMPLE_TEMPERATURE = 0.8
-MIN_SAMPLED_STEPS = 100  # after fewer, the text would be noise
-MAX_SAMPLED_PARAMETERS = 20e9  # each token all-gathers all of them
 
 
 class KVCache:
@@ -143,56 +134,6 @@ def encode(tokenizer, prompt: str) -> list[int]:
     if not ids:
         raise ConfigError("--prompt: is empty, and the tokenizer has no BOS token to start from")
     return ids
-
-
-@torch.no_grad()
-def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset, step: int) -> None:
-    """Logs text that the sharded model generates after a step: a forward pass over all tokens for
-    each new one. Collective.
-
-    Logs none after few steps, of conversations, or without a tokenizer that can encode the prompt;
-    with tp or cp, and of a large model, the command that generates from the checkpoint.
-    """
-    if step < MIN_SAMPLED_STEPS or cfg.data.has_conversations or not dataset.tokenizer_files:
-        return
-    is_code = "python-stdlib" in (dataset.names or [cfg.data.source])
-    prompt = "def " if is_code else "The "
-    if world.tp * world.cp > 1 or parameter_count(model) > MAX_SAMPLED_PARAMETERS:
-        words = ("-m", "generate", config.run_folder(cfg), "--prompt", prompt)
-        log.info("a sample: %s", config.command(*words))
-        return
-    tokenizer = tokenizer_for(prompt, dataset)
-    are_loaded = all(all_gather_objects(tokenizer is not None))
-    if tokenizer is None or not are_loaded:
-        return
-    ids = encode(tokenizer, prompt)
-    new: list[int] = []
-    draws = random.Random(cfg.run.seed)
-    model.eval()
-    try:
-        with torch.compiler.set_stance("force_eager"):  # each length would trigger a recompilation
-            for _ in range(SAMPLE_TOKENS):
-                window = [*ids, *new][-cfg.train.seq_len :]
-                logits = model(torch.tensor([window], device=world.device))[0, -1]  # (V)
-                new.append(choose(logits, SAMPLE_TEMPERATURE, draws.random()))
-    except ConfigError as error:  # no reason to end a run
-        log.warning("no sample: %s", error)
-        return
-    finally:
-        reshard(model)
-        model.train()
-    end = next((i for i, token in enumerate(new) if token in tokenizer.eos), len(new))
-    log.info("a sample:\n%s", printable(tokenizer.decode([*ids, *new[:end]])))
-
-
-def tokenizer_for(prompt: str, dataset: Dataset) -> Tokenizer | None:
-    """The data's tokenizer; None if it cannot be loaded or encode the prompt."""
-    try:
-        tokenizer = Tokenizer(dataset.tokenizer_files[0].parent)
-        tokenizer.encode([prompt])
-    except (ImportError, ConfigError, OSError):
-        return None
-    return tokenizer
 
 
 # The tool
