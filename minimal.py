@@ -3,7 +3,7 @@
     python minimal.py configs/tiny.toml                                   one process
     torchrun --nproc-per-node 8 minimal.py configs/smollm2-135m.toml      one process per GPU
 
-Reads the TOML, the text that `python -m data.prepare CONFIG` prepared, and its newest checkpoint.
+Reads the TOML, the text that `./run_train.sh -m prepare CONFIG` prepared, and its newest checkpoint.
 Shapes: B sequences of T tokens each, D model width, H query and K key/value heads of width E, F
 feed-forward width, V vocabulary. m, p, o, t: the sections [model], [parallel], [optim], [train].
 """
@@ -339,19 +339,9 @@ def read_options(path: str) -> SimpleNamespace:
 
 def open_data(cfg: SimpleNamespace) -> tuple[Tensor, range]:
     """The tokens of the one complete folder of these options, and which are for validation."""
-    tokenizer = "trained here"
-    if cfg.data.tokenizer:
-        file = Path(cfg.data.tokenizer)
-        file = file / "tokenizer.json" if file.is_dir() else file
-        settings = file.with_name("tokenizer_config.json")
-        files = [file, settings] if file.suffix == ".json" and settings.exists() else [file]
-        tokenizer = hashlib.sha256(b"".join(each.read_bytes() for each in files)).hexdigest()
-    identity = vars(cfg.data) | {
-        "tokenizer": tokenizer,
-        "vocab_size": None if cfg.data.tokenizer else cfg.model.vocab_size,
-        "format": 5,
-    }
-    del identity["path"], identity["order"]
+    names = ["source", "subset", "split", "text_field", "tokenizer", "max_tokens", "validation"]
+    identity = {f"data.{name}": getattr(cfg.data, name) for name in names} | {"version": 6}
+    identity["model.vocab_size"] = None if cfg.data.tokenizer else cfg.model.vocab_size
     if cfg.data.source == "python-stdlib":
         identity["python"] = platform.python_version()
     matching = {}
@@ -360,7 +350,7 @@ def open_data(cfg: SimpleNamespace) -> tuple[Tensor, range]:
         if manifest.get("identity") == identity and manifest["complete"]:
             matching[str(file.parent)] = manifest
     if len(matching) != 1:
-        names = ", ".join(matching) or "none; `python -m data.prepare CONFIG` prepares one"
+        names = ", ".join(matching) or "none; `./run_train.sh -m prepare CONFIG` prepares one"
         raise ValueError(f"data.path must name one complete folder of this data, of: {names}")
     [(folder, manifest)] = matching.items()
     dtype = getattr(torch, manifest["dtype"])

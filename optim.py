@@ -261,7 +261,7 @@ class Progress:
         self.targetless_steps += 1
         self.targetless_in_a_row += 1
         if self.targetless_in_a_row >= TARGETLESS_LIMIT:
-            look = config.command("-m", "data.show", "CONFIG", "--step", step)
+            look = config.command("-m", "show", "CONFIG", "--step", step)
             raise NoTargets(
                 f"step {step}: no token of the last {self.targetless_in_a_row} steps has a loss, and "
                 "nothing was updated; usual causes: train.seq_len cuts conversations before the "

@@ -19,7 +19,7 @@
 # PYTHON=... chooses the Python. Else the active one serves if its torch is supported and requirements.txt is there; else
 # .venv is made from requirements.txt, and made again when that file changes; by uv if it is there, else by pip.
 # MAX_RESTARTS=... is how often the processes are started again after a failure: 3 times under SLURM, else 0.
-# Under SLURM environment and data are made before: ./run_train.sh --setup; ./run_train.sh -m data.prepare CONFIG
+# Under SLURM environment and data are made before: ./run_train.sh --setup; ./run_train.sh -m prepare CONFIG
 # A job takes whole nodes; a part of one: sbatch --oversubscribe --cpus-per-task=16 --gpus-per-node=2 ...
 # It saves 300 seconds before its time limit (--signal=B:USR1@SECONDS: more where saving takes longer), and requeues
 # itself. After scancel it saves too, if SLURM's KillWait (30 seconds unless set) leaves the time, and is not requeued.

@@ -28,7 +28,7 @@ from benchmarks import count
 from config import ConfigError
 from data.dataset import open_dataset
 from data.loader import Batch, Loader
-from data.prepare import prepare
+from tools.prepare.prepare import prepare
 from metrics import read_rows
 from model.build import meta_model
 from parallel.materialize import materialize

@@ -31,9 +31,8 @@ SELECTIVE = ("elementwise", "selective")
 # The matrices of a block, in order.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-# What a row of data is: a text, or a conversation in one of three forms. "tokens": files of token
-# ids instead of rows.
-RowFormat = Literal["text", "messages", "alpaca", "prompt_completion", "tokens"]
+# What a row of data is: a text, or a conversation in one of three forms.
+RowFormat = Literal["text", "messages", "alpaca", "prompt_completion"]
 
 # What to do with a row that cannot be read.
 BadRows = Literal["refuse", "skip"]
@@ -186,15 +185,7 @@ class Data(Section):
     document_mask: bool = option(
         False, "attend only within a document; positions restart in each", resume="run"
     )
-    format: RowFormat | None = option(
-        None,
-        "what a row is: a text, or a conversation; absent: found from the first row; tokens: files "
-        "of token ids (.bin, .npy)",
-    )
-    token_dtype: Literal["uint16", "int32", "uint32"] | None = option(
-        None, "dtype in files of token ids alone; others say it themselves"
-    )
-    eos_id: NonNegativeInt | None = option(None, "token with which documents end in token files")
+    format: RowFormat | None = option(None, "what a row is; absent: a text, or messages_field's")
     messages_field: str | None = option(
         None, "column with messages; absent: messages, else conversations", extra="chat"
     )
@@ -210,45 +201,30 @@ class Data(Section):
 
     @property
     def row_format(self) -> RowFormat:
-        """The format of one source's rows. data/formats.py finds it where no option says it."""
+        """The format of one source's rows."""
         return self.format or ("messages" if self.messages_field else "text")
 
     @property
-    def formats(self) -> set[RowFormat | None]:
-        """The formats of all sources. None: no option says it."""
-        common = self.format or ("messages" if self.messages_field else None)
-        return {source.format or common for source in self.sources or (self,)}
+    def formats(self) -> set[RowFormat]:
+        """The formats of all sources."""
+        return {source.format or self.row_format for source in self.sources or (self,)}
 
     @property
     def has_conversations(self) -> bool:
         """Whether rows are conversations: those of all sources are, or of none."""
-        return not self.formats <= {None, "text", "tokens"}
+        return self.formats != {"text"}
 
     def rules(self, cfg: "Config") -> Rules:
         if self.sources:
             yield from self._mixture_rules()
         if self.has_conversations:
             yield from self._conversation_rules()
-        if "tokens" in self.formats:
-            yield from self._token_rules(cfg.model)
-        else:
-            for key in ("token_dtype", "eos_id"):
-                if getattr(self, key) is not None:
-                    yield f"{key} format", 'is an option of format = "tokens"'
         if self.messages_field and "messages" not in self.formats:
             yield "messages_field format", 'is a column of format = "messages"'
         if self.text_field != Data.text_field and self.has_conversations:
             yield "text_field format", "is a column of texts, and the rows are conversations"
-        if self.chat_template and self.format == "text" and not self.has_conversations:
-            problem = 'renders conversations, and the rows are texts: data.format = "text"'
-            yield "chat_template format", problem
-
-    def _token_rules(self, model: Model) -> Rules:
-        if self.eos_id is not None and self.eos_id >= model.vocab_size:
-            yield "eos_id model.vocab_size", f"must be below vocab_size = {model.vocab_size}"
-        if {None, "text"} & self.formats and not self.tokenizer:
-            problem = "is needed to mix texts with token files: that of the token files"
-            yield "tokenizer sources", problem
+        if self.chat_template and not self.has_conversations:
+            yield "chat_template format", "renders conversations, and the rows are texts"
 
     def _mixture_rules(self) -> Rules:
         if self.validation:
@@ -271,10 +247,8 @@ class Data(Section):
         name = "format" if self.format or not self.messages_field else "messages_field"
         if self.sources:
             name = "sources"
-            if {"text", "tokens"} & self.formats:
-                stated = ", ".join(sorted(filter(None, self.formats)))
-                problem = f"mixes text and conversations (format = {stated}): train on one of them"
-                yield name, problem
+            if "text" in self.formats:
+                yield name, "mixes text and conversations: train on one of them"
         if not has_extra("chat"):
             yield f"{name} format", lack_of("chat")
         if not self.tokenizer:

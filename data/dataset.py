@@ -1,49 +1,58 @@
 """A run's data, opened: what it trains on and is evaluated on.
 
-open_dataset() opens each source: a prepared folder, which must be the configuration's, or token
-files. Dataset.span() says which tokens of which stream a sample is. Text may still be prepared
-meanwhile: Dataset.covers() says whether a step's is there.
+open_dataset() opens the folder of each source, which must be the configuration's. Dataset.span()
+says which tokens of which stream a sample is. Text may still be prepared meanwhile:
+Dataset.covers() says whether a step's is there.
 """
 
 import contextlib
+import math
 import pathlib
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import config
 from config import ConfigError
-from data import hub
 from data.folder import check_identity, identity, manifest_of, prepare_command, source_folders
 from data.mixture import Mixture
 from data.order import SamplePosition, SourceOrder, Windows, border_of, growing_borders
-from data.row_format import row_format
-from data.token_files import open_token_files
-from data.tokenizer import Tokenizer, tokenizer_files
-from data.tokens import Span, TextStream
+from data.tokens import Span, TextStream, stream_of
 
 
 class Source:
-    """One source, as far as its text can be read."""
+    """The folder of one source, as far as its text can be read."""
 
-    def __init__(self, data: config.Data, number: int, seq_len: int, seed: int):
-        """data: of this source alone. number: of the source in the mixture."""
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        data: config.Data,
+        number: int,
+        vocab_size: int,
+        seq_len: int,
+        seed: int,
+    ):
+        """data: of this source alone. number: of the source in the mixture. Raises ConfigError and
+        OSError."""
+        self.folder = folder
         self.data = data
         self.number = number
+        self.vocab_size = vocab_size
         self.seq_len = seq_len
         self.seed = seed
-        self.identity: dict = {}  # what tells it from another before any of it is read
+        self.manifest = manifest_of(folder)
+        check_identity(folder, self.manifest, identity(data, vocab_size))
+        if data.order == "global" and not self.manifest["complete"]:
+            raise ConfigError(f"{folder}: is not complete; {prepare_command()} prepares the rest")
+        # what tells it from another before any of it is read
+        self.identity = {key: self.manifest[key] for key in ("identity", "tokenizer", "revision")}
         # of the validation text and of each segment that was read, also by an earlier launch
-        self.hashes: list[str | None] = []
+        self.hashes = hashes_of(self.manifest)
+        self.changed = time.monotonic()  # when the record was last seen to change
         self.stream: TextStream | None = None  # None: no segment can be read yet
         self.validation: TextStream | None = None  # None: not decided yet
         self.order = SourceOrder(seed, number, Windows(seq_len), [], False)
-
-    def set_stream(self, stream: TextStream, tokens: int, is_complete: bool) -> None:
-        """Makes the first tokens of a stream those that can be read."""
-        self.stream = stream
-        borders = growing_borders(tokens) if self.data.order == "growing" else [tokens]
-        windows = Windows(self.seq_len, stream.validation)
-        self.order = SourceOrder(self.seed, self.number, windows, borders, is_complete)
+        self._open_text(self.manifest)
 
     def has_text(self, index: int, evaluates: bool) -> bool:
         """Whether the sample `index` can be read; evaluates: and the validation text."""
@@ -74,42 +83,6 @@ class Source:
                 f"{share:.3g} of them: choose a smaller batch, a shorter train.seq_len or, if too much "
                 "is held out for validation, another text for that (data.validation)"
             )
-
-
-class TokenFileSource(Source):
-    """One source of token files that another program wrote."""
-
-    def __init__(self, data: config.Data, number: int, vocab_size: int, seq_len: int, seed: int):
-        """Raises ConfigError."""
-        super().__init__(data, number, seq_len, seed)
-        self.identity, stream, self.validation = open_token_files(data, vocab_size)
-        self.set_stream(stream, stream.length, is_complete=True)
-
-
-class PreparedSource(Source):
-    """One source in a folder that data.prepare writes, or has written."""
-
-    def __init__(
-        self,
-        folder: pathlib.Path,
-        data: config.Data,
-        number: int,
-        vocab_size: int,
-        seq_len: int,
-        seed: int,
-    ):
-        """Raises ConfigError and OSError."""
-        super().__init__(data, number, seq_len, seed)
-        self.folder = folder
-        self.vocab_size = vocab_size
-        self.manifest = manifest_of(folder)
-        check_identity(folder, self.manifest, identity(data, vocab_size))
-        if data.order == "global" and not self.manifest["complete"]:
-            raise ConfigError(f"{folder}: is not complete; {prepare_command()} prepares the rest")
-        self.identity = {key: self.manifest[key] for key in ("identity", "tokenizer", "revision")}
-        self.hashes = hashes_of(self.manifest)
-        self.changed = time.monotonic()  # when the record was last seen to change
-        self._open_text(self.manifest)
 
     def refresh(self) -> None:
         """Reads the record again, and opens what it says is there. Raises ConfigError and
@@ -143,12 +116,29 @@ class PreparedSource(Source):
             # opened again: a network's file system shows new bytes to a new open() only
             stream = self._open_split("train", manifest)
             tokens = stream.length if manifest["complete"] else border_of(segments - 1)
-            self.set_stream(stream, tokens, manifest["complete"])
+            borders = growing_borders(tokens) if self.data.order == "growing" else [tokens]
+            windows = Windows(self.seq_len, stream.validation)
+            self.stream = stream
+            self.order = SourceOrder(
+                self.seed, self.number, windows, borders, manifest["complete"]
+            )
 
     def _open_split(self, split: str, manifest: dict) -> TextStream:
-        return row_format(self.data).open(
-            self.folder, manifest, split, self.vocab_size, self.seq_len, self.seed
-        )
+        if self.data.has_conversations:
+            from extras.chat.packing import open_packed
+
+            return open_packed(
+                self.folder, manifest, split, self.vocab_size, self.seq_len, self.seed
+            )
+        return stream_of(self.folder, manifest, split, self.vocab_size)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the text that the validation tokens are of; NaN where it is unknown."""
+        split = (self.manifest["validation"] or ["heldout"])[0]
+        sizes = self.manifest["bytes"]
+        tokens = self.manifest["tokens"][split]
+        return sizes[split] / tokens if sizes and sizes[split] else math.nan
 
 
 def hashes_of(manifest: dict) -> list[str | None]:
@@ -166,7 +156,7 @@ class Dataset:
     sources: list[Source]
     mixture: Mixture
     names: list[str]  # of a mixture's sources; of their folders if two sources have one name
-    tokenizer_files: list[pathlib.Path]  # none: token files without data.tokenizer
+    tokenizer_files: list[pathlib.Path]
 
     def position(self, number: int) -> SamplePosition:
         """Which window a sample of the run is."""
@@ -186,7 +176,7 @@ class Dataset:
         ended, and is too little, and OSError."""
         return self.missing(step) is None
 
-    def missing(self, step: int, evaluates: bool = False) -> PreparedSource | None:
+    def missing(self, step: int, evaluates: bool = False) -> Source | None:
         """The source whose text a step waits for, as of now. evaluates: it also waits for the
         validation text. Raises as covers()."""
         samples = step * self.train.global_batch_size
@@ -194,7 +184,6 @@ class Dataset:
             last = self.mixture.count(source.number, samples) - 1  # within the source; -1: none
             if source.has_text(last, evaluates):
                 continue
-            assert isinstance(source, PreparedSource)  # token files are complete
             source.refresh()
             source.require_size(self.mixture, self.train.global_batch_size)
             if not source.has_text(last, evaluates):
@@ -203,8 +192,8 @@ class Dataset:
 
     def notes(self) -> list[str]:
         """Lines for a launch's log."""
-        streams = [source.stream for source in self.sources if source.stream]
-        return row_format(self.data).notes(streams)
+        streams: list[Any] = [source.stream for source in self.sources]
+        return [stream.summary() for stream in streams] if self.data.has_conversations else []
 
     def epochs(self, tokens: int) -> float | dict[str, float | None] | None:
         """How often the text has been read once the run has read so many tokens; of a mixture, by
@@ -251,40 +240,19 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
     """Raises ConfigError if the data is not prepared, was prepared for another configuration, or is
     known to be too small for one batch. train=False: to evaluate."""
     data = cfg.data
-    vocab_size = cfg.model.vocab_size
     mixture = Mixture([source.weight for source in data.sources] or [1.0])
-    folders = source_folders(data, vocab_size)
-    sources: list[Source] = []
+    folders = source_folders(data, cfg.model.vocab_size)
+    sources = []
     tokenizer_paths = []
     for number, (folder, options) in enumerate(folders):
-        reading = (number, vocab_size, cfg.train.seq_len, cfg.run.seed)
-        if options.format == "tokens":
-            source = TokenFileSource(options, *reading)
-        else:
-            source = PreparedSource(folder, options, *reading)
-            paths = [*folder.glob("tokenizer*"), *folder.glob("chat_template.jinja")]
-            tokenizer_paths = sorted(paths)
+        source = Source(
+            folder, options, number, cfg.model.vocab_size, cfg.train.seq_len, cfg.run.seed
+        )
         if train:
             source.require_size(mixture, cfg.train.global_batch_size)
         sources.append(source)
-    if data.tokenizer and not tokenizer_paths:
-        tokenizer_paths = paths_of_tokenizer(data.tokenizer, cfg.model.vocab_size)
+        tokenizer_paths = sorted([*folder.glob("tokenizer*"), *folder.glob("chat_template.jinja")])
     names = [str(entry.source) for entry in data.sources]
     if len(set(names)) < len(names):
         names = [folder.name for folder, _ in folders]
     return Dataset(data, cfg.train, sources, mixture, names, tokenizer_paths)
-
-
-def paths_of_tokenizer(name: str, vocab_size: int) -> list[pathlib.Path]:
-    """The files of data.tokenizer, where no prepared folder holds them. vocab_size: of the model.
-    Raises ConfigError if a copy of them would not be known for a tokenizer's, or if it is larger
-    than the model."""
-    with contextlib.suppress(ImportError):  # a run without the package has no bits per byte
-        Tokenizer(name).require_size(vocab_size)
-    path = hub.local(name)
-    folder = path if path.is_dir() else path.parent
-    paths = [folder / file_name for file_name in tokenizer_files(name)]
-    for each in paths:
-        if not each.exists():
-            raise ConfigError(f"[data] tokenizer = {name}: must be named {each.name}")
-    return paths

@@ -1,14 +1,14 @@
-"""The folder of a source's token files: which one it is, and its record.
+"""The folder of a source's token files: which one it is, and its record, manifest.json.
 
-data/begin.py makes prepared/{source}-{hash}/, with the tokenizer and a record of no text;
-data/prepare.py fills it. The record is manifest.json:
+A source is a folder that has a record, or text that tools/prepare/ makes into one, named
+prepared/{source}-{hash of the options that determine it}/. The record:
 
-    identity          the options that determine the files
+    identity          these options; null: another program wrote the tokens (tools/import_tokens.py)
     files, revision   of the source: [path, bytes, mtime] of each; commit of a Hugging Face dataset
     validation_files  the same of data.validation
-    tokenizer         its hash: data/tokenizer.py
+    tokenizer         its hash: data/tokenizer.py; chat_template: that of conversations
     vocab_size, dtype of the ids: "uint16" or "int32"
-    tokens, documents by token file, "train" and "heldout": so many are synced
+    tokens, documents, bytes    by token file, "train" and "heldout": so many are synced
     left_out          rows of which the tokenizer made nothing
     rows              [read, wrong], with data.bad_rows = "skip"; validation_rows: of data.validation
     position          [file, row]: the last row that was read
@@ -23,50 +23,38 @@ import json
 import pathlib
 import platform
 import re
-import shlex
 from dataclasses import fields, replace
 from typing import Any
 
 import config
 from config import ConfigError
-from data.row_format import row_format
-from data.tokenizer import tokenizer_files, tokenizer_hash
-from system import files, processes
+from system import files
 
 MANIFEST = "manifest.json"
-FORMAT = 5  # version of the files; part of the identity
+FORMAT = 6  # version of the files; part of the identity
 STDLIB = "python-stdlib"
 
 
-# Names
-
-
 def prepare_command() -> str:
-    return config.command("-m", "data.prepare", "CONFIG")
+    return config.command("-m", "prepare", "CONFIG")
 
 
 def source_folders(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, config.Data]]:
-    """The folder of each source, and the options of this source alone, for which the folder is
-    prepared; that of token files is never made. vocab_size: of the model. Raises ConfigError if a
-    mixture's tokenizer has not been trained yet."""
-    if data.path and not data.sources:
-        return [(pathlib.Path(data.path), data)]
-    trained = common_tokenizer(data, vocab_size)
-    if trained and not trained.exists():
-        raise ConfigError(f"{trained}: no prepared data; {prepare_command()} makes it")
+    """The folder of each source, and the options of this source alone. vocab_size: of the model."""
     root = pathlib.Path(data.path or "prepared")
-    sources = sources_of(data, vocab_size)
-    return [(root / folder_name(source, vocab_size), source) for source in sources]
-
-
-def prepared_folders(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, config.Data]]:
-    """source_folders() of the sources that are prepared: all but token files."""
-    sources = source_folders(data, vocab_size)
-    return [(folder, source) for folder, source in sources if source.format != "tokens"]
+    folders = []
+    for source in sources_of(data, vocab_size):
+        folder = root / folder_name(source, vocab_size)
+        if (pathlib.Path(source.source) / MANIFEST).exists():
+            folder = pathlib.Path(source.source)
+        elif data.path and not data.sources:
+            folder = root
+        folders.append((folder, source))
+    return folders
 
 
 def folder_name(data: config.Data, vocab_size: int) -> str:
-    """{source}-{hash}, of one source. Raises ConfigError."""
+    """{source}-{hash}, of one source."""
     name = re.sub("[^A-Za-z0-9._-]+", "-", data.source).strip("-.")
     return f"{name[-100:]}-{short_hash(identity(data, vocab_size))}"
 
@@ -98,13 +86,10 @@ def separated(data: config.Data) -> list[config.Data]:
 
 
 def common_tokenizer(data: config.Data, vocab_size: int) -> pathlib.Path | None:
-    """The file of the tokenizer that is trained on all sources of a mixture. None without a
-    mixture, and for one that names a tokenizer or has token files alone."""
-    sources = separated(data)
-    is_trained = any(source.format != "tokens" for source in sources) and not data.tokenizer
-    if not (data.sources and is_trained):
+    """The file of the tokenizer that is trained on all sources of a mixture; None without one."""
+    if not data.sources or data.tokenizer:
         return None
-    identities = [identity(source, vocab_size) for source in sources]
+    identities = [identity(source, vocab_size) for source in separated(data)]
     weights = [source.weight for source in data.sources]
     name = f"tokenizer-{short_hash([identities, weights])}.model"
     return pathlib.Path(data.path or "prepared") / name
@@ -114,64 +99,34 @@ def short_hash(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
-# Identity
-
-
 def identity(data: config.Data, vocab_size: int) -> dict[str, Any]:
-    """The options that determine a source's prepared files. Raises ConfigError if the tokenizer
-    cannot be read."""
-    entries: dict[str, Any] = {
-        "source": data.source,
-        "subset": data.subset,
-        "split": data.split,
-        "text_field": data.text_field,
-        "tokenizer": "trained here",
-        "vocab_size": vocab_size,
-        "max_tokens": data.max_tokens,
-        "validation": data.validation,
-        "format": FORMAT,
-    }
-    if data.tokenizer:
-        entries["tokenizer"] = tokenizer_hash(tokenizer_files(data.tokenizer))
-        entries["vocab_size"] = None  # the tokenizer's; the model may have more rows
-    entries |= row_format(data).identity()
+    """The options that determine a source's prepared files."""
+    names = ["source", "subset", "split", "text_field", "tokenizer", "max_tokens", "validation"]
+    if data.has_conversations:
+        names += ["format", "messages_field", "chat_template"]
     if data.bad_rows != config.Data.bad_rows:
-        entries["bad_rows"] = data.bad_rows
+        names.append("bad_rows")
+    entries = {f"data.{name}": getattr(data, name) for name in names}
+    # with a tokenizer of its own, the model may have more rows
+    entries["model.vocab_size"] = None if data.tokenizer else vocab_size
     if data.source == STDLIB:
         entries["python"] = platform.python_version()
-    return entries
-
-
-def beside(folder: pathlib.Path) -> str:
-    """The option that prepares anew next to a folder or, of one that folder_name() names, next to
-    those of all sources, for a message."""
-    if re.fullmatch(r".*-[0-9a-f]{12}", folder.name) and folder.parent.name:
-        folder = folder.parent
-    number = 2
-    while folder.with_name(f"{folder.name}-{number}").exists():
-        number += 1
-    return f"--data.path={shlex.quote(f'{folder}-{number}')}"
+    return entries | {"version": FORMAT}
 
 
 def check_identity(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) -> None:
     """Raises ConfigError naming every option in which a prepared folder differs from its source's
     configuration. now: identity() of that."""
-    before = manifest["identity"]
-    if manifest["tokenizer"] == now["tokenizer"]:
-        # it was trained for this folder, and now it is named: the files are the same
-        before = before | {key: now[key] for key in ("tokenizer", "vocab_size")}
+    before = manifest["identity"] or now
     problems = []
     for key in before | now:
         if before.get(key) != now.get(key):
             problems.append(
                 f"{folder}: was prepared with {key} = {before.get(key)!r}, the configuration says "
-                f"{now.get(key)!r}; delete the folder or name another: {beside(folder)}"
+                f"{now.get(key)!r}; delete the folder or name another, data.path"
             )
     if problems:
         raise ConfigError(*problems)
-
-
-# The record
 
 
 def read_manifest(folder: pathlib.Path) -> dict | None:
@@ -180,7 +135,8 @@ def read_manifest(folder: pathlib.Path) -> dict | None:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
-        version = manifest["identity"]["format"]
+        identity = manifest["identity"]
+        version = identity["version"] if identity else FORMAT
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -206,19 +162,11 @@ def manifest_of(folder: pathlib.Path) -> dict:
     return manifest
 
 
-def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
-    """Replaces a folder's record, a key a line. Raises OSError."""
-    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items()]
-    content = "{\n" + ",\n".join(lines) + "\n}\n"
-    # where locks don't exist, another process may write it at the same time
-    temporary = folder / f".{MANIFEST}.{processes.process_name()}.tmp"
-    files.write_atomic(folder / MANIFEST, content, temporary)
+def is_complete(folder: pathlib.Path) -> bool:
+    """Whether all text of a source is recorded. Raises ConfigError and OSError."""
+    return bool((read_manifest(folder) or {}).get("complete"))
 
 
 def is_prepared(data: config.Data, vocab_size: int) -> bool:
-    """Whether all text of all sources is recorded. Raises ConfigError and OSError."""
-    trained = common_tokenizer(data, vocab_size)
-    if trained and not trained.exists():
-        return False
-    folders = [folder for folder, _ in prepared_folders(data, vocab_size)]
-    return all((read_manifest(folder) or {}).get("complete") for folder in folders)
+    """is_complete() of all sources."""
+    return all(is_complete(folder) for folder, _ in source_folders(data, vocab_size))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import config
 from config import DIGEST_MODULUS, IGNORE
-from data.dataset import Dataset, PreparedSource
+from data.dataset import Dataset, Source
 from data.order import rank_samples
 from data.tokens import Span, TextStream
 
@@ -56,7 +56,7 @@ class Loader:
         self._read_ahead()
         return self.pending.popleft().result()
 
-    def missing(self, step: int, evaluates: bool = False) -> PreparedSource | None:
+    def missing(self, step: int, evaluates: bool = False) -> Source | None:
         """The source whose text a step waits for, the next one or the one after it. Past the last
         step: what the last one waits for. evaluates: it also waits for the validation text, for an
         evaluation before it. Raises ConfigError and OSError."""

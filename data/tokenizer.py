@@ -4,8 +4,7 @@ import hashlib
 import pathlib
 from typing import Any
 
-from config import ConfigError
-from data.hub import local, refuse_pointer
+from config import ConfigError, has_extra
 from data.tokenizer_json import SPACE, TOKEN_MAP, JsonModel, choose_file, json_files
 
 TOKENIZERS = ("tokenizer.model", "tokenizer.json")
@@ -15,15 +14,17 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
     """The bytes, by file name, of tokenizer.model, or of tokenizer.json and (if present)
     the settings next to it. path: the file, a folder that holds one, or the id of a Hugging Face
     repository. Raises ConfigError."""
-    path = local(str(path))
+    if has_extra("huggingface"):
+        from extras.huggingface.hub import local
+
+        path = local(str(path))
+    path = pathlib.Path(path)
     try:
         candidates = [path]
         if path.is_dir():
             candidates = [path / name for name in TOKENIZERS if (path / name).exists()]
         if not candidates:
             raise ConfigError(f"{path}: holds neither tokenizer.model nor tokenizer.json")
-        for candidate in candidates:
-            refuse_pointer(candidate)
         file = candidates[0]
         if len(candidates) == 2:
             file = choose_file(*candidates)
@@ -93,29 +94,6 @@ class Tokenizer:
                     ids += self.space + part
                 encoded[i] = ids
         return encoded
-
-    def byte_lengths(self) -> tuple[list[int], int]:
-        """(the UTF-8 bytes of text that each id stands for; those of a text's ids that are not in
-        the text, such as the space that Llama 2's tokenizer prepends).
-
-        Raises ConfigError for a kind of tokenizer whose texts are not the sum of their ids.
-        """
-        if isinstance(self.model, JsonModel):
-            lengths = self.model.byte_lengths()
-        else:
-            lengths = [self._entry_length(i) for i in range(self.vocab_size)]
-        (ids,) = self.encode(["a"])
-        return lengths, sum(lengths[i] for i in ids) - len(self.decode(ids).encode())
-
-    def _entry_length(self, i: int) -> int:
-        """byte_lengths() of one entry of a sentencepiece model."""
-        if self.model.is_control(i) or self.model.is_unused(i):
-            return 0
-        if self.model.is_byte(i):
-            return 1
-        if self.model.is_unknown(i):
-            return len(self.model.decode([i]).encode())
-        return len(self.model.id_to_piece(i).replace(SPACE, " ").encode())
 
     def _load_sentencepiece(self, content: bytes) -> None:
         """content: of tokenizer.model. Raises ConfigError."""

@@ -67,10 +67,8 @@ class TokenFile:
     dtype: np.dtype  # of an id
     length: int  # tokens
     offset: int = 0  # bytes before the first token
-    # One past the last token of each document but perhaps the last, ascending, in units of
-    # 1/end_scale tokens. None: eos_id ends documents.
+    # One past the last token of each document, ascending. None: eos_id ends documents.
     ends: np.ndarray | None = None
-    end_scale: int = 1
     eos_id: int | None = None
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -85,10 +83,10 @@ class TokenFile:
     def later_documents(self, start: int, stop: int) -> np.ndarray:
         """The first tokens of the documents that begin at start+1 ... stop-1."""
         if self.ends is not None:
-            first = bisect.bisect_right(self.ends, start * self.end_scale)
-            last = bisect.bisect_left(self.ends, stop * self.end_scale)
+            first = bisect.bisect_right(self.ends, start)
+            last = bisect.bisect_left(self.ends, stop)
             # an empty document ends where the one before it does
-            return np.unique(self.ends[first:last]) // self.end_scale
+            return np.unique(self.ends[first:last])
         if self.eos_id is None:
             return np.empty(0, np.int64)
         return start + 1 + np.flatnonzero(self.read(start, stop - 1) == self.eos_id)
@@ -161,16 +159,31 @@ class TokenStream:
 
 
 def stream_of(folder: pathlib.Path, manifest: dict, split: str, vocab_size: int) -> TokenStream:
-    """The stream "train" or "validation" of a prepared folder, as far as `manifest` records it.
-    Raises ConfigError and OSError."""
+    """The stream "train" or "validation" of a folder, as far as `manifest` records it. Raises
+    ConfigError and OSError."""
     # while it is not decided, documents have been held out, and so no training tokens will be
     held_out_of, first, end, _ = manifest["validation"] or ("heldout", 0, 0, "")
     if split == "validation":
-        file = file_of(folder, manifest, held_out_of, vocab_size)
-        return TokenStream([file], vocab_size, first, end)
+        files = files_of(folder, manifest, held_out_of, vocab_size)
+        return TokenStream(files, vocab_size, first, end)
     validation = (first, end) if held_out_of == "train" else (0, 0)
-    file = file_of(folder, manifest, "train", vocab_size)
-    return TokenStream([file], vocab_size, validation=validation)
+    files = files_of(folder, manifest, "train", vocab_size)
+    end = manifest["tokens"]["train"]
+    return TokenStream(files, vocab_size, end=end, validation=validation)
+
+
+def files_of(
+    folder: pathlib.Path, manifest: dict, name: str, vocab_size: int
+) -> list[TokenFile]:
+    """The token files "train" or "heldout" of a folder: its own, or another program's, which the
+    record lists."""
+    if manifest["identity"]:
+        return [file_of(folder, manifest, name, vocab_size)]
+    files = []
+    for path, dtype, length, offset, eos_id, ends_name in manifest["token_files"][name]:
+        ends = np.memmap(folder / ends_name, "<i8", "r") if ends_name else None
+        files.append(TokenFile(pathlib.Path(path), np.dtype(dtype), length, offset, ends, eos_id))
+    return files
 
 
 def file_of(folder: pathlib.Path, manifest: dict, name: str, vocab_size: int) -> TokenFile:

@@ -36,12 +36,12 @@ import config
 from checkpoint import compare
 from checkpoint.manifest import RemovedCheckpoint, retry
 from config import Config, ConfigError, together
-from data import formats
+
 from data.folder import is_prepared
-from data.preparer import Preparer, trains_meanwhile
 from run.command import CONFIG, LAUNCH, Ranks, requeue, resume_newest
 from run.folder import ENDING_SECONDS, FolderClaim, lock, read_status
 from run.follower import followed
+from run.preparer import Preparer, trains_meanwhile
 from run.watchdog import BEFORE, EXITED, Report, read_reports
 from system.machine import visible_gpus
 from system.processes import die_with_parent, print_error, print_line
@@ -58,7 +58,6 @@ def launch(argv: list[str]) -> int:
     of which run_tool() makes INPUT_IS_WRONG."""
     args = config.parse_arguments(argv)
     ranks, cfg = together(Ranks.from_environment, lambda: config.load(args.config, args.overrides))
-    cfg = formats.complete(cfg)
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and not args.eval_only:
         cfg = resume_newest(cfg)
     preparer = Preparer(ranks.local)
@@ -99,7 +98,7 @@ def check_prepared(data: config.Data, vocab_size: int, job: str, words: list[str
     """Raises ConfigError if a SLURM job would have to prepare its data first: its GPUs would idle
     meanwhile. job: its id. words: the command line."""
     if job and not trains_meanwhile(data) and not is_prepared(data, vocab_size):
-        command = config.command("-m", "data.prepare", *words)
+        command = config.command("-m", "prepare", *words)
         raise ConfigError(
             f"its data is not prepared, and none is inside a job; run {command} on the login node"
         )

@@ -65,10 +65,6 @@ def main(args: Namespace, cfg: Config, train: Callable, evaluate: Callable) -> N
     try:
         if not launch and "RANK" not in os.environ:  # no launcher that has checked it, no torchrun
             check_not_one_of_several()
-        if not launch:  # else the launcher did this, once for all ranks, which read no text
-            from data import formats
-
-            cfg = formats.complete(cfg)
         with distributed(cfg) as world:
             cfg = resolve_param_dtype(cfg, world)
             run = Run(cfg, world, watchdog, launch)

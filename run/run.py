@@ -22,7 +22,7 @@ from checkpoint import catalog
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.save import SaveFailed
 from config import Config, ConfigError
-from data.dataset import PreparedSource
+from data.dataset import Source
 from data.loader import Loader
 from metrics import log
 from parallel.mesh import World
@@ -62,7 +62,7 @@ class Run:
         self.claim: FolderClaim | None = None  # on rank 0, from begin() on
         self.loader: Any = None  # a Loader, from wait_for_text() on
         self.next_step = 0  # whose batch the ranks agree on
-        self.awaited: PreparedSource | None = None  # the source whose text this rank lacks for it
+        self.awaited: Source | None = None  # the source whose text this rank lacks for it
         self.failure: Exception | None = None  # why this rank cannot continue
 
     @property
@@ -227,7 +227,7 @@ class Run:
                 self._begin_agreement(self.next_step)
                 self.agreement.finish()
 
-    def _check_wait(self, source: PreparedSource, began: float, is_logged: bool) -> bool:
+    def _check_wait(self, source: Source, began: float, is_logged: bool) -> bool:
         """Logs once what is awaited, and returns whether it has. Stops all ranks if no text was
         recorded for run.start_timeout_seconds."""
         now = time.monotonic()

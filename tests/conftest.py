@@ -123,7 +123,7 @@ def corpus(tmp_path_factory) -> pathlib.Path:
 @pytest.fixture(scope="session")
 def prepared(corpus, tmp_path_factory) -> pathlib.Path:
     """The corpus as token files."""
-    from data.prepare import prepare
+    from tools.prepare.prepare import prepare
 
     folder = tmp_path_factory.mktemp("prepared") / "words"
     cfg = make_config(data={"source": str(corpus), "path": str(folder)})
@@ -299,7 +299,7 @@ def run_tool(main: Callable, *words: object) -> int:
 
 def prepare_one(cfg: config.Config) -> pathlib.Path:
     """Prepares the one source of a configuration; its folder."""
-    from data.prepare import prepare
+    from tools.prepare.prepare import prepare
 
     return prepare(cfg.data, cfg.model.vocab_size)[0]
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 import config
 import evaluate
 from data.dataset import open_dataset
-from data.prepare import prepare
-from data.row_format import is_held_out
+from tools.prepare.prepare import prepare
+from tools.prepare.row_format import is_held_out
 from evaluate import Evaluation, bytes_of_targets, lengths_of_tokenizer
 from tests.conftest import (
     build,

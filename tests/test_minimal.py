@@ -23,8 +23,8 @@ import config
 import minimal
 from config import flatten
 from data.folder import identity
-from data.prepare import prepare
-from data.row_format import is_held_out
+from tools.prepare.prepare import prepare
+from tools.prepare.row_format import is_held_out
 from model.llama import named_parameters
 from parallel.ranks import on_rank_zero
 from tests.conftest import REPO, build, is_near, mesh_for, tables, train_run, words

@@ -20,7 +20,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 import config
-from data.prepare import prepare
+from tools.prepare.prepare import prepare
 from tests import cases, plain
 from tests.conftest import REPO, lacks, make_config, rows, words
 from tests.conftest import saved_tensors as weights

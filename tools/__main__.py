@@ -17,19 +17,17 @@ REPO = TOOLS.parent
 
 
 def module_of(name: str) -> str:
-    """The module of a short name. report is tools.report, and data.show is tools.show; any other
-    module has its own name."""
-    short_name = name.removeprefix("data.")
-    path = TOOLS / short_name.replace(".", "/")
+    """The module of a short name: report is tools.report. Any other module has its own name."""
+    path = TOOLS / name.replace(".", "/")
     if path.with_suffix(".py").exists() or (path / "__main__.py").exists():
-        return f"tools.{short_name}"
+        return f"tools.{name}"
     return name
 
 
 def tools() -> dict[str, str]:
     """What each tool is for, by its short name: the first sentence of its file."""
     purposes = {}
-    for folder in (REPO, REPO / "data", REPO / "checkpoint", TOOLS, *TOOLS.glob("*/")):
+    for folder in (REPO / "checkpoint", TOOLS, *TOOLS.glob("*/")):
         for path in sorted(folder.glob("*.py")):
             text = path.read_text()
             is_part = folder not in (REPO, TOOLS) and (folder / "__main__.py").exists()

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import config
 from checkpoint import catalog, compare, load, manifest, save
 from config import ConfigError, together
-from data import hub
+from extras.huggingface import hub
 from data.tokenizer import TOKENIZERS, Tokenizer
 from extras.huggingface import config as hf_config
 from extras.huggingface import weights as hf_weights

@@ -1,6 +1,6 @@
 """Prints what a run reads in a step: each sample as text, document by document.
 
-    ./run_train.sh -m data.show configs/tiny.toml --step 3
+    ./run_train.sh -m show configs/tiny.toml --step 3
 
 The samples of all ranks together, in their order.
 """
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import config
 from config import ConfigError, run_tool
-from data import formats
+
 from data.dataset import Dataset, open_dataset
 from data.folder import prepare_command
-from data.row_format import row_format
+from tools.prepare.row_format import row_format
 from data.tokenizer import Tokenizer
 from data.tokens import Span
 from system.processes import print_line, printable
@@ -58,7 +58,6 @@ def main(argv: list[str]) -> int:
     parser = config.argument_parser()
     parser.add_argument("--step", type=int, default=1)
     args, cfg = config.from_command_line(argv, __doc__, parser)
-    cfg = formats.complete(cfg)
     if args.step < 1:
         raise ConfigError(f"--step {args.step}: steps count from 1")
     if isinstance(sys.stdout, io.TextIOWrapper):  # None: closed

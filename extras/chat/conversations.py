@@ -19,7 +19,7 @@ import re
 from typing import Any, NamedTuple
 
 from config import ConfigError
-from data.row_format import Encoded, is_held_out
+from tools.prepare.row_format import Encoded, is_held_out
 from data.tokenizer import SPACE, Tokenizer
 from data.tokenizer_json import settings_of, token_name
 from extras.chat.messages import TOO_DEEP, Message, from_document, with_reasoning
@@ -440,7 +440,7 @@ def load_chat(folder: pathlib.Path) -> Chat:
 
 
 def encode_conversations(folder: pathlib.Path, documents: list[str]) -> Encoded:
-    """data.row_format.encode_texts() for conversations.
+    """tools.prepare.row_format.encode_texts() for conversations.
 
     An id without a loss is complemented. A conversation that is left out has no ids. Raises
     ConfigError with where the first wrong one stands.
@@ -458,7 +458,7 @@ def encode_conversations(folder: pathlib.Path, documents: list[str]) -> Encoded:
             raise ConfigError(f"{where}: {TOO_DEEP}") from None
         signed = [token if learned else ~token for token, learned in zip(ids, has_loss)]
         stored = array.array("i", signed).tobytes()
-        encoded.append((is_held_out(json.dumps(conversation.messages)), stored))
+        encoded.append((is_held_out(json.dumps(conversation.messages)), stored, 0))
     return encoded
 
 

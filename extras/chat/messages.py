@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import config
 from config import ConfigError
-from data.row_format import check_text
+from tools.prepare.row_format import check_text
 
 # Each role of a row and what it is called here, as templates do
 ROLES = {

@@ -2,11 +2,11 @@
 
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
-from data.row_format import Encoded, Texts
+from tools.prepare.row_format import Encoded, Texts
 from data.tokenizer import Tokenizer
-from data.tokens import Span, TextStream
+from data.tokens import Span
 from extras.chat import messages, template
 
 
@@ -34,24 +34,6 @@ class Conversations(Texts):
 
     def files(self) -> dict[str, bytes]:
         return template.files_of(self.data)
-
-    def open(
-        self,
-        folder: pathlib.Path,
-        manifest: dict,
-        split: str,
-        vocab_size: int,
-        seq_len: int,
-        seed: int,
-    ) -> TextStream:
-        from extras.chat.packing import open_packed
-
-        return open_packed(folder, manifest, split, vocab_size, seq_len, seed)
-
-    def notes(self, streams: Sequence[TextStream]) -> list[str]:
-        from extras.chat.packing import Packed
-
-        return [stream.summary() for stream in streams if isinstance(stream, Packed)]
 
     def lines(self, span: Span, tokenizer: Tokenizer) -> Iterator[str]:
         from extras.chat.packing import Packed, show_conversations

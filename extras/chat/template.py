@@ -23,7 +23,6 @@ import jinja2.sandbox
 
 import config
 from config import ConfigError
-from data.hub import local
 
 TEMPLATE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"  # a folder of others
@@ -61,12 +60,8 @@ def files_of(data: config.Data) -> dict[str, bytes]:
 
 
 def identity_of(data: config.Data) -> dict[str, str]:
-    """What conversations add to the identity of prepared data. Raises ConfigError."""
-    digest = hashlib.sha256(files_of(data)[TEMPLATE]).hexdigest()
-    entries = {"data.format": data.row_format, "chat_template": digest}
-    if data.messages_field:
-        entries["messages_field"] = data.messages_field
-    return entries
+    """The hash of the template, for the record of prepared data. Raises ConfigError."""
+    return {"chat_template": hashlib.sha256(files_of(data)[TEMPLATE]).hexdigest()}
 
 
 def find_template(tokenizer: str | pathlib.Path, chat_template: str | None = None) -> str:
@@ -76,6 +71,8 @@ def find_template(tokenizer: str | pathlib.Path, chat_template: str | None = Non
     """
     if chat_template:
         return read_text(pathlib.Path(chat_template))
+    from extras.huggingface.hub import local
+
     folder = local(str(tokenizer))
     if not folder.is_dir():
         folder = folder.parent

@@ -14,7 +14,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, NamedTuple
 
 from config import SCHEMA, ConfigError, Given, convert, toml
-from data import hub
+from extras.huggingface import hub
 from data.tokenizer import TOKENIZERS
 
 # our option in [model] -> key in config.json

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import config
 from config import ConfigError, together, toml
-from data import hub
+from extras.huggingface import hub
 from extras.huggingface import config as hf_config
 from model.build import meta_model
 from model.llama import Llama

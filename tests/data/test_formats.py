@@ -8,7 +8,7 @@ import pytest
 
 import config
 from config import ConfigError
-from data import formats
+
 from tests.conftest import make_config, needs_extra, prepare_one, refuses, words
 
 pytestmark = pytest.mark.quick

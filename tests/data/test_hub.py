@@ -17,7 +17,7 @@ import pytest
 
 import config
 from config import Given
-from data import hub
+from extras.huggingface import hub
 from tests.conftest import REPO, words
 from tests.hub import LOST, Hub
 
@@ -42,7 +42,7 @@ configs:
 CHILD = """
 import json, sys, time
 import config
-from data.source import Position, SourceReader, SourceFile, list_files
+from tools.prepare.source import Position, SourceReader, SourceFile, list_files
 
 time.sleep = lambda seconds: None  # between the tries of the hub's library
 for line in sys.stdin:

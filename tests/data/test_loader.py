@@ -22,7 +22,7 @@ from data.dataset import Dataset, PreparedSource, Source, open_dataset
 from data.folder import identity, manifest_of, write_manifest
 from data.loader import Loader, sample_digest, validation_batches
 from data.mixture import Mixture
-from data.prepare import prepare
+from tools.prepare.prepare import prepare
 from tests.conftest import REPO, data_rank, loader_of, make_config, refuses, train_run
 from tests.distributed import distributed
 

@@ -21,7 +21,7 @@ import pytest
 import config
 import data.prepare
 from config import ConfigError
-from data.begin import alone, begin_all, check_files
+from tools.prepare.begin import alone, begin_all, check_files
 from data.dataset import open_dataset
 from data.folder import (
     MANIFEST,
@@ -32,8 +32,8 @@ from data.folder import (
     separated,
     write_manifest,
 )
-from data.prepare import encoded_in_order, main, prepare, start_pool
-from data.writer import TokenWriter
+from tools.prepare.prepare import encoded_in_order, main, prepare, start_pool
+from tools.prepare.writer import TokenWriter
 from system import processes
 from tests.conftest import make_config, needs_extra, refuses, run_tool, words
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 
 import config
-from data.preparer import Preparer
+from run.preparer import Preparer
 from tests.conftest import REPO, loader_of, prepare_one, rows, words
 
 FILES = 6
@@ -194,9 +194,9 @@ def test_process_that_fails_again_and_again_ends_a_launch_that_waits_for_it(
     path, monkeypatch, capfd
 ):
     """As on a full disk: while nothing trains, nobody else would notice."""
-    monkeypatch.setattr("data.preparer.FIRST_PAUSE", 0.01)
-    monkeypatch.setattr("data.preparer.LONGEST_PAUSE", 0.1)
-    monkeypatch.setattr("data.preparer.MAIN", "sys.exit(1)")
+    monkeypatch.setattr("run.preparer.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("run.preparer.LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr("run.preparer.MAIN", "sys.exit(1)")
     with pytest.raises(OSError, match="fails again and again"):
         Preparer(ranks=1).begin(config.load(str(path), ["--data.order=global"]))
     assert capfd.readouterr().err.count("ended with 1; starting another") > 2

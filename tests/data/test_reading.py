@@ -19,8 +19,8 @@ from typing import IO, Any
 import pytest
 
 import config
-from data import row_format, rows
-from data.source import Position, SourceReader, list_files
+from tools.prepare import row_format, rows
+from tools.prepare.source import Position, SourceReader, list_files
 from system.processes import warn_once
 from tests.conftest import REPO, make_config, prepare_one, refuses, words
 

@@ -11,10 +11,10 @@ import pytest
 
 import config
 from config import ConfigError
-from data.begin import begin_all
+from tools.prepare.begin import begin_all
 from data.folder import manifest_of
 from data.tokenizer import Tokenizer
-from data.tokenizer_training import train_tokenizer
+from tools.prepare.tokenizer_training import train_tokenizer
 from tests.conftest import make_config, needs_extra, refuses, sentencepiece_model, tables, words
 
 TEXTS = [

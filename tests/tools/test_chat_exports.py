@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import config
-from data.prepare import prepare
+from tools.prepare.prepare import prepare
 from tests import cases
 from tests.conftest import make_config, seal, words
 from tools import huggingface as convert

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from data.begin import begin_all
+from tools.prepare.begin import begin_all
 from data.tokenizer import Tokenizer
 from tests.conftest import make_config, run_tool
 from tools import show

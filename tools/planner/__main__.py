@@ -23,7 +23,7 @@ from argparse import Namespace
 
 import config
 from config import ConfigError
-from data import formats
+
 from data.dataset import open_dataset
 from data.folder import is_prepared
 from system.machine import visible_gpus
@@ -127,7 +127,6 @@ def samples_per_epoch(cfg: config.Config) -> float | None:
 
 def main(argv: list[str]) -> int:
     args, cfg = parse(argv, __doc__ or "")
-    cfg = formats.complete(cfg, is_plan=True)
     # what follows from the format, for the variants that advice.py loads
     args.overrides.append(f"--data.document_mask={config.toml(cfg.data.document_mask)}")
     return FINISHED if dry_run(cfg, args) else DOES_NOT_FIT

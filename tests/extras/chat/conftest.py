@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 import config
-from data.prepare import prepare
+from tools.prepare.prepare import prepare
 from tests.conftest import words
 
 CHATML = """{% for message in messages %}

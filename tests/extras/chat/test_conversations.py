@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 import extras.chat.template
-from data.tokenizer_training import train_tokenizer
+from tools.prepare.tokenizer_training import train_tokenizer
 from extras.chat.conversations import Chat, spelled
 from extras.chat.messages import checked
 from tests.conftest import make_config, refuses, sentencepiece_model, words

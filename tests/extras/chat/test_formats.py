@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 
 import config
-from data import formats
+
 from data.folder import manifest_of
-from data.source import SourceReader, list_files
+from tools.prepare.source import SourceReader, list_files
 from extras.chat.conversations import Chat
 from extras.chat.messages import from_document
 from tests.conftest import make_config, refuses

@@ -110,7 +110,7 @@ log = {{ tensorboard = false }}
 CHILD = """
 import json, sys
 import config
-from data import hub
+from extras.huggingface import hub
 from config import ConfigError
 for name in sys.argv[1:]:
     try:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import config
 from config import ConfigError
-from data.source import SourceReader, list_files
+from tools.prepare.source import SourceReader, list_files
 from system.processes import print_error
 
 LONGEST_LINE = 1 << 14  # characters; a longer line is split for training

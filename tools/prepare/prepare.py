@@ -1,6 +1,6 @@
 """Text -> token files, once. run_train.sh starts it where they are missing.
 
-    python -m data.prepare configs/tiny.toml
+    ./run_train.sh -m prepare configs/tiny.toml
 
 Writes train.bin, heldout.bin (validation), where their documents end, the tokenizer and
 manifest.json into prepared/{source}-{hash}/, one folder for each source. One process reads and
@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 
 import config
 from config import ConfigError
-from data import formats
-from data.begin import alone, begin_all, check_files, file_now, validation_source
+
+from tools.prepare.begin import alone, begin_all, check_files, file_now, validation_source
 from data.folder import manifest_of
 from data.order import HELD_OUT_OF
-from data.row_format import Encoded, row_format
-from data.source import Position, RowCount, SourceFile, SourceReader
-from data.writer import TokenWriter, check_hashes
+from tools.prepare.row_format import Encoded, row_format
+from tools.prepare.source import Position, RowCount, SourceFile, SourceReader
+from tools.prepare.writer import TokenWriter, check_hashes
 from system.machine import usable_cores
 from system.processes import FINISHED, die_with_parent, print_error
 
@@ -255,16 +255,16 @@ class Preparation:
 
     def _append(self, encoded: Encoded, is_validation: bool) -> None:
         """is_validation: of the text of data.validation."""
-        for is_held_out, ids in encoded:
+        for is_held_out, ids, size in encoded:
             if self.is_full():
                 return
             is_first_text = self.manifest["tokens"]["train"] < HELD_OUT_OF
             if not ids:  # a tokenizer may produce no tokens for some texts
                 self.manifest["left_out"] += 1
             elif is_validation or (is_held_out and is_first_text and not self.validation):
-                self.writer.append("heldout", ids)
+                self.writer.append("heldout", ids, size)
             else:
-                self.writer.append("train", ids)
+                self.writer.append("train", ids, size)
 
     def _end_validation(self) -> None:
         if self.manifest["tokens"]["heldout"] < 2:  # an input and its target
@@ -311,7 +311,7 @@ class Preparation:
 
 
 def main(argv: list[str]) -> int:
-    """argv: with --beside=RANKS if the launcher starts it (data/preparer.py): so many ranks train on
+    """argv: with --beside=RANKS if the launcher starts it (run/preparer.py): so many ranks train on
     this machine meanwhile, which have priority."""
     words = [word for word in argv if not word.startswith("--beside=")]
     ranks = [int(word.partition("=")[2]) for word in argv if word.startswith("--beside=")]
@@ -322,7 +322,6 @@ def main(argv: list[str]) -> int:
         os.nice(19)
         with contextlib.suppress(OSError):  # Linux's priority of a session next to others
             pathlib.Path("/proc/self/autogroup").write_text("19")
-    cfg = formats.complete(cfg)
     if not ranks:
         check_complete(cfg.data, cfg.model.vocab_size)
     prepare(cfg.data, cfg.model.vocab_size, worker_count(*ranks))
@@ -336,6 +335,3 @@ def check_complete(data: config.Data, vocab_size: int) -> None:
             print_error(f"{folder} is prepared: comparing its hashes")
             check_hashes(folder)
 
-
-if __name__ == "__main__":
-    config.run_tool(main)

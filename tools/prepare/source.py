@@ -17,10 +17,9 @@ from typing import IO, Any, NamedTuple
 import config
 from config import ConfigError
 from data.folder import STDLIB
-from data.hub import refuse_pointer
 from data.order import name_hash
-from data.row_format import row_format
-from data.rows import READERS, is_plain_text, is_readable, read_rows
+from tools.prepare.row_format import row_format
+from tools.prepare.rows import READERS, is_plain_text, is_readable, read_rows
 from system.files import TRANSIENT_ERRORS
 from system.processes import warn_once
 
@@ -166,7 +165,6 @@ def open_file(path: str) -> IO[bytes]:
 
         # pyrefly: ignore[bad-argument-type]  # a raw file, whose readline() knows no limit
         return io.BufferedReader(HfFileSystem().open(path), 1 << 16)
-    refuse_pointer(pathlib.Path(path))
     return open(path, "rb")
 
 
@@ -205,8 +203,8 @@ def list_files(
     for path in paths:
         if not is_readable(path):
             raise ConfigError(
-                f"[data] source = {path}: must be one of {', '.join(READERS)}; of token ids with "
-                'data.format = "tokens"'
+                f"[data] source = {path}: must be one of {', '.join(READERS)}; for token ids: "
+                f"{config.command('-m', 'import_tokens', '--help')}"
             )
     if not paths:
         problem = "no such file (or folder, or pattern) of"

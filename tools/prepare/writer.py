@@ -17,10 +17,11 @@ from typing import IO, Any
 import numpy as np
 
 from config import ConfigError
-from data.folder import MANIFEST, beside, manifest_of, write_manifest
+from data.folder import MANIFEST, manifest_of
 from data.order import HELD_OUT_OF, border_of, last_hundredth
 from data.tokens import damaged
 from system import files
+from tools.prepare.begin import beside, write_manifest
 
 SPLITS = ("train", "heldout")
 WIDTH = {"uint16": 2, "int32": 4}  # bytes per token
@@ -28,7 +29,7 @@ END_BYTES = 8
 BUFFER_BYTES = 1 << 20
 HASH_BYTES = 1 << 24  # read at a time
 # keys of the manifest that return to their values at "file_start" when a file is read again
-RESUMED = ("position", "tokens", "documents", "left_out", "rows")
+RESUMED = ("position", "tokens", "bytes", "documents", "left_out", "rows")
 
 
 class TokenWriter:
@@ -81,13 +82,14 @@ class TokenWriter:
         start = {key: self.manifest[key] for key in RESUMED if key in self.manifest}
         self.manifest["file_start"] = copy.deepcopy(start)
 
-    def append(self, split: str, ids: bytes) -> None:
-        """Adds a document. ids: in the width of the folder's dtype. Raises ConfigError if other
+    def append(self, split: str, ids: bytes, size: int) -> None:
+        """Adds a document of so many bytes. ids: in the width of the folder's dtype. Raises ConfigError if other
         text was written here before."""
         tokens = self.manifest["tokens"]
         begin = tokens[split]
         tokens[split] += len(ids) // self.width
         self.manifest["documents"][split] += 1
+        self.manifest["bytes"][split] += size
         if begin < self.written[split]:
             before = os.pread(self.bin[split].fileno(), len(ids), begin * self.width)
             if before != ids or tokens[split] > self.written[split]:

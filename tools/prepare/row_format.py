@@ -1,13 +1,13 @@
 """What a row of a source is: a text or, behind data.format, a conversation. Asked here alone.
 
-Whoever reads, tokenizes, stores, opens or prints rows asks row_format(data) for what depends on it.
+Whoever reads, tokenizes, stores or prints rows asks row_format(data) for what depends on it.
 """
 
 import array
 import functools
 import hashlib
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import config
@@ -15,13 +15,14 @@ from config import ConfigError
 
 if TYPE_CHECKING:  # imported where they are used: reading needs no tokenizer, preparing no torch
     from data.tokenizer import Tokenizer
-    from data.tokens import Span, TextStream
+    from data.tokens import Span
 
 LARGEST_ROW = 64 << 20  # bytes; tokenizing takes some 50 times as much memory
 HELD_OUT = 25  # one of so many documents, of those before the first border
 
-# of each document: whether its hash holds it out for validation; its ids as bytes
-Encoded = list[tuple[bool, bytes]]
+# of each document: whether its hash holds it out for validation; its ids as bytes; the bytes of its
+# text
+Encoded = list[tuple[bool, bytes, int]]
 
 
 def row_format(data: config.Data) -> "Texts":
@@ -70,31 +71,12 @@ class Texts:
         return "int32" if vocab_size > 1 << 16 else "uint16"
 
     def identity(self) -> dict[str, str]:
-        """What the token files depend on besides the options of every source."""
+        """Hashes of files that the token files depend on besides the tokenizer."""
         return {}
 
     def files(self) -> dict[str, bytes]:
         """What a folder keeps besides the tokenizer, by name. Raises ConfigError."""
         return {}
-
-    def open(
-        self,
-        folder: pathlib.Path,
-        manifest: dict,
-        split: str,
-        vocab_size: int,
-        seq_len: int,
-        seed: int,
-    ) -> "TextStream":
-        """The stream "train" or "validation" of a folder. vocab_size: of the model. seq_len, seed:
-        of windows that are planned. Raises ConfigError."""
-        from data.tokens import stream_of
-
-        return stream_of(folder, manifest, split, vocab_size)
-
-    def notes(self, streams: "Sequence[TextStream]") -> list[str]:
-        """Lines for a launch's log. streams: the training streams."""
-        return []
 
     def lines(self, span: "Span", tokenizer: "Tokenizer") -> Iterator[str]:
         """Yields two lines for each document in a window: what of it is there, and its text."""
@@ -131,7 +113,7 @@ def encode_texts(tokenizer: "Tokenizer", dtype: str, documents: list[str]) -> En
     encoded = []
     for text, ids in zip(documents, tokenizer.encode(documents)):
         tokens = array.array(typecode, [*tokenizer.bos, *ids, *tokenizer.eos])
-        encoded.append((is_held_out(text), tokens.tobytes()))
+        encoded.append((is_held_out(text), tokens.tobytes(), len(text.encode())))
     return encoded
 
 

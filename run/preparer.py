@@ -1,4 +1,4 @@
-"""The process that prepares text for a run: `python -m data.prepare`, started by the launcher.
+"""The process that prepares text for a run: tools/prepare/, started by the launcher.
 
 It goes on while the ranks train, which only read its record. If it is killed, or a disk or the
 network fails, it is started again. If the text is wrong, the launcher stops the run.
@@ -11,16 +11,14 @@ import time
 
 import config
 from config import ConfigError
-from data.begin import begin_all
-from data.folder import is_prepared
-from data.row_format import row_format
+from data.folder import is_complete, read_manifest, source_folders
 from system.processes import INPUT_IS_WRONG, print_error, python_command
 
 FIRST_PAUSE = 1.0  # seconds between two starts; doubles each time
 LONGEST_PAUSE = 60.0
 POLL_SECONDS = 0.05
 ENDING_SECONDS = 60.0
-MAIN = "from config import run_tool; from data.prepare import main; run_tool(main)"
+MAIN = "from config import run_tool; from tools.prepare.prepare import main; run_tool(main)"
 
 
 class Preparer:
@@ -37,19 +35,18 @@ class Preparer:
         self.exit_code: int | None = 0  # of the process; None while it runs
 
     def begin(self, cfg: config.Config) -> None:
-        """Begins or checks the folders, and starts the process if they are not complete. Waits
-        until all is prepared; for text that grows, the ranks wait. Raises ConfigError and
-        OSError."""
-        text = (cfg.data, cfg.model.vocab_size)
-        begin_all(*text)
-        if is_prepared(*text):
-            return
+        """Starts the process if the folders are not complete. Waits until all is prepared; of text
+        that grows, until its folders have begun, and the ranks wait for the rest. Raises ConfigError
+        and OSError."""
         grows = trains_meanwhile(cfg.data)
+        folders = [folder for folder, _ in source_folders(cfg.data, cfg.model.vocab_size)]
+        if all(is_complete(folder) for folder in folders):
+            return
         ranks = self.ranks if grows else 0
         self.command = [*python_command(MAIN), "/dev/stdin", f"--beside={ranks}"]
         self.configuration = config.to_toml(cfg)
         self._start()
-        while not (grows or is_prepared(*text)):
+        while not all(is_complete(folder) or (grows and read_manifest(folder)) for folder in folders):
             if self.has_failed():
                 raise ConfigError("the text cannot be prepared: see above")
             if self.exit_code and self.pause >= LONGEST_PAUSE:  # the sixth time
@@ -96,4 +93,4 @@ class Preparer:
 
 def trains_meanwhile(data: config.Data) -> bool:
     """Whether ranks train on text while the rest is prepared."""
-    return data.order == "growing" and not row_format(data).is_whole
+    return data.order == "growing" and not data.has_conversations

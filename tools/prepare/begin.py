@@ -5,8 +5,11 @@ Checks a folder that exists against the configuration and the source's files.
 
 import contextlib
 import glob
+import json
 import os
 import pathlib
+import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,27 +17,46 @@ from dataclasses import replace
 import config
 from config import ConfigError
 from data.folder import (
-    beside,
+    MANIFEST,
     check_identity,
     common_tokenizer,
     identity,
     manifest_of,
-    prepared_folders,
     read_manifest,
     separated,
-    write_manifest,
+    source_folders,
 )
-from data.row_format import row_format
-from data.source import SourceFile, list_files, local_paths
-from data.tokenizer import Tokenizer, tokenizer_hash
-from data.tokenizer_training import train_on_sources
+from tools.prepare.row_format import row_format
+from tools.prepare.source import SourceFile, list_files, local_paths
+from data.tokenizer import Tokenizer, tokenizer_files, tokenizer_hash
+from tools.prepare.tokenizer_training import train_on_sources
 from system import files, processes
 
 RARE = "\U00010330"  # a Gothic letter, which no vocabulary is trained on
 
 
+def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
+    """Replaces a folder's record, a key a line. Raises OSError."""
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items()]
+    content = "{\n" + ",\n".join(lines) + "\n}\n"
+    # where locks don't exist, another process may write it at the same time
+    temporary = folder / f".{MANIFEST}.{processes.process_name()}.tmp"
+    files.write_atomic(folder / MANIFEST, content, temporary)
+
+
+def beside(folder: pathlib.Path) -> str:
+    """The option that prepares anew next to a folder or, of one that folder_name() names, next to
+    those of all sources, for a message."""
+    if re.fullmatch(r".*-[0-9a-f]{12}", folder.name) and folder.parent.name:
+        folder = folder.parent
+    number = 2
+    while folder.with_name(f"{folder.name}-{number}").exists():
+        number += 1
+    return f"--data.path={shlex.quote(f'{folder}-{number}')}"
+
+
 def begin_all(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, config.Data]]:
-    """Begins the folder of each source, or checks the one that exists. Returns prepared_folders().
+    """Begins the folder of each source, or checks the one that exists. Returns source_folders().
     vocab_size: of the model. Raises ConfigError and OSError."""
     path = common_tokenizer(data, vocab_size)
     if path and not path.exists():
@@ -43,15 +65,17 @@ def begin_all(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, co
                 weights = [source.weight for source in data.sources]
                 model = train_on_sources(separated(data), weights, vocab_size)
                 files.write_atomic(path, model)
-    sources = prepared_folders(data, vocab_size)
+    sources = source_folders(data, vocab_size)
     for folder, source in sources:
         if not read_manifest(folder):  # one that exists may be on a disk that can only be read
             with alone(folder):
                 if not read_manifest(folder):
                     _begin(folder, source, vocab_size)
         manifest = manifest_of(folder)
-        check_identity(folder, manifest, identity(source, vocab_size))
-        check_files(folder, manifest, source)
+        if manifest["identity"]:  # else another program wrote it
+            check_identity(folder, manifest, identity(source, vocab_size))
+            check_contents(folder, manifest, source)
+            check_files(folder, manifest, source)
     return sources
 
 
@@ -92,6 +116,7 @@ def _begin(folder: pathlib.Path, data: config.Data, vocab_size: int) -> None:
         "dtype": row_format(data).dtype(entries),
         "complete": False,
         "tokens": {"train": 0, "heldout": 0},
+        "bytes": {"train": 0, "heldout": 0},  # of text; conversations count none
         "documents": {"train": 0, "heldout": 0},
         "left_out": 0,
         "position": [0, 0],
@@ -101,6 +126,7 @@ def _begin(folder: pathlib.Path, data: config.Data, vocab_size: int) -> None:
         "validation_files": validation_files,
         "files": source_files,
     }
+    manifest |= row_format(data).identity()
     if data.bad_rows == "skip":
         manifest["rows"] = [0, 0]
         if data.validation:
@@ -158,6 +184,17 @@ def _validation_files(data: config.Data, revision: str | None) -> list[SourceFil
 
 
 # A source's files, before and now
+
+
+def check_contents(folder: pathlib.Path, manifest: dict, data: config.Data) -> None:
+    """Raises ConfigError if tokenizer or chat template hold something else than when the folder was
+    begun."""
+    now = row_format(data).identity()
+    if data.tokenizer:
+        now["tokenizer"] = tokenizer_hash(tokenizer_files(data.tokenizer))
+    for key, digest in now.items():
+        if manifest[key] != digest:
+            raise _changed(folder, f"the {key} of {data.tokenizer} was changed")
 
 
 def check_files(folder: pathlib.Path, manifest: dict, data: config.Data) -> None:
