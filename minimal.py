@@ -172,33 +172,17 @@ def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device
             parameter.to_local().copy_(shards[dist.get_rank()])
 
 
-# An epoch is a list of segments, each permuted by itself: one, everything, but for the first epoch
-# of growing text, whose segments end at token 2^20, doubling to 2^29, then every 2^28.
-FIRST_BORDER = 1 << 20
-BORDER_STEP = 1 << 28
-
-
 def read_sample(cfg: SimpleNamespace, tokens: Tensor, validation: range, number: int) -> Tensor:
     """The T+1 tokens of a sample, a function of its number: a resume needs the step alone."""
     # Window w of the text is tokens w T ... w T + T. Those with a validation token are left out.
     length = cfg.train.seq_len
     skip_from = max(0, (validation.start - 1) // length)
     skip_to = math.ceil(validation.stop / length)
-
-    def count(border: int) -> int:  # windows to train on that end before this token
-        windows = max(0, (min(border, len(tokens)) - 1) // length)
-        return min(windows, skip_from) + max(0, windows - skip_to)
-
-    epoch, index = divmod(number, count(len(tokens)))
-    is_growing = cfg.data.order == "growing" and epoch == 0
-    border = FIRST_BORDER if is_growing else len(tokens)
-    segment, begin, end = 0, 0, count(border)
-    while index >= end:
-        segment += 1
-        border += min(border, BORDER_STEP)
-        begin, end = end, count(border)
-    key = f"{cfg.run.seed}/{epoch}/0/{segment}"  # 0: the first source; train.py can mix several
-    window = begin + permute(index - begin, end - begin, key)
+    windows = max(0, (len(tokens) - 1) // length)
+    count = min(windows, skip_from) + max(0, windows - skip_to)
+    epoch, index = divmod(number, count)
+    # the first 0: the first source; train.py can mix several
+    window = permute(index, count, f"{cfg.run.seed}/{epoch}/0/0")
     if window >= skip_from:
         window += skip_to - skip_from
     return tokens[window * length : (window + 1) * length + 1].long()
@@ -302,7 +286,7 @@ OPTIONS = (
     ("model", {"n_heads": None, "n_kv_heads": None, "head_dim": None, "rope_theta": 5e5}),
     ("model", {"norm_eps": 1e-5, "tie_embeddings": False}),
     ("data", {"source": "python-stdlib", "subset": None, "split": "train", "text_field": "text"}),
-    ("data", {"max_tokens": None, "validation": None, "tokenizer": None, "order": "global"}),
+    ("data", {"max_tokens": None, "validation": None, "tokenizer": None}),
     ("data", {"path": None}),
     ("train", {"steps": None, "seq_len": 2048, "max_grad_norm": 1.0}),
     ("train", {"global_batch_size": 8, "micro_batch_size": None}),
@@ -355,7 +339,7 @@ def open_data(cfg: SimpleNamespace) -> tuple[Tensor, range]:
     [(folder, manifest)] = matching.items()
     dtype = getattr(torch, manifest["dtype"])
     tokens = torch.from_file(f"{folder}/train.bin", size=manifest["tokens"]["train"], dtype=dtype)
-    file_name, first, end, _ = manifest["validation"]
+    file_name, first, end = manifest["validation"]
     return tokens, range(first, end) if file_name == "train" else range(0)
 
 

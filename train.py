@@ -75,7 +75,6 @@ def train(cfg: Config, world: World, run: Run) -> None:
         optimizer, device, cfg.train.skip_nonfinite, progress, cfg.train.skip_spikes
     )
     loader = Loader(dataset, world, start + 1)
-    run.wait_for_text(start + 1, loader)  # where it is still being prepared
     evaluation = Evaluation(cfg, model, world, dataset, run)
     # the launch before may have been stopped after this step's save, before its evaluation
     evaluation.after(start, recorder)

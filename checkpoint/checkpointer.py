@@ -46,8 +46,6 @@ class Checkpointer:
         self.report = report
         self.root = catalog.root_of(cfg)
         check_same_on_all_ranks("prepared data", compare.by_source(dataset.identities))
-        text_of_rank_zero = on_rank_zero(dataset.fingerprint)  # a node may have a copy of the data
-        on_each_rank(lambda: dataset.require_same_text(text_of_rank_zero))
         retry(RemovedCheckpoint, self._choose)
         self.saver: Saver | None = None
         if cfg.checkpoint and not evaluating:
@@ -69,10 +67,7 @@ class Checkpointer:
         data = self.dataset
         files = data.tokenizer_files
         if not self.evaluating:
-            before = on_rank_zero(
-                lambda: compare.check_same_data(self.folder, settings, data.identities)
-            )
-            on_each_rank(lambda: data.require_same_text(before))
+            on_rank_zero(lambda: compare.check_same_data(self.folder, settings, data.identities))
         on_rank_zero(lambda: compare.check_same_tokenizer(self.folder, settings, files))
 
     def _problems_on_all_ranks(self, path: pathlib.Path) -> list[str]:
@@ -168,7 +163,7 @@ class Checkpointer:
         content = {
             **asdict(progress),
             "config": config.to_dict(self.cfg),
-            "data": self.dataset.fingerprint(),
+            "data": self.dataset.identities,
             "base": self.base,
             "ranks": self.world.size,
             "torch": torch.__version__,

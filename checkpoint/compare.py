@@ -143,30 +143,27 @@ def by_source(identities: list[dict]) -> dict[str, Any]:
 
 def check_same_data(
     folder: pathlib.Path, settings: config.Checkpoint | None, identities: list[dict]
-) -> list[dict] | None:
-    """Returns what a checkpoint was trained on, as Dataset.fingerprint(); None if there is none
-    (step 0), or if checkpoint.allow_changed allows other data. Raises ConfigError, naming what
-    differs, if the prepared data is another."""
+) -> None:
+    """Raises ConfigError, naming what differs, if the prepared data is another than that which a
+    checkpoint was trained on, unless checkpoint.allow_changed allows it."""
     for name in allowed_changes(settings):
         # the tokenizer that is trained by default has the vocabulary's size
         if word_of(name) == "data" or name == "model.vocab_size":
-            return None
+            return
     trained_on = read_state(folder).get("data") if folder.is_dir() else None
     if trained_on is None:
-        return None
+        return
     old = by_source(trained_on)
     new = by_source(identities)
     changes = []
     for key in sorted(old | new):
-        # the hashes of text that grows are compared as it is read
-        if old.get(key) != new.get(key) and not key.endswith(".hashes"):
+        if old.get(key) != new.get(key):
             changes.append(f"{key} was {old.get(key)}, is {new.get(key)}")
     if changes:
         raise ConfigError(
             f"{folder}: was trained on other data: {'; '.join(changes)}; choose another run.name, "
             'or allow it: checkpoint.allow_changed = ["data.source"]'
         )
-    return trained_on
 
 
 def other_tokenizer(folder: pathlib.Path, files: list[pathlib.Path]) -> list[str]:

@@ -190,9 +190,6 @@ class Data(Section):
         None, "column with messages; absent: messages, else conversations", extra="chat"
     )
     chat_template: Path | None = option(None, "Jinja file; absent: the tokenizer's", extra="chat")
-    order: Literal["global", "growing"] = option(
-        "global", "growing: train while the text is being prepared", resume="run"
-    )
     validation: Path | None = option(None, "files, or a split; absent: held out", aka="val_file")
     bad_rows: BadRows = option(
         "refuse", "skip: leave out rows that cannot be read, at most one in a hundred"
@@ -254,9 +251,6 @@ class Data(Section):
         if not self.tokenizer:
             problem = "needs data.tokenizer: the model's, with the special tokens of its template"
             yield f"{name} tokenizer", problem
-        if self.order == "growing":
-            problem = 'is incompatible with order = "growing": windows are planned over all rows'
-            yield f"{name} order", problem
         if not self.document_mask:
             problem = "is implied by conversations: attention stays inside each"
             yield f"document_mask {name}", problem

@@ -13,8 +13,8 @@ prepared/{source}-{hash of the options that determine it}/. The record:
     rows              [read, wrong], with data.bad_rows = "skip"; validation_rows: of data.validation
     position          [file, row]: the last row that was read
     file_start        these before the file of that row was read
-    segments          SHA-256 of each segment of train.bin up to the last border
-    validation        [token file, first token, one past the last, SHA-256]; null: not decided yet
+    validation        [token file, first token, one past the last]; null: not decided yet
+    sha256            of each token file, once they are complete
     complete          whether all text is recorded
 """
 

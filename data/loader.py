@@ -19,7 +19,7 @@ from torch import Tensor
 
 import config
 from config import DIGEST_MODULUS, IGNORE
-from data.dataset import Dataset, Source
+from data.dataset import Dataset
 from data.order import rank_samples
 from data.tokens import Span, TextStream
 
@@ -39,8 +39,7 @@ class Batch:
 class Loader:
     """Iterates over a data rank's batches from first_step on.
 
-    A thread reads ahead, and pins memory for the GPU. It never waits for text that is still being
-    prepared: ask missing(step) before each next(). The ranks agree on it (run/stop.py).
+    A thread reads ahead, and pins memory for the GPU.
     """
 
     def __init__(self, dataset: Dataset, world: Any, first_step: int):
@@ -53,25 +52,10 @@ class Loader:
 
     def __next__(self) -> Batch:
         """Raises what the thread raised, such as ConfigError for a truncated token file."""
-        self._read_ahead()
-        return self.pending.popleft().result()
-
-    def missing(self, step: int, evaluates: bool = False) -> Source | None:
-        """The source whose text a step waits for, the next one or the one after it. Past the last
-        step: what the last one waits for. evaluates: it also waits for the validation text, for an
-        evaluation before it. Raises ConfigError and OSError."""
-        self._read_ahead()
-        return self.dataset.missing(min(step, self.dataset.train.steps), evaluates)
-
-    def _read_ahead(self) -> None:
-        """Has the thread read the next steps' batches, as far as their text is prepared."""
-        while (
-            len(self.pending) < READ_AHEAD
-            and self.next_to_read <= self.dataset.train.steps
-            and self.dataset.covers(self.next_to_read)
-        ):
+        while len(self.pending) < READ_AHEAD and self.next_to_read <= self.dataset.train.steps:
             self.pending.append(self.thread.submit(self.batch, self.next_to_read))
             self.next_to_read += 1
+        return self.pending.popleft().result()
 
     def batch(self, step: int) -> Batch:
         """Reads a step's batch. Raises ConfigError."""

@@ -161,8 +161,7 @@ class TokenStream:
 def stream_of(folder: pathlib.Path, manifest: dict, split: str, vocab_size: int) -> TokenStream:
     """The stream "train" or "validation" of a folder, as far as `manifest` records it. Raises
     ConfigError and OSError."""
-    # while it is not decided, documents have been held out, and so no training tokens will be
-    held_out_of, first, end, _ = manifest["validation"] or ("heldout", 0, 0, "")
+    held_out_of, first, end = manifest["validation"]
     if split == "validation":
         files = files_of(folder, manifest, held_out_of, vocab_size)
         return TokenStream(files, vocab_size, first, end)

@@ -41,12 +41,11 @@ from data.folder import is_prepared
 from run.command import CONFIG, LAUNCH, Ranks, requeue, resume_newest
 from run.folder import ENDING_SECONDS, FolderClaim, lock, read_status
 from run.follower import followed
-from run.preparer import Preparer, trains_meanwhile
 from run.watchdog import BEFORE, EXITED, Report, read_reports
 from system.machine import visible_gpus
-from system.processes import die_with_parent, print_error, print_line
+from system.processes import die_with_parent, print_error, print_line, python_command
 
-WATCH_SECONDS = 0.5  # between looks at the process that prepares text
+PREPARE = "from config import run_tool; from tools.prepare.prepare import main; run_tool(main)"
 # torch's reader of NCCL's flight recorder: it says which collective which ranks have not begun
 READER = config.command(
     "-m", "torch.distributed.flight_recorder.fr_trace", "--prefix", "nccl-rank-"
@@ -60,8 +59,7 @@ def launch(argv: list[str]) -> int:
     ranks, cfg = together(Ranks.from_environment, lambda: config.load(args.config, args.overrides))
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and not args.eval_only:
         cfg = resume_newest(cfg)
-    preparer = Preparer(ranks.local)
-    attempts = Attempts(cfg, ranks, argv, preparer)
+    attempts = Attempts(cfg, ranks, argv)
     start = check(cfg, ranks, args.eval_only)
     if args.eval_only:
         return attempts.evaluate()
@@ -69,14 +67,11 @@ def launch(argv: list[str]) -> int:
     if start >= cfg.train.steps and read_status(folder).get("state") == "finished":
         print_line(f"{folder}: finished; train.steps = {cfg.train.steps} asks for no more")
         return FINISHED
-    together(
-        lambda: check_folder(folder),
-        lambda: check_prepared(cfg.data, cfg.model.vocab_size, ranks.job, argv),
-    )
-    preparer.begin(cfg)
+    check_folder(folder)
+    if not is_prepared(cfg.data, cfg.model.vocab_size):
+        prepare(cfg, ranks.job, argv)
     with followed(cfg, argv):
         code = attempts.train()
-        preparer.close()
         if code == STOPPED and ranks.job and attempts.end:
             requeue(ranks.job, attempts.end)
     return code
@@ -94,14 +89,24 @@ def check(cfg: Config, ranks: Ranks, evaluates: bool = False) -> int:
     return start
 
 
-def check_prepared(data: config.Data, vocab_size: int, job: str, words: list[str]) -> None:
-    """Raises ConfigError if a SLURM job would have to prepare its data first: its GPUs would idle
-    meanwhile. job: its id. words: the command line."""
-    if job and not trains_meanwhile(data) and not is_prepared(data, vocab_size):
+def prepare(cfg: Config, job: str, words: list[str]) -> None:
+    """Prepares the text, in a process of its own. Raises ConfigError if that fails, and in a SLURM
+    job, whose GPUs would idle meanwhile. job: its id. words: the command line."""
+    if job:
         command = config.command("-m", "prepare", *words)
         raise ConfigError(
             f"its data is not prepared, and none is inside a job; run {command} on the login node"
         )
+    # die_with_parent: a signal ends this process at once (quit_early)
+    child = subprocess.Popen(
+        [*python_command(PREPARE), "/dev/stdin"],
+        stdin=subprocess.PIPE,
+        text=True,
+        preexec_fn=functools.partial(die_with_parent, os.getpid()),
+    )
+    child.communicate(config.to_toml(cfg))
+    if child.returncode:
+        raise ConfigError("the text could not be prepared, see above; the same command resumes")
 
 
 def check_machine(cfg: Config, ranks: Ranks) -> None:
@@ -129,12 +134,11 @@ class Attempts:
     """The starts of the ranks, one after another until a restart is not needed or cannot help, and
     what became of them."""
 
-    def __init__(self, cfg: Config, ranks: Ranks, words: list[str], preparer: Preparer):
+    def __init__(self, cfg: Config, ranks: Ranks, words: list[str]):
         """words: the command line."""
         self.cfg = cfg
         self.ranks = ranks
         self.words = words
-        self.preparer = preparer
         self.run_folder = config.run_folder(cfg)
         self.environment = ranks.environment(self.run_folder, config.longest_timeout(cfg.run))
         self.signal = 0  # the first that asked to stop
@@ -191,12 +195,7 @@ class Attempts:
         listen(self.forward)
         if self.signal:  # it came between two attempts
             self._send(self.signal)
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                returned = self.child.wait(WATCH_SECONDS)
-                break
-            if self.preparer.has_failed():
-                self.forward(signal.SIGTERM, None)
+        returned = self.child.wait()
         return 128 - returned if returned < 0 else returned
 
     def forward(self, number: int, frame: Any) -> None:
@@ -234,21 +233,11 @@ class Attempts:
         else:
             code = failed[0].exit_code if failed else max(1, returned)
             self.is_final = any(report.final for report in failed)
-        # without [checkpoint], a stop is a failure
-        was_stopped = code == STOPPED or (code == 1 and not self.cfg.checkpoint)
-        is_text_wrong = was_stopped and self.preparer.exit_code == INPUT_IS_WRONG
-        if is_text_wrong:
-            code = INPUT_IS_WRONG
         if code in (FINISHED, STOPPED):
             return code
         if has_begun or code != INPUT_IS_WRONG:
             self._mark_failed(code)
-        if is_text_wrong:
-            print_error(
-                "the text is wrong (see above); once it is corrected, the same command resumes"
-            )
-        else:
-            self._print_root_cause(reports, code)
+        self._print_root_cause(reports, code)
         return code
 
     def _mark_failed(self, code: int) -> None:

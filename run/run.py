@@ -11,7 +11,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,6 @@ from checkpoint import catalog
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.save import SaveFailed
 from config import Config, ConfigError
-from data.dataset import Source
-from data.loader import Loader
 from metrics import log
 from parallel.mesh import World
 from parallel.ranks import all_gather_objects, on_rank_zero
@@ -36,8 +33,6 @@ from run.watchdog import Watchdog
 from system.files import read_json, write_if_possible
 from system.processes import listen
 
-WAIT_SECONDS = 0.2  # between the ranks' agreements while they wait for text
-LOG_WAIT_SECONDS = 2.0  # a longer wait is logged
 DUMP_SECONDS = 60.0  # for NCCL to record its collectives before the watchdog ends the process
 COLLECT_EVERY_STEPS = 100  # Python's garbage; automatic, it would stall each rank at another time
 # may compile, or take as long as what they wait for
@@ -60,9 +55,6 @@ class Run:
         self.step = 0  # the last step trained, by this launch or an earlier one
         self.checkpointer: Checkpointer | None = None  # from begin() on
         self.claim: FolderClaim | None = None  # on rank 0, from begin() on
-        self.loader: Any = None  # a Loader, from wait_for_text() on
-        self.next_step = 0  # whose batch the ranks agree on
-        self.awaited: Source | None = None  # the source whose text this rank lacks for it
         self.failure: Exception | None = None  # why this rank cannot continue
 
     @property
@@ -142,14 +134,6 @@ class Run:
             seconds = self.cfg.run.start_timeout_seconds * 2  # may wait for the previous save
         self.watchdog.begin(phase, seconds, step)
 
-    def wait_for_text(self, first: int, loader: Loader) -> None:
-        """Waits until the first step's batch is prepared, and the validation text if an evaluation
-        comes before it, or until all ranks agree to stop: also by a signal that came before. Before
-        steps(). Collective."""
-        self.loader = loader
-        self._begin_agreement(first)
-        self.agree_to_continue()
-
     def steps(self, first: int, last: int) -> Iterator[int]:
         """Yields each step to train, up to `last` or until all ranks agree to stop. Collective. If
         a rank cannot continue, raises why after the step before was saved."""
@@ -158,6 +142,8 @@ class Run:
             from extras.profiler.profiler import Profiler
 
             traced = Profiler(self.cfg.profile, self.folder, self.world, first).traced
+        self._begin_agreement()
+        self.agree_to_continue()  # a signal may have come before
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -165,7 +151,7 @@ class Run:
             if self.stops:
                 break
             self._enter("first step" if step == first else "step", step)  # the first compiles
-            self._begin_agreement(step + 1)
+            self._begin_agreement()
             with traced(step):
                 yield step
             self.step = step
@@ -178,17 +164,15 @@ class Run:
             raise self.failure
         self._enter("end")
 
-    def _begin_agreement(self, next_step: int) -> None:
-        """Starts the all-reduce that says whether any rank stops, or lacks the next batch's text."""
-        self.next_step = next_step
+    def _begin_agreement(self) -> None:
+        """Starts the all-reduce that says whether any rank stops."""
         try:
             if self.claim:
                 self._check_folder()
-            evaluates = config.evaluation_is_due(self.cfg, next_step - 1)
-            self.awaited = self.loader.missing(next_step, evaluates)
-        except (ConfigError, OSError) as error:
-            self._stop_by(error)
-        self.agreement.begin(waits=self.awaited is not None)
+        except OSError as error:  # stops all ranks because this one cannot continue
+            self.failure = error
+            self.agreement.note(signal.SIGTERM, None)
+        self.agreement.begin()
 
     def _check_folder(self) -> None:
         """Raises OSError if the rows are written to a file that was deleted or moved: nobody would
@@ -204,41 +188,10 @@ class Run:
         except OSError:
             pass
 
-    def _stop_by(self, error: Exception) -> None:
-        """Stops all ranks because this one cannot continue."""
-        self.failure = error
-        self.agreement.note(signal.SIGTERM, None)
-
     def agree_to_continue(self) -> None:
         """Finishes the step's all-reduce. It began with the step and overlaps it, so a signal
-        during a step may count one step later. Then waits until every rank's next batch is
-        prepared, or all stop. Collective."""
+        during a step may count one step later. Collective."""
         self.agreement.finish()
-        if not self.agreement.waits or self.stops:
-            return
-        began = time.monotonic()
-        is_logged = False
-        with self.phase("data"):
-            while self.agreement.waits and not self.stops:
-                self._enter("data")  # the wait has a limit of its own
-                time.sleep(WAIT_SECONDS)
-                if self.awaited:  # else another rank waits
-                    is_logged = self._check_wait(self.awaited, began, is_logged)
-                self._begin_agreement(self.next_step)
-                self.agreement.finish()
-
-    def _check_wait(self, source: Source, began: float, is_logged: bool) -> bool:
-        """Logs once what is awaited, and returns whether it has. Stops all ranks if no text was
-        recorded for run.start_timeout_seconds."""
-        now = time.monotonic()
-        if not is_logged and now > began + LOG_WAIT_SECONDS:
-            is_logged = True
-            log.info("waiting for text: %s", source.progress())
-        limit = self.cfg.run.start_timeout_seconds
-        if now > max(began, source.changed) + limit:
-            problem = f"nothing was prepared for {limit:.0f} s (run.start_timeout_seconds)"
-            self._stop_by(OSError(errno.ETIMEDOUT, problem, str(source.folder)))
-        return is_logged
 
     def log_save(self, step: int, problem: str | None) -> None:
         """Logs how the save of a step ended, on rank 0. problem: why it failed, None if it

@@ -24,15 +24,13 @@ import torch.distributed as dist
 
 
 class Agreement:
-    """What all ranks agree on in each step: to stop after it, and to wait for text that is still
-    being prepared. One all-reduce on the host, which never waits for the device."""
+    """All ranks agree in each step whether to stop after it. One all-reduce on the host, which never
+    waits for the device."""
 
     def __init__(self) -> None:
         self.received = 0  # the signal that this rank knows of, by its number
-        # as of the last finish(), the same on all ranks:
-        self.signal = 0  # the signal that all stop by
-        self.waits = False  # some rank's next batch is not prepared yet
-        self.flags = torch.zeros(2)  # what is being all-reduced
+        self.signal = 0  # the signal that all stop by, as of the last finish()
+        self.flag = torch.zeros(1)  # what is being all-reduced
         self.work: Any = None  # its all-reduce
 
     @property
@@ -44,14 +42,12 @@ class Agreement:
         """The signal handler of a rank."""
         self.received = self.received or number
 
-    def begin(self, waits: bool = False) -> None:
-        """Starts the all-reduce. waits: this rank's next batch is not prepared yet."""
-        self.flags = torch.tensor([self.received, int(waits)])
-        self.work = dist.all_reduce(self.flags, dist.ReduceOp.MAX, async_op=True)
+    def begin(self) -> None:
+        """Starts the all-reduce."""
+        self.flag = torch.tensor([self.received])
+        self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True)
 
     def finish(self) -> None:
         """Waits for the all-reduce. A signal after its begin() counts at the next."""
         self.work.wait()
-        received, waits = self.flags.tolist()
-        self.signal = max(self.signal, received)
-        self.waits = bool(waits)
+        self.signal = max(self.signal, int(self.flag))

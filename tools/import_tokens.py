@@ -112,7 +112,7 @@ def main(argv: list[str]) -> int:
                 ends.tofile(args.folder / name)
             listed[split].append([str(path), dtype, length, offset, args.eos_id, name])
             tokens[split] += length
-    held_out = ["train", *last_hundredth(tokens["train"]), None]
+    held_out = ["train", *last_hundredth(tokens["train"])]
     contents = tokenizer_files(args.tokenizer) if args.tokenizer else {}
     for name, content in contents.items():
         (args.folder / name).write_bytes(content)
@@ -124,8 +124,8 @@ def main(argv: list[str]) -> int:
         "complete": True,
         "tokens": tokens,
         "bytes": None,
-        "segments": [],
-        "validation": ["heldout", 0, tokens["heldout"], None] if args.validation else held_out,
+        "sha256": None,
+        "validation": ["heldout", 0, tokens["heldout"]] if args.validation else held_out,
         "token_files": listed,
     }
     files.write_atomic(args.folder / MANIFEST, json.dumps(manifest, indent=1))

@@ -13,7 +13,6 @@ import config
 from config import ConfigError, run_tool
 
 from data.dataset import Dataset, open_dataset
-from data.folder import prepare_command
 from tools.prepare.row_format import row_format
 from data.tokenizer import Tokenizer
 from data.tokens import Span
@@ -23,12 +22,6 @@ from system.processes import print_line, printable
 def samples(cfg: config.Config, step: int) -> Iterator[str]:
     """Yields the text to print for each sample of a step (from 1). Raises ConfigError."""
     dataset = open_dataset(cfg)
-    source = dataset.missing(step)
-    if source:
-        raise ConfigError(
-            f"--step {step}: its text is not prepared yet ({source.progress()}); "
-            f"{prepare_command()} prepares it"
-        )
     if not dataset.tokenizer_files:
         raise ConfigError("[data] tokenizer: is needed to print token files as text")
     tokenizer = Tokenizer(dataset.tokenizer_files[0].parent)

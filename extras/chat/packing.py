@@ -212,7 +212,7 @@ def open_packed(
     folder: pathlib.Path, manifest: dict, split: str, vocab_size: int, seq_len: int, seed: int
 ) -> Packed:
     """Opens "train" or "validation" and plans its windows. Raises ConfigError and OSError."""
-    held_out_of, first, end, _ = manifest["validation"]
+    held_out_of, first, end = manifest["validation"]
     one_file = held_out_of == "train"  # of few conversations, those for validation are at its end
     name = "train" if one_file or split == "train" else "heldout"
     file = file_of(folder, manifest, name, vocab_size)

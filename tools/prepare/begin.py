@@ -122,7 +122,7 @@ def _begin(folder: pathlib.Path, data: config.Data, vocab_size: int) -> None:
         "position": [0, 0],
         "file_start": None,
         "validation": None,
-        "segments": [],
+        "sha256": None,
         "validation_files": validation_files,
         "files": source_files,
     }

@@ -90,9 +90,9 @@ def prepare_together(preparations: "list[Preparation]", pool: Executor) -> None:
         raise
 
 
-def worker_count(ranks: int = 0) -> int:
-    """How many threads tokenize next to so many ranks that train on this machine."""
-    return min(MOST_WORKERS, max(1, usable_cores() - ranks))
+def worker_count() -> int:
+    """How many threads tokenize."""
+    return min(MOST_WORKERS, usable_cores())
 
 
 def start_pool(data: config.Data, workers: int) -> Executor:
@@ -244,7 +244,7 @@ class Preparation:
         self._count(batch.count, "rows")
         if is_last or self.is_full():
             self._complete()
-        elif self.writer.is_due or time.monotonic() > self.next_record:
+        elif time.monotonic() > self.next_record:
             self.writer.record()
             self.next_record = time.monotonic() + RECORD_SECONDS
         self._log()
@@ -283,7 +283,7 @@ class Preparation:
             self.manifest["position"] = Position(file + 1)
         check_files(self.folder, self.manifest, self.data)
         self.writer.complete()
-        split, first, end, _ = self.manifest["validation"]
+        split, first, end = self.manifest["validation"]
         held_out = end - first
         trained_on = self.manifest["tokens"]["train"] - (held_out if split == "train" else 0)
         print_error(
@@ -311,20 +311,9 @@ class Preparation:
 
 
 def main(argv: list[str]) -> int:
-    """argv: with --beside=RANKS if the launcher starts it (run/preparer.py): so many ranks train on
-    this machine meanwhile, which have priority."""
-    words = [word for word in argv if not word.startswith("--beside=")]
-    ranks = [int(word.partition("=")[2]) for word in argv if word.startswith("--beside=")]
-    _, cfg = config.from_command_line(words, __doc__, config.argument_parser())
-    if ranks:
-        die_with_parent()
-    if any(ranks):
-        os.nice(19)
-        with contextlib.suppress(OSError):  # Linux's priority of a session next to others
-            pathlib.Path("/proc/self/autogroup").write_text("19")
-    if not ranks:
-        check_complete(cfg.data, cfg.model.vocab_size)
-    prepare(cfg.data, cfg.model.vocab_size, worker_count(*ranks))
+    _, cfg = config.from_command_line(argv, __doc__, config.argument_parser())
+    check_complete(cfg.data, cfg.model.vocab_size)
+    prepare(cfg.data, cfg.model.vocab_size)
     return FINISHED
 
 

@@ -12,13 +12,13 @@ import copy
 import hashlib
 import os
 import pathlib
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
 from config import ConfigError
 from data.folder import MANIFEST, manifest_of
-from data.order import HELD_OUT_OF, border_of, last_hundredth
+from data.order import last_hundredth
 from data.tokens import damaged
 from system import files
 from tools.prepare.begin import beside, write_manifest
@@ -47,7 +47,6 @@ class TokenWriter:
         # recorded tokens by split: append() compares what comes before with the file
         self.written = dict(self.manifest["tokens"])
         self.changed_path = ""  # the file that is read again, since it has changed
-        self.is_due = False  # a border was passed, which a reader may be waiting for
         self.bin = {}
         self.ends = {}
         for split in SPLITS:
@@ -56,9 +55,6 @@ class TokenWriter:
             self.bin[split] = self._open(f"{split}.bin", self.width * tokens)
             self.ends[split] = self._open(f"{split}.ends.bin", END_BYTES * documents)
         self.files = (*self.bin.values(), *self.ends.values())
-        self.hash = hashlib.sha256()  # of the segment that is written
-        begin = border_of(len(self.manifest["segments"]) - 1)
-        hash_range(self.hash, self.bin["train"], begin * self.width, self.bin["train"].tell())
 
     def _open(self, name: str, size: int) -> IO[bytes]:
         """A file, at the end of its recorded bytes, of which there are `size`."""
@@ -97,33 +93,12 @@ class TokenWriter:
             return
         self.bin[split].write(ids)
         self.ends[split].write(tokens[split].to_bytes(END_BYTES, "little"))
-        if split == "train":
-            self._hash(ids)
 
     def _other_text(self) -> ConfigError:
         return ConfigError(
             f"{self.changed_path}: has other text than when {self.folder} was prepared from it: "
             f"restore it, or prepare it anew: {beside(self.folder)}"
         )
-
-    def _hash(self, ids: bytes) -> None:
-        """Adds a document to the segment's hash; at a border, lists it and begins the next."""
-        while True:
-            border = border_of(len(self.manifest["segments"]))
-            beyond = (self.manifest["tokens"]["train"] - border) * self.width
-            if beyond < 0:
-                self.hash.update(ids)
-                return
-            self.hash.update(ids[: len(ids) - beyond])
-            self._end_segment()
-            ids = ids[len(ids) - beyond :]
-
-    def _end_segment(self) -> None:
-        self.manifest["segments"].append(self.hash.hexdigest())
-        self.hash = hashlib.sha256()
-        self.is_due = True
-        if border_of(len(self.manifest["segments"]) - 1) >= HELD_OUT_OF:
-            self.decide_validation()
 
     def decide_validation(self) -> None:
         """Holds out what is in heldout.bin. If no document is held out, holds out the last
@@ -139,10 +114,7 @@ class TokenWriter:
             first, end = last_hundredth(self.manifest["tokens"]["train"])
             if self.whole_documents:
                 first, end = self._document_borders(first, end)
-        digest = hashlib.sha256()
-        self.bin[split].flush()
-        hash_range(digest, self.bin[split], first * self.width, end * self.width)
-        self.manifest["validation"] = [split, first, end, digest.hexdigest()]
+        self.manifest["validation"] = [split, first, end]
 
     def _document_borders(self, first: int, end: int) -> tuple[int, int]:
         """The range of the training documents that end in tokens first ... end."""
@@ -160,11 +132,12 @@ class TokenWriter:
         """Ends the text, and records that. Raises ConfigError, and OSError."""
         if any(self.manifest["tokens"][split] < self.written[split] for split in SPLITS):
             raise self._other_text()
-        self._end_segment()
         self.decide_validation()
         self.manifest["file_start"] = None
         for file in self.files:
             file.truncate()  # of an attempt that wrote text that was mended since
+            file.flush()
+        self.manifest["sha256"] = {split: sha256(self.folder / f"{split}.bin") for split in SPLITS}
         self.manifest["complete"] = True
         self.record()
 
@@ -182,7 +155,6 @@ class TokenWriter:
         if any(recorded[split] > self.manifest["tokens"][split] for split in SPLITS):
             return  # a file is read again, or another process is ahead: no record is ever lowered
         write_manifest(self.folder, self.manifest)
-        self.is_due = False
 
     def close(self) -> None:
         for file in self.files:
@@ -190,26 +162,19 @@ class TokenWriter:
                 file.close()
 
 
-def hash_range(digest: Any, file: IO[bytes], begin: int, end: int) -> None:
-    """Adds bytes begin ... end-1 of a file to a hash."""
-    for offset in range(begin, end, HASH_BYTES):
-        digest.update(os.pread(file.fileno(), min(HASH_BYTES, end - offset), offset))
+def sha256(path: pathlib.Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(HASH_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def check_hashes(folder: pathlib.Path) -> None:
     """Raises ConfigError if a complete folder's token files are not as they were written."""
-    manifest = manifest_of(folder)
-    width = WIDTH[manifest["dtype"]]
-    ranges = [manifest["validation"]]
-    for number, sha256 in enumerate(manifest["segments"]):
-        end = min(manifest["tokens"]["train"], border_of(number))
-        ranges.append(["train", border_of(number - 1), end, sha256])
-    for split, first, end, sha256 in ranges:
+    for split, digest in manifest_of(folder)["sha256"].items():
         path = folder / f"{split}.bin"
         if not path.exists():
             raise damaged(path, "is missing")
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            hash_range(digest, file, first * width, end * width)
-        if digest.hexdigest() != sha256:
-            raise damaged(path, f"tokens {first} to {end} were changed since they were written")
+        if sha256(path) != digest:
+            raise damaged(path, "was changed since it was written")
