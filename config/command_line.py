@@ -126,8 +126,7 @@ def print_help(argv: list[str], usage: str) -> None:
 
 def help_text(subject: str | None = None, schema: Schema = SCHEMA) -> str:
     """Every option with its default, type and meaning; of a subject those of a section, or the
-    options of that name, whole or without their section, and a line for each option that has the
-    word elsewhere. Raises ConfigError if there are none."""
+    options of that name, whole or without their section. Raises ConfigError if there are none."""
     lines = []
     for table, (_, is_optional, _, all_options) in schema.tables.items():
         options = {}
@@ -142,30 +141,9 @@ def help_text(subject: str | None = None, schema: Schema = SCHEMA) -> str:
             for inner in filter(is_dataclass, typing.get_args(option.kind)):
                 lines += ["", f"[[{table}.{key}]]   (one table each)"]
                 lines.append(help_text(schema=Schema(inner)))
-    if subject and subject not in (*schema.tables, *schema.options):
-        others = _options_with(subject, schema)
-        if len(others) == 1 and not lines:
-            return help_text(others[0], schema)
-        lines += ["", *(f"{name:{HELP_COLUMN}}{schema.options[name].help}" for name in others)]
-        if len(lines) == 1:
-            raise ConfigError(f"--help {subject}: no such section or option{suggestion(subject)}")
+    if not lines:
+        raise ConfigError(f"--help {subject}: no such section or option{suggestion(subject or '')}")
     return "\n".join(lines).strip("\n")
-
-
-def _options_with(word: str, schema: Schema) -> list[str]:
-    """The options with this in the name, in one of another trainer, or in the description, without
-    those of this very key."""
-    ranked: list[tuple[int, str]] = []
-    for name, option in schema.options.items():
-        texts = [name, " ".join(option.aka), option.help]
-        hits = [_spaced(word) in _spaced(text) for text in texts]
-        if any(hits) and name.rpartition(".")[2] != word:
-            ranked.append((hits.index(True), name))
-    return [name for _, name in sorted(ranked, key=lambda entry: entry[0])]
-
-
-def _spaced(text: str) -> str:
-    return re.sub("[_-]", " ", text.lower())
 
 
 def _help_lines(key: str, option: Option) -> list[str]:

@@ -1,6 +1,5 @@
 """Every option: a section is a dataclass, each option one of its fields, declared by option() with
-default, meaning, range, what others call it and what a resume may do with it. A section's rules
-follow its options:
+default, meaning, range and what a resume may do with it. A section's rules follow its options:
 
     def rules(self, cfg: Config) -> Rules:
         if self.n_heads % self.n_kv_heads:
@@ -85,20 +84,14 @@ class Section:
 @dataclass(frozen=True)
 class Run(Section):
     name: RunName | None = option(None, "folder in output_dir; absent: the file's stem")
-    output_dir: Path = option("outputs", "folder that holds all runs", aka="dump_folder")
+    output_dir: Path = option("outputs", "folder that holds all runs")
     seed: NonNegativeInt = option(0, "seed of initial weights and data order", resume="run")
     device: Literal["auto", "cuda", "cpu"] = option(
-        "auto", "auto: cuda where there is a GPU, else cpu", aka="backend use_cpu"
+        "auto", "auto: cuda where there is a GPU, else cpu"
     )
     deterministic: bool = option(False, "use only torch's deterministic algorithms")
-    start_timeout_seconds: Seconds = option(
-        1800.0, "timeout of set-up, the first step, and a save", aka="init_timeout_seconds"
-    )
-    step_timeout_seconds: Seconds = option(
-        600.0,
-        "timeout of a step, or a batch of evaluation",
-        aka="ddp_timeout train_timeout_seconds",
-    )
+    start_timeout_seconds: Seconds = option(1800.0, "timeout of set-up, the first step, and a save")
+    step_timeout_seconds: Seconds = option(600.0, "timeout of a step, or a batch of evaluation")
 
 
 @dataclass(frozen=True)
@@ -119,24 +112,20 @@ class RopeScaling(Section):
 
 @dataclass(frozen=True)
 class Model(Section):
-    dim: PositiveInt = option(MISSING, "residual width", resume="shape", aka="hidden_size n_embd")
-    n_layers: PositiveInt = option(MISSING, "transformer blocks", resume="shape", aka="n_layer")
-    n_heads: PositiveInt = option(MISSING, "query heads", resume="shape", aka="n_head")
+    dim: PositiveInt = option(MISSING, "residual width", resume="shape")
+    n_layers: PositiveInt = option(MISSING, "transformer blocks", resume="shape")
+    n_heads: PositiveInt = option(MISSING, "query heads", resume="shape")
     n_kv_heads: PositiveInt = option(MISSING, "key/value heads (GQA)", resume="shape")
-    ffn_dim: PositiveInt = option(MISSING, "hidden width", resume="shape", aka="intermediate_size")
+    ffn_dim: PositiveInt = option(MISSING, "hidden width", resume="shape")
     vocab_size: PositiveInt = option(MISSING, "rows of the embedding", resume="shape")
     head_dim: PositiveInt | None = option(None, "absent: dim / n_heads", resume="shape")
-    norm_eps: Epsilon = option(1e-5, "epsilon of RMSNorm", aka="rms_norm_eps")
+    norm_eps: Epsilon = option(1e-5, "epsilon of RMSNorm")
     rope_theta: PositiveFloat = option(500000.0, "base of RoPE's frequencies")
     rope_scaling: RopeScaling | None = section("output", default=None)
     tie_embeddings: bool = option(False, "share embedding and head", resume="shape")
     qk_norm: bool = option(False, "RMSNorm of each query and key head", resume="shape")
     init_from: Path | None = option(
-        None,
-        "Hugging Face folder or id of weights and sizes",
-        resume="run",
-        extra="huggingface",
-        aka="base_model initial_load_path initial_load_in_hf model_name model_name_or_path pretrained",
+        None, "Hugging Face folder or id of weights and sizes", resume="run", extra="huggingface"
     )
     freeze: tuple[str, ...] = option((), "parameters, such as 'embedding*'", resume="state")
 
@@ -172,14 +161,13 @@ class Data(Section):
     source: Path = option(
         "python-stdlib",
         "Hugging Face id, or local files (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, .md)",
-        aka="dataset dataset_name dataset_path train_file",
     )
     subset: str | None = option(None, "configuration of a Hugging Face dataset")
     split: str = option("train", "split of a Hugging Face dataset")
     text_field: str = option("text", "column with the text")
     path: Path | None = option(None, "folder of token files; absent: in prepared/", resume="free")
     tokenizer: Path | None = option(
-        None, "file, folder or id; absent: init_from's, else one is trained", aka="hf_assets_path"
+        None, "file, folder or id; absent: init_from's, else one is trained"
     )
     max_tokens: PositiveInt | None = option(None, "tokens to prepare; absent: all")
     document_mask: bool = option(
@@ -190,11 +178,11 @@ class Data(Section):
         None, "column with messages; absent: messages, else conversations", extra="chat"
     )
     chat_template: Path | None = option(None, "Jinja file; absent: the tokenizer's", extra="chat")
-    validation: Path | None = option(None, "files, or a split; absent: held out", aka="val_file")
+    validation: Path | None = option(None, "files, or a split; absent: held out")
     bad_rows: BadRows = option(
         "refuse", "skip: leave out rows that cannot be read, at most one in a hundred"
     )
-    sources: tuple[Source, ...] = option((), "a mixture, weighted", aka="datasets")
+    sources: tuple[Source, ...] = option((), "a mixture, weighted")
 
     @property
     def row_format(self) -> RowFormat:
@@ -258,33 +246,16 @@ class Data(Section):
 
 @dataclass(frozen=True)
 class Train(Section):
-    steps: PositiveInt = option(
-        MISSING, "optimizer steps", aka="max_iters max_steps epochs num_epochs"
-    )
-    seq_len: PositiveInt = option(
-        2048,
-        "tokens per sequence",
-        resume="run",
-        aka="block_size context_length cutoff_len max_length max_position_embeddings",
-    )
-    global_batch_size: PositiveInt = option(
-        8,
-        "sequences per step",
-        resume="run",
-        aka="train_batch_size grad_accum_steps gradient_accumulation_steps",
-    )
+    steps: PositiveInt = option(MISSING, "optimizer steps")
+    seq_len: PositiveInt = option(2048, "tokens per sequence", resume="run")
+    global_batch_size: PositiveInt = option(8, "sequences per step", resume="run")
     micro_batch_size: PositiveInt | None = option(
-        None,
-        "sequences per pass; absent: all, no gradient accumulation",
-        resume="free",
-        aka="local_batch_size",
+        None, "sequences per pass; absent: all, no gradient accumulation", resume="free"
     )
-    max_grad_norm: PositiveFloat | Literal["off"] = option(
-        1.0, "clip the gradient norm to this", aka="clip_grad grad_clip gradient_clip_val"
-    )
+    max_grad_norm: PositiveFloat | Literal["off"] = option(1.0, "clip the gradient norm to this")
     skip_nonfinite: NonNegativeInt = option(0, "steps in a row with NaN or inf to skip; 0: none")
     skip_spikes: PositiveFloat | None = option(
-        None, "skip a step so many sigmas above the last 128; absent: none", aka="sigma_factor"
+        None, "skip a step so many sigmas above the last 128; absent: none"
     )
 
     def rules(self, cfg: "Config") -> Rules:
@@ -306,26 +277,20 @@ class Train(Section):
 @dataclass(frozen=True)
 class Optim(Section):
     name: Literal["adamw", "muon"] = option(
-        "adamw",
-        "muon: for the blocks' matrices",
-        resume="state",
-        extra="optimizers",
-        aka="optimizer optim.type",
+        "adamw", "muon: for the blocks' matrices", resume="state", extra="optimizers"
     )
-    lr: PositiveFloat = option(3e-4, "peak learning rate", aka="learning_rate")
+    lr: PositiveFloat = option(3e-4, "peak learning rate")
     muon_lr: PositiveFloat | None = option(None, "of Muon's matrices; absent: lr")
-    betas: Betas = option((0.9, 0.95), "of AdamW", aka="beta1 beta2 adam_beta1 adam_beta2")
-    eps: Epsilon = option(1e-8, "epsilon of AdamW", aka="adam_epsilon")
+    betas: Betas = option((0.9, 0.95), "of AdamW")
+    eps: Epsilon = option(1e-8, "epsilon of AdamW")
     weight_decay: NonNegativeFloat = option(0.1, "on every parameter with two or more dimensions")
     warmup_steps: NonNegativeInt = option(0, "steps of linear warm-up")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = option(
-        "cosine", "wsd: decay over decay_steps", aka="decay_lr decay_type lr_scheduler_type"
+        "cosine", "wsd: decay over decay_steps"
     )
-    decay_steps: PositiveInt | None = option(None, "length of wsd's decay", aka="decay_ratio")
-    schedule_steps: PositiveInt | None = option(
-        None, "the schedule's end; absent: train.steps", aka="lr_decay_iters total_steps"
-    )
-    min_lr_ratio: Fraction = option(0.1, "final learning rate / lr", aka="min_lr min_lr_factor")
+    decay_steps: PositiveInt | None = option(None, "length of wsd's decay")
+    schedule_steps: PositiveInt | None = option(None, "the schedule's end; absent: train.steps")
+    min_lr_ratio: Fraction = option(0.1, "final learning rate / lr")
     state_dtype: Dtype = option(
         "float32", "dtype of moments and momentum", resume="state", extra="optimizers"
     )
@@ -351,58 +316,35 @@ class Optim(Section):
 
 @dataclass(frozen=True)
 class Parallel(Section):
-    dp_replicate: PositiveInt | Literal["auto"] = option(
-        1, "replicas of the sharded model (HSDP)", aka="data_parallel_replicate_degree"
-    )
+    dp_replicate: PositiveInt | Literal["auto"] = option(1, "replicas of the sharded model (HSDP)")
     dp_shard: PositiveInt | Literal["auto"] = option("auto", "ranks per copy; auto: all left")
-    cp: PositiveInt = option(
-        1, "ranks a sequence is sharded over (context parallel)", aka="context_parallel_degree"
-    )
-    tp: PositiveInt = option(
-        1, "ranks a matrix is sharded over (tensor parallel)", aka="tensor_parallel_degree"
-    )
-    reshard_after_forward: bool = option(
-        True, "free a unit after forward; false: after backward", aka="sharding_strategy"
-    )
-    prefetch_forward: NonNegativeInt = option(
-        1, "units all-gathered ahead in forward; 0: implicit", aka="forward_prefetch"
-    )
+    cp: PositiveInt = option(1, "ranks a sequence is sharded over (context parallel)")
+    tp: PositiveInt = option(1, "ranks a matrix is sharded over (tensor parallel)")
+    reshard_after_forward: bool = option(True, "free a unit after forward; false: after backward")
+    prefetch_forward: NonNegativeInt = option(1, "units all-gathered ahead in forward; 0: implicit")
     prefetch_backward: NonNegativeInt = option(
-        1, "units all-gathered ahead in backward; 0: implicit", aka="backward_prefetch"
+        1, "units all-gathered ahead in backward; 0: implicit"
     )
     param_dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto",
         "of all-gather and compute; auto: bfloat16 where devices have units for it, else float32",
         resume="recipe",
-        aka="bf16 dtype fp16 mixed_precision mixed_precision_param",
     )
-    reduce_dtype: Dtype = option(
-        "float32", "of gradient reduction", resume="recipe", aka="mixed_precision_reduce"
-    )
+    reduce_dtype: Dtype = option("float32", "of gradient reduction", resume="recipe")
     output_dtype: Dtype | None = option(None, "between units; absent: param_dtype", resume="recipe")
     keep_fp32: tuple[str, ...] = option((), "units in float32, as 'blocks.[01]'", resume="recipe")
     replicated: tuple[str, ...] = option(
-        (), "patterns of frozen parameters to keep whole on every rank", aka="ignored_params"
+        (), "patterns of frozen parameters to keep whole on every rank"
     )
-    cpu_offload: bool = option(
-        False, "parameters, gradients and optimizer state in host memory", aka="offload_params"
-    )
+    cpu_offload: bool = option(False, "parameters, gradients and optimizer state in host memory")
     sync_every_micro_batch: bool = option(True, "reduce gradients each time; false: once a step")
     gather_once: bool = option(False, "all-gather each unit once a step, not once a micro-batch")
     recompute: PositiveInt | Literal["none", "elementwise", "selective", "full"] = option(
-        "none",
-        "what backward computes again; n: all of every n-th block",
-        aka="activation_checkpoint.mode activation_checkpointing gradient_checkpointing",
+        "none", "what backward computes again; n: all of every n-th block"
     )
-    compile: bool = option(
-        False, "torch.compile blocks, loss, bfloat16 update", aka="compile.enable"
-    )
+    compile: bool = option(False, "torch.compile blocks, loss, bfloat16 update")
     float8: Literal["none", "tensorwise", "rowwise"] = option(
-        "none",
-        "blocks' matmuls in float8",
-        resume="recipe",
-        extra="float8",
-        aka="converters fp8 recipe_name",
+        "none", "blocks' matmuls in float8", resume="recipe", extra="float8"
     )
 
     @property
@@ -452,12 +394,12 @@ class Parallel(Section):
 
 @dataclass(frozen=True)
 class Lora(Section):
-    rank: PositiveInt = option(16, "rank of the adapters", resume="shape", aka="lora_r r")
+    rank: PositiveInt = option(16, "rank of the adapters", resume="shape")
     alpha: PositiveFloat | None = option(None, "adapters scale by alpha / rank; absent: 2 x rank")
     # load() replaces "all-linear" by the names
     targets: Projections | Literal["all-linear"] = option(PROJECTIONS, "adapted", resume="shape")
     base_dtype: Literal["bfloat16", "float32", "nf4"] = option(
-        "bfloat16", "dtype of the frozen weights", aka="load_in_4bit"
+        "bfloat16", "dtype of the frozen weights"
     )
     init_from: Path | None = option(None, "PEFT folder; sets rank, alpha, targets", resume="free")
 
@@ -494,18 +436,13 @@ class Lora(Section):
 @dataclass(frozen=True)
 class Checkpoint(Section):
     save_every_steps: PositiveInt | None = option(
-        None,
-        "steps between saves; absent: only the last is saved",
-        aka="always_save_checkpoint checkpoint.enable checkpoint.interval save_interval save_steps "
-        "save_strategy",
+        None, "steps between saves; absent: only the last is saved"
     )
-    keep_last: PositiveInt | None = option(
-        None, "absent: all", aka="keep_latest_k save_total_limit"
-    )
+    keep_last: PositiveInt | None = option(None, "absent: all")
     keep_every_steps: PositiveInt | None = option(None, "steps between milestones, kept for ever")
-    async_save: bool = option(False, "write in the background", aka="async_mode")
+    async_save: bool = option(False, "write in the background")
     resume: Literal["auto", "never"] | PositiveInt = option(
-        "auto", "auto: from the newest; N: from step N", aka="load_step resume_from_checkpoint"
+        "auto", "auto: from the newest; N: from step N"
     )
     allow_changed: tuple[str, ...] = option((), "options that may differ, as 'train.seq_len'")
 
@@ -523,30 +460,22 @@ class Checkpoint(Section):
 @dataclass(frozen=True)
 class Eval(Section):
     every_steps: PositiveInt | None = option(
-        None,
-        "steps between evaluations; absent: only at the last step",
-        aka="eval_steps eval_strategy eval_interval validation.enable validation.freq",
+        None, "steps between evaluations; absent: only at the last step"
     )
-    batches: PositiveInt | None = option(
-        None, "global batches; absent: all", aka="validation.steps"
-    )
+    batches: PositiveInt | None = option(None, "global batches; absent: all")
 
 
 @dataclass(frozen=True)
 class Log(Section):
-    every_steps: PositiveInt = option(
-        10, "steps between training rows", aka="log_freq log_interval"
-    )
+    every_steps: PositiveInt = option(10, "steps between training rows")
     tensorboard: bool = option(True, "also write tensorboard/")
-    tracker: Literal["wandb", "trackio"] | None = option(
-        None, "also send rows there", aka="report_to wandb_log wandb_project"
-    )
+    tracker: Literal["wandb", "trackio"] | None = option(None, "also send rows there")
 
 
 @dataclass(frozen=True)
 class Profile(Section):
-    at_step: PositiveInt = option(MISSING, "first step to trace", aka="enable_profiling")
-    steps: PositiveInt = option(3, "number of steps to trace", aka="profiler_active")
+    at_step: PositiveInt = option(MISSING, "first step to trace")
+    steps: PositiveInt = option(3, "number of steps to trace")
 
     def rules(self, cfg: "Config") -> Rules:
         if self.at_step + self.steps - 1 > cfg.train.steps:
