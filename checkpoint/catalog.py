@@ -10,15 +10,13 @@ import os
 import pathlib
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import config
 from checkpoint import manifest
-from checkpoint.manifest import STATE, CorruptCheckpoint, RemovedCheckpoint
+from checkpoint.manifest import STATE, CorruptCheckpoint
 from config import ConfigError
-from system import files
 from system.processes import print_error
 
 NAME = re.compile(r"step-(\d{8,})")
@@ -52,7 +50,6 @@ def unused_name(path: pathlib.Path, ending: str) -> pathlib.Path:
     return unused
 
 
-@manifest.retried
 def steps(root: pathlib.Path) -> list[int]:
     """Steps of the folders named like checkpoints, good or bad, in ascending order. Raises
     ConfigError if `root` cannot be read."""
@@ -82,25 +79,17 @@ def read_state(folder: pathlib.Path) -> dict:
 # What is wrong
 
 
-def problems_of(
-    folder: pathlib.Path, share: int = 0, shares: int = 1, hashed: bool = True
-) -> list[str]:
-    """Everything wrong with a checkpoint, one line each: file, expected, found. Reads every byte
-    (hashed=False: only compares sizes). Each of `shares` callers reads its share. Raises
-    ConfigError if it cannot be read."""
-    problems = problems_seen(folder, share, shares, hashed)
-    if problems:  # nothing counts as corrupt before a second look
-        time.sleep(manifest.WAITS[0])
-        problems = problems_seen(folder, share, shares, hashed)
-    return problems
-
-
 def wrong_sizes(folder: pathlib.Path) -> list[str]:
     """problems_of() a checkpoint of any size, fast."""
     return problems_of(folder, hashed=False)
 
 
-def problems_seen(folder: pathlib.Path, share: int, shares: int, hashed: bool) -> list[str]:
+def problems_of(
+    folder: pathlib.Path, share: int = 0, shares: int = 1, hashed: bool = True
+) -> list[str]:
+    """Everything wrong with a checkpoint, one line each: file, expected, found. Reads every byte
+    (hashed=False: only compares sizes). Each of `shares` callers reads its share. Raises
+    ConfigError and UnreadableCheckpoint if it cannot be read."""
     try:
         parts = []
         for name, entry in sorted(manifest.read_manifest(folder).items()):
@@ -199,33 +188,6 @@ def candidates(
     return [resume]
 
 
-@manifest.retried
-def try_disk(root: pathlib.Path) -> None:
-    """Tries what a checkpoint needs of the disk: writes, syncs, renames and removes a small folder
-    in `root`. Leaves nothing behind. Raises ConfigError."""
-    if root.is_symlink() and not root.exists():
-        raise manifest.dangling(root)
-    missing = [folder for folder in (root, *root.parents) if not os.path.lexists(folder)]
-    trial = root / f".step-{0:08d}.{os.getpid()}.tmp"  # remove_unfinished() knows it
-    try:
-        temporary = trial / "checkpoints" / ".step-00000000.tmp"
-        temporary.mkdir(parents=True)
-        (temporary / STATE).write_text("{}")
-        files.sync(temporary / STATE)
-        files.publish(temporary, path_of(temporary.parent, 0))
-        shutil.rmtree(trial)
-    except FileNotFoundError as error:  # another run has just tried the same parent folder
-        raise manifest.UnreadableCheckpoint(f"{error.filename}: {error.strerror}") from None
-    except OSError as error:
-        problem = "its disk cannot write, sync, rename and remove a folder, as a checkpoint needs"
-        raise manifest.unreadable(root, error, problem) from None
-    finally:
-        shutil.rmtree(trial, ignore_errors=True)
-        for folder in missing:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-
-
 # What to keep. Rank 0 only, under the run's lock.
 
 
@@ -286,24 +248,13 @@ def checkpoints_of(path: pathlib.Path) -> list[pathlib.Path]:
 
 def read_newest(path: pathlib.Path, read: Callable[[pathlib.Path], Any]) -> Any:
     """read(`path`) if that is a checkpoint, else read(its run's newest good one). Verifies it, and
-    prints to stderr which ones it skips. If a run that trains meanwhile removes it, reads the one
-    that is newest then. Raises ConfigError if there is none, or none is good."""
-    return manifest.retry(RemovedCheckpoint, read_newest_once, path, read)
-
-
-def read_newest_once(path: pathlib.Path, read: Callable[[pathlib.Path], Any]) -> Any:
+    prints to stderr which ones it skips. Raises ConfigError if there is none, or none is good."""
     for folder in reversed(checkpoints_of(path)):
         problems = problems_of(folder)
+        if not problems:
+            return read(folder)
         for problem in problems:
             print_error(f"corrupt, skipped: {problem}")
-        if problems:
-            continue
-        try:
-            return read(folder)
-        except (ConfigError, OSError):
-            if folder.exists():
-                raise
-            raise manifest.removed(folder) from None
     raise ConfigError(f"{path}: no good checkpoint")
 
 

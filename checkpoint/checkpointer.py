@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 import config
 from checkpoint import catalog, compare
 from checkpoint.load import restore, tensors_of
-from checkpoint.manifest import RemovedCheckpoint, retry
 from checkpoint.save import SaveFailed, Saver
 from config import ConfigError
 from data.dataset import Dataset
@@ -46,7 +45,7 @@ class Checkpointer:
         self.report = report
         self.root = catalog.root_of(cfg)
         check_same_on_all_ranks("prepared data", compare.by_source(dataset.identities))
-        retry(RemovedCheckpoint, self._choose)
+        self._choose()
         self.saver: Saver | None = None
         if cfg.checkpoint and not evaluating:
             self.saver = Saver(self.root, cfg.checkpoint, dataset.tokenizer_files)
@@ -58,17 +57,16 @@ class Checkpointer:
         self.base: str | None = None
 
     def _choose(self) -> None:
-        """Raises ConfigError, and RemovedCheckpoint if a run that trains has just removed it."""
+        """Raises ConfigError."""
         self.saved, self.start, self.corrupt = compare.starting_point(
             self.cfg, self.evaluating, self._problems_on_all_ranks, on_rank_zero
         )
         self.folder = catalog.path_of(self.root, self.start)  # there is none of a new run
         settings = self.cfg.checkpoint
         data = self.dataset
-        files = data.tokenizer_files
         if not self.evaluating:
             on_rank_zero(lambda: compare.check_same_data(self.folder, settings, data.identities))
-        on_rank_zero(lambda: compare.check_same_tokenizer(self.folder, settings, files))
+        on_rank_zero(lambda: compare.check_same_tokenizer(self.folder, data.identities))
 
     def _problems_on_all_ranks(self, path: pathlib.Path) -> list[str]:
         """The problems of a checkpoint, of which each rank hashes its share."""
@@ -92,7 +90,6 @@ class Checkpointer:
         warnings = [f"corrupt, set aside: {problem}" for problem in self.problems]
         # what allow_changed may allow
         warnings += compare.changes_since(self.cfg, self.folder)
-        warnings += compare.other_tokenizer(self.folder, self.dataset.tokenizer_files)
         catalog.set_aside(self.root, self.start, self.corrupt)
         warnings += catalog.remove_unfinished(self.root)
         if not self.cfg.checkpoint:
@@ -110,15 +107,6 @@ class Checkpointer:
         self.base = base
         if self.start not in self.saved:
             return Progress()
-        try:
-            return self._read(model, optimizer)
-        except RemovedCheckpoint:
-            if not self.evaluating:
-                raise
-        self._choose()  # the run that is evaluated trains, and has a newer one now
-        return self._read(model, optimizer)
-
-    def _read(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Progress:
         on_rank_zero(lambda: compare.check_base(self.folder, self.cfg.model.init_from, self.base))
         restore(self.folder, model, optimizer)
         saved = on_rank_zero(lambda: catalog.read_state(self.folder))

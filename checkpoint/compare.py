@@ -8,19 +8,7 @@ from typing import Any
 import config
 from checkpoint import catalog
 from checkpoint.catalog import path_of, read_state
-from checkpoint.manifest import entry_of, read_manifest
 from config import ConfigError
-
-# The words of options that must be as they were, to train and to evaluate.
-SAME_RUN = ("shape", "state", "output", "data", "run")
-SAME_OUTPUTS = ("shape", "output")
-ADVICE = {
-    "shape": "its weights have those shapes; keep the old value, or choose another run.name",
-    "state": "continue with that, or start another run from these weights ("
-    f"{config.command('-m', 'huggingface', 'export')}, model.init_from): the optimizer's state "
-    "belongs to what was trained, and how",
-}
-
 
 def starting_point(
     cfg: config.Config,
@@ -32,21 +20,18 @@ def starting_point(
     step to resume after, 0 for a new run; problems of newer checkpoints, by step).
 
     The launcher compares sizes; the ranks hash (problems_with), and one of them looks at the disk
-    for all (once). Raises ConfigError if `resume` contradicts the checkpoints, none is good, the
-    one that is chosen is another run's, or the disk cannot hold another.
+    for all (once). Raises ConfigError if `resume` contradicts the checkpoints, none is good, or the
+    one that is chosen is another run's.
     """
     root = catalog.root_of(cfg)
     saved = once(lambda: catalog.steps(root))
     step, corrupt = catalog.choose(root, saved, cfg.checkpoint, problems_with, evaluating)
-    words = SAME_OUTPUTS if evaluating else SAME_RUN
-    once(lambda: check_same_run(cfg, path_of(root, step), words))
-    if cfg.checkpoint and not evaluating and step < cfg.train.steps:
-        once(lambda: catalog.try_disk(root))
+    once(lambda: check_same_run(cfg, path_of(root, step), evaluating))
     return saved, step, corrupt
 
 
 def changed_options(
-    cfg: config.Config, folder: pathlib.Path, words: tuple[str, ...]
+    cfg: config.Config, folder: pathlib.Path, words: tuple[str, ...] = ("fixed",)
 ) -> dict[str, tuple[str, str]]:
     """{option: (value in the checkpoint, value now)}, as text, of the options of these words of
     Resume that differ. An option that the checkpoint does not mention had its default. None differ
@@ -79,7 +64,7 @@ def stated(values: dict[str, Any]) -> dict[str, Any]:
 def word_of(name: str) -> str:
     """What a resume may do with an option; one that this version does not have cannot be kept."""
     option = config.SCHEMA.options.get(name)
-    return option.resume if option else "run"
+    return option.resume if option else "fixed"
 
 
 def as_text(value: Any) -> str:
@@ -88,21 +73,18 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else config.toml(value)
 
 
-def check_same_run(
-    cfg: config.Config, folder: pathlib.Path, words: tuple[str, ...] = SAME_RUN
-) -> None:
-    """Raises ConfigError naming every option of these words that differs from the checkpoint's,
-    unless checkpoint.allow_changed names it."""
+def check_same_run(cfg: config.Config, folder: pathlib.Path, evaluating: bool = False) -> None:
+    """Raises ConfigError naming every fixed option that differs from the checkpoint's, unless
+    checkpoint.allow_changed names it. evaluating: of those, what the model is."""
     problems = []
-    for name, (before, now) in changed_options(cfg, folder, words).items():
-        if name in allowed_changes(cfg.checkpoint):
+    for name, (before, now) in changed_options(cfg, folder).items():
+        is_compared = not evaluating or name.startswith(("model.", "lora."))
+        if name in allowed_changes(cfg.checkpoint) or not is_compared:
             continue
-        allowance = f'checkpoint.allow_changed = ["{name}"]'
-        advice = f"continue with that, choose another run.name, or allow it: {allowance}"
-        if name not in config.SCHEMA.options:
-            advice = "this version has no such option"
-        advice = ADVICE.get(word_of(name), advice)
-        problems.append(f"{name} = {now}: {folder} was trained with {before}; {advice}")
+        problems.append(
+            f"{name} = {now}: {folder} was trained with {before}; continue with that, choose another "
+            f'run.name, or, if the weights still fit, allow it: checkpoint.allow_changed = ["{name}"]'
+        )
     if problems:
         raise ConfigError(*problems)
 
@@ -114,7 +96,7 @@ def allowed_changes(settings: config.Checkpoint | None) -> tuple[str, ...]:
 def changes_since(cfg: config.Config, folder: pathlib.Path) -> list[str]:
     """A line for the log, or none: what makes another run of this one, because it is allowed or a
     recipe's."""
-    changes = changed_options(cfg, folder, (*SAME_RUN, "recipe"))
+    changes = changed_options(cfg, folder, ("fixed", "logged"))
     if cfg.optim.schedule_steps or cfg.optim.schedule == "constant":
         changes.pop("train.steps", None)  # without these the learning rate's schedule ends there
     if cfg.parallel.param_dtype == "auto":
@@ -148,7 +130,7 @@ def check_same_data(
     checkpoint was trained on, unless checkpoint.allow_changed allows it."""
     for name in allowed_changes(settings):
         # the tokenizer that is trained by default has the vocabulary's size
-        if word_of(name) == "data" or name == "model.vocab_size":
+        if name.startswith("data.") or name == "model.vocab_size":
             return
     trained_on = read_state(folder).get("data") if folder.is_dir() else None
     if trained_on is None:
@@ -166,31 +148,15 @@ def check_same_data(
         )
 
 
-def other_tokenizer(folder: pathlib.Path, files: list[pathlib.Path]) -> list[str]:
-    """A warning if the data was prepared with another tokenizer (these files) than the
-    checkpoint's, else none."""
-    saved = []
-    for name, entry in (read_manifest(folder) if folder.is_dir() else {}).items():
-        if name.startswith("tokenizer."):
-            saved.append(entry)
-    if not saved or not files or any(entry_of(path.read_bytes()) in saved for path in files):
-        return []
-    return [
-        f"{', '.join(map(str, files))}: is not the tokenizer that {folder} was trained with: its "
-        "token ids mean other words to those weights"
-    ]
-
-
-def check_same_tokenizer(
-    folder: pathlib.Path, settings: config.Checkpoint | None, files: list[pathlib.Path]
-) -> None:
-    """Raises ConfigError if the data was prepared with another tokenizer than the checkpoint's,
-    unless checkpoint.allow_changed allows it."""
-    problems = other_tokenizer(folder, files)
-    if problems and "data.tokenizer" not in allowed_changes(settings):
-        run = folder.parent.parent  # which keeps it, whatever checkpoints are removed
-        keeps = run if any(run.glob("tokenizer.*")) else folder
-        raise ConfigError(
-            f'{problems[0]}; with data.tokenizer = "{keeps}" and checkpoint.allow_changed = '
-            '["data.source", "data.tokenizer"] that one is kept'
-        )
+def check_same_tokenizer(folder: pathlib.Path, identities: list[dict]) -> None:
+    """Raises ConfigError if data was prepared with another tokenizer than what a checkpoint was
+    trained on: its token ids mean other words to those weights."""
+    trained_on = read_state(folder).get("data") or [] if folder.is_dir() else []
+    known = {source["tokenizer"] for source in trained_on}
+    for source in identities:
+        if known and source["tokenizer"] not in known:
+            raise ConfigError(
+                f"{folder}: was trained on ids of another tokenizer ({', '.join(map(str, known))}) "
+                f"than the data is prepared with ({source['tokenizer']}); a run keeps its own: "
+                f"data.tokenizer = {config.toml(str(folder.parent.parent))}"
+            )

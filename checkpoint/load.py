@@ -28,9 +28,8 @@ from checkpoint.manifest import (
     open_file,
     read_file,
     read_manifest,
-    retried,
 )
-from config import ConfigError
+from config import ConfigError, Problems
 from model.llama import after_weight_update, named_parameters
 from parallel.ranks import on_each_rank
 
@@ -109,7 +108,7 @@ class Reader(FileSystemReader):
                     raise CorruptCheckpoint(
                         f"{path}: {name} is not a tensor: reading it would run its pickle"
                     )
-        except ConfigError:
+        except Problems:
             raise
         except Exception as error:  # a malformed pickle, or a wrong type in it, can raise anything
             raise CorruptCheckpoint(
@@ -178,14 +177,13 @@ def check_tensors(
     return wanted
 
 
-@retried
 def read_tensors(reader: Reader, tensors: dict[str, Tensor]) -> None:
     """Loads into these tensors in place; without a process group, on this process alone."""
     try:
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     except dcp.CheckpointException as error:  # a BaseException
         cause, _ = error.failures[min(error.failures)]
-        kind = type(cause) if isinstance(cause, ConfigError) else ConfigError
+        kind = type(cause) if isinstance(cause, Problems) else ConfigError
         raise kind(f"{reader.path}: cannot be read: {first_cause(error)}") from None
 
 

@@ -6,22 +6,19 @@ wrong numbers.
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
 import pathlib
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
-from config import ConfigError
+from config import ConfigError, Problems
 from system.files import TRANSIENT_ERRORS
 from system.machine import usable_cores
-from system.processes import print_error
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -30,41 +27,19 @@ LIMIT = 256 * 2**20  # bytes of a file that is read at once; a million parts tak
 PART = 64 * 2**20  # bytes per SHA-256: all cores and ranks verify parts of one file in parallel
 CHUNK = 2**20  # bytes per read
 THREADED = 8 * 2**20  # bytes that are hashed in a thread, which costs as much as hashing 100 kB
-WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each further try
 
 
 class CorruptCheckpoint(ConfigError):
     """A checkpoint differs from what was written; names file, expected, found."""
 
 
-class UnreadableCheckpoint(ConfigError):
-    """A disk or a network fails, which may pass, and says nothing about the checkpoint."""
+class UnreadableCheckpoint(Problems):
+    """A disk or a network fails, which may pass, and says nothing about the checkpoint: a restart
+    may help."""
 
 
-class RemovedCheckpoint(ConfigError):
-    """A checkpoint was removed while it was read."""
-
-
-def retry(error: type[ConfigError], work: Callable, *arguments: Any) -> Any:
-    """The result of work(*arguments), which is called again, seconds apart, if it raises this
-    error."""
-    for seconds in WAITS:
-        try:
-            return work(*arguments)
-        except error as problem:
-            print_error(f"{problem}; trying again in {seconds:.0f} s")
-            time.sleep(seconds)
-    return work(*arguments)
-
-
-def retried(read: Callable) -> Callable:
-    """Decorates a function that reads: it is called again while the disk fails."""
-    return functools.wraps(read)(functools.partial(retry, UnreadableCheckpoint, read))
-
-
-def unreadable(path: pathlib.Path, error: OSError, problem: str = "cannot be read") -> ConfigError:
-    """What to raise for an error that is no proof of corruption. Only one that may pass is worth
-    another try; of the others, another user may have the right to read."""
+def unreadable(path: pathlib.Path, error: OSError, problem: str = "cannot be read") -> Problems:
+    """What to raise for an error that is no proof of corruption."""
     kind = UnreadableCheckpoint if error.errno in TRANSIENT_ERRORS else ConfigError
     return kind(f"{path}: {problem}: {error.strerror}")
 
@@ -72,8 +47,8 @@ def unreadable(path: pathlib.Path, error: OSError, problem: str = "cannot be rea
 @contextlib.contextmanager
 def open_file(folder: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
     """Opens a regular file of this folder for reading: its name cannot lead out of it, and no pipe
-    blocks. Raises CorruptCheckpoint for anything else, RemovedCheckpoint if the folder is gone, and
-    what unreadable() says."""
+    blocks. Raises CorruptCheckpoint for anything else, ConfigError if the folder is gone, and what
+    unreadable() says."""
     path = folder / name
     if "/" in name or "\0" in name:
         raise CorruptCheckpoint(f"{folder}: {name!r} is no name of a file in it")
@@ -84,18 +59,12 @@ def open_file(folder: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
             yield file
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         if not os.path.lexists(folder):
-            raise removed(folder) from None
+            raise ConfigError(f"{folder}: was removed while it was read") from None
         if not folder.exists():
             raise dangling(folder) from None
         raise CorruptCheckpoint(f"{path}: expected a regular file: {error.strerror}") from None
     except OSError as error:
         raise unreadable(path, error) from None
-
-
-def removed(folder: pathlib.Path) -> RemovedCheckpoint:
-    return RemovedCheckpoint(
-        f"{folder}: was removed while it was read; a higher checkpoint.keep_last keeps it longer"
-    )
 
 
 def dangling(link: pathlib.Path) -> ConfigError:
@@ -108,13 +77,11 @@ def open_without_blocking(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-@retried
 def size_of(folder: pathlib.Path, name: str) -> int:
     with open_file(folder, name) as file:
         return file.seek(0, os.SEEK_END)
 
 
-@retried
 def read_file(folder: pathlib.Path, name: str) -> bytes:
     """The content of a file that holds no tensors. Raises CorruptCheckpoint."""
     with open_file(folder, name) as file:
@@ -124,7 +91,6 @@ def read_file(folder: pathlib.Path, name: str) -> bytes:
     return content
 
 
-@retried
 def hash_part(folder: pathlib.Path, name: str, part: int) -> str:
     """SHA-256 of the part-th 64 MiB of a file, in hexadecimal."""
     digest = hashlib.sha256()

@@ -85,7 +85,7 @@ class Section:
 class Run(Section):
     name: RunName | None = option(None, "folder in output_dir; absent: the file's stem")
     output_dir: Path = option("outputs", "folder that holds all runs")
-    seed: NonNegativeInt = option(0, "seed of initial weights and data order", resume="run")
+    seed: NonNegativeInt = option(0, "seed of initial weights and data order", resume="fixed")
     device: Literal["auto", "cuda", "cpu"] = option(
         "auto", "auto: cuda where there is a GPU, else cpu"
     )
@@ -112,22 +112,22 @@ class RopeScaling(Section):
 
 @dataclass(frozen=True)
 class Model(Section):
-    dim: PositiveInt = option(MISSING, "residual width", resume="shape")
-    n_layers: PositiveInt = option(MISSING, "transformer blocks", resume="shape")
-    n_heads: PositiveInt = option(MISSING, "query heads", resume="shape")
-    n_kv_heads: PositiveInt = option(MISSING, "key/value heads (GQA)", resume="shape")
-    ffn_dim: PositiveInt = option(MISSING, "hidden width", resume="shape")
-    vocab_size: PositiveInt = option(MISSING, "rows of the embedding", resume="shape")
-    head_dim: PositiveInt | None = option(None, "absent: dim / n_heads", resume="shape")
+    dim: PositiveInt = option(MISSING, "residual width")
+    n_layers: PositiveInt = option(MISSING, "transformer blocks")
+    n_heads: PositiveInt = option(MISSING, "query heads")
+    n_kv_heads: PositiveInt = option(MISSING, "key/value heads (GQA)")
+    ffn_dim: PositiveInt = option(MISSING, "hidden width")
+    vocab_size: PositiveInt = option(MISSING, "rows of the embedding")
+    head_dim: PositiveInt | None = option(None, "absent: dim / n_heads")
     norm_eps: Epsilon = option(1e-5, "epsilon of RMSNorm")
     rope_theta: PositiveFloat = option(500000.0, "base of RoPE's frequencies")
-    rope_scaling: RopeScaling | None = section("output", default=None)
-    tie_embeddings: bool = option(False, "share embedding and head", resume="shape")
-    qk_norm: bool = option(False, "RMSNorm of each query and key head", resume="shape")
+    rope_scaling: RopeScaling | None = section("fixed", default=None)
+    tie_embeddings: bool = option(False, "share embedding and head")
+    qk_norm: bool = option(False, "RMSNorm of each query and key head")
     init_from: Path | None = option(
-        None, "Hugging Face folder or id of weights and sizes", resume="run", extra="huggingface"
+        None, "Hugging Face folder or id of weights and sizes", resume="fixed", extra="huggingface"
     )
-    freeze: tuple[str, ...] = option((), "parameters, such as 'embedding*'", resume="state")
+    freeze: tuple[str, ...] = option((), "parameters, such as 'embedding*'", resume="fixed")
 
     @property
     def width_per_head(self) -> int:
@@ -171,7 +171,7 @@ class Data(Section):
     )
     max_tokens: PositiveInt | None = option(None, "tokens to prepare; absent: all")
     document_mask: bool = option(
-        False, "attend only within a document; positions restart in each", resume="run"
+        False, "attend only within a document; positions restart in each", resume="fixed"
     )
     format: RowFormat | None = option(None, "what a row is; absent: a text, or messages_field's")
     messages_field: str | None = option(
@@ -247,8 +247,8 @@ class Data(Section):
 @dataclass(frozen=True)
 class Train(Section):
     steps: PositiveInt = option(MISSING, "optimizer steps")
-    seq_len: PositiveInt = option(2048, "tokens per sequence", resume="run")
-    global_batch_size: PositiveInt = option(8, "sequences per step", resume="run")
+    seq_len: PositiveInt = option(2048, "tokens per sequence", resume="fixed")
+    global_batch_size: PositiveInt = option(8, "sequences per step", resume="fixed")
     micro_batch_size: PositiveInt | None = option(
         None, "sequences per pass; absent: all, no gradient accumulation", resume="free"
     )
@@ -277,7 +277,7 @@ class Train(Section):
 @dataclass(frozen=True)
 class Optim(Section):
     name: Literal["adamw", "muon"] = option(
-        "adamw", "muon: for the blocks' matrices", resume="state", extra="optimizers"
+        "adamw", "muon: for the blocks' matrices", resume="fixed", extra="optimizers"
     )
     lr: PositiveFloat = option(3e-4, "peak learning rate")
     muon_lr: PositiveFloat | None = option(None, "of Muon's matrices; absent: lr")
@@ -292,7 +292,7 @@ class Optim(Section):
     schedule_steps: PositiveInt | None = option(None, "the schedule's end; absent: train.steps")
     min_lr_ratio: Fraction = option(0.1, "final learning rate / lr")
     state_dtype: Dtype = option(
-        "float32", "dtype of moments and momentum", resume="state", extra="optimizers"
+        "float32", "dtype of moments and momentum", resume="fixed", extra="optimizers"
     )
 
     def rules(self, cfg: "Config") -> Rules:
@@ -328,11 +328,11 @@ class Parallel(Section):
     param_dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto",
         "of all-gather and compute; auto: bfloat16 where devices have units for it, else float32",
-        resume="recipe",
+        resume="logged",
     )
-    reduce_dtype: Dtype = option("float32", "of gradient reduction", resume="recipe")
-    output_dtype: Dtype | None = option(None, "between units; absent: param_dtype", resume="recipe")
-    keep_fp32: tuple[str, ...] = option((), "units in float32, as 'blocks.[01]'", resume="recipe")
+    reduce_dtype: Dtype = option("float32", "of gradient reduction", resume="logged")
+    output_dtype: Dtype | None = option(None, "between units; absent: param_dtype", resume="logged")
+    keep_fp32: tuple[str, ...] = option((), "units in float32, as 'blocks.[01]'", resume="logged")
     replicated: tuple[str, ...] = option(
         (), "patterns of frozen parameters to keep whole on every rank"
     )
@@ -344,7 +344,7 @@ class Parallel(Section):
     )
     compile: bool = option(False, "torch.compile blocks, loss, bfloat16 update")
     float8: Literal["none", "tensorwise", "rowwise"] = option(
-        "none", "blocks' matmuls in float8", resume="recipe", extra="float8"
+        "none", "blocks' matmuls in float8", resume="logged", extra="float8"
     )
 
     @property
@@ -394,10 +394,10 @@ class Parallel(Section):
 
 @dataclass(frozen=True)
 class Lora(Section):
-    rank: PositiveInt = option(16, "rank of the adapters", resume="shape")
+    rank: PositiveInt = option(16, "rank of the adapters")
     alpha: PositiveFloat | None = option(None, "adapters scale by alpha / rank; absent: 2 x rank")
     # load() replaces "all-linear" by the names
-    targets: Projections | Literal["all-linear"] = option(PROJECTIONS, "adapted", resume="shape")
+    targets: Projections | Literal["all-linear"] = option(PROJECTIONS, "adapted")
     base_dtype: Literal["bfloat16", "float32", "nf4"] = option(
         "bfloat16", "dtype of the frozen weights"
     )
@@ -489,12 +489,12 @@ class Config:
     not say it: an option that a fork adds to [model] is compared, one of [parallel] is not."""
 
     run: Run = section("free")
-    model: Model = section("output")
-    data: Data = section("data")
-    train: Train = section("recipe")
-    optim: Optim = section("recipe")
+    model: Model = section("fixed")
+    data: Data = section("fixed")
+    train: Train = section("logged")
+    optim: Optim = section("logged")
     parallel: Parallel = section("free")
-    lora: Lora | None = section("output", extra="lora")
+    lora: Lora | None = section("fixed", extra="lora")
     checkpoint: Checkpoint | None = section("free")
     eval: Eval | None = section("free")
     log: Log = section("free")

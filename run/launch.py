@@ -34,7 +34,6 @@ import uuid
 
 import config
 from checkpoint import compare
-from checkpoint.manifest import RemovedCheckpoint, retry
 from config import Config, ConfigError, together
 
 from data.folder import is_prepared
@@ -81,7 +80,7 @@ def check(cfg: Config, ranks: Ranks, evaluates: bool = False) -> int:
     """What one process can check before the ranks start. Returns the step that they resume after.
     Writes nothing. Raises one ConfigError with all problems."""
     (_, start, _), *_ = together(
-        lambda: retry(RemovedCheckpoint, lambda: compare.starting_point(cfg, evaluates)),
+        lambda: compare.starting_point(cfg, evaluates),
         lambda: config.mesh_shape(cfg, ranks.total),
         lambda: ranks.command(""),
         lambda: check_machine(cfg, ranks),

@@ -25,7 +25,6 @@ from metrics import log
 from parallel.mesh import World
 from parallel.ranks import all_gather_objects, on_rank_zero
 from parallel.torch_patches import shorten_nccl_timeout
-from run import resume
 from run.environment import changed_code, environment, start_logging
 from run.folder import ENDING_SECONDS, FolderClaim
 from run.stop import Agreement
@@ -77,7 +76,7 @@ class Run:
         start_logging(self.folder, self.world.rank)
         hosts = all_gather_objects(platform.node())
         if self.claim:
-            warnings += [*self._record_launch(hosts), *resume.changes(self.cfg, self.start)]
+            warnings += self._record_launch(hosts)
         return warnings
 
     def _take_folder(self, checkpointer: Checkpointer) -> list[str]:
