@@ -1,9 +1,8 @@
 """The optimizer, its parameter groups, clipping, and the learning rate of each step."""
 
-import logging
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -14,11 +13,8 @@ from torch.distributed.tensor import DTensor
 import config
 from model.llama import after_weight_update, named_parameters, plain_name
 
-log = logging.getLogger("train")
-
 TARGETLESS_LIMIT = 100  # steps without a target in a row that end a run
 NORM_ROW = 4096  # elements whose squares are added up in float32
-SPIKE_WINDOW = 128  # steps that a spike is compared with
 
 
 def learning_rate(o: config.Optim, end: int, step: int) -> float:
@@ -111,14 +107,7 @@ class ShardedAdamW(torch.optim.AdamW):
 
 
 class UpdateGuard:
-    """Skips harmful updates without waiting for the device: those of non-finite gradients and, with
-    train.skip_spikes, of spikes.
-
-    A spike is a step whose gradient norm or loss is more than train.skip_spikes standard deviations
-    above its mean over the last SPIKE_WINDOW steps: the rule of OLMo-core's SkipStepOptimizer.
-    Skipping the batches around a spike cures it (https://arxiv.org/abs/2204.02311, section 5.1). A
-    spike joins the window: it raises the limits meanwhile, and after a shift of the level at most
-    1 / (1 + deviations^2) of the window is skipped.
+    """Skips updates of non-finite gradients without waiting for the device.
 
     torch's fused optimizers leave weights and state untouched if `found_inf` is set. The host reads
     this flag one step late, and before every save. Optimizers of other kinds ignore the flag: for
@@ -131,20 +120,13 @@ class UpdateGuard:
         device: torch.device,
         limit: int,
         progress: "Progress",
-        skip_spikes: float | None = None,
     ):
-        """limit: updates in a row that may be skipped because of their gradient; one more stops the
-        run. progress: counts the skipped updates, all but the last."""
+        """limit: updates in a row that may be skipped; one more stops the run. progress: counts the
+        skipped updates, all but the last."""
         self.limit = limit
         self.progress = progress
-        self.deviations = skip_spikes
-        if skip_spikes is None:
-            progress.recent = []  # else they would be compared with, long after
-        self.spike_limits = (math.inf, math.inf)  # of gradient norm and loss
         self.found_inf = torch.zeros((), device=device)
-        # the flag and the gradient norm; with train.skip_spikes also the loss
-        figures = 2 if skip_spikes is None else 3
-        self.on_host = torch.zeros(figures, pin_memory=device.type == "cuda")
+        self.on_host = torch.zeros((), pin_memory=device.type == "cuda")
         # a CPU's event does nothing: the host's copies are synchronous
         self.copied = torch.get_device_module(device).Event()
         self.pending_step: int | None = None  # whose flag is being copied
@@ -152,61 +134,35 @@ class UpdateGuard:
         if self.optimizer_skips:
             optimizer.found_inf = self.found_inf  # pyrefly: ignore[missing-attribute]
 
-    def may_update(self, step: int, norm: Tensor, loss: Tensor | None = None) -> bool:
+    def may_update(self, step: int, norm: Tensor) -> bool:
         """Whether to call the optimizer's step(); the same on all ranks.
 
         norm: the gradient norm over all ranks, non-finite if any gradient is, or any loss:
         training_step() in train.py scales by NaN then.
-        loss: this rank's summand of the global batch's mean loss; used, and all-reduced, only with
-        train.skip_spikes.
         """
-        self._count_skipped()
-        skip = ~norm.isfinite()
-        figures = [norm]
-        if self.deviations is not None:
-            assert loss is not None
-            loss = loss.clone()
-            dist.all_reduce(loss)
-            loss = loss.to(norm.device)
-            self.spike_limits = spike_limits(self.progress.recent, self.deviations)
-            norm_limit, loss_limit = self.spike_limits
-            skip = skip | (norm > norm_limit) | (loss > loss_limit)
-            figures = [norm, loss]
-        self.found_inf.copy_(skip)
-        self.on_host.copy_(torch.stack([self.found_inf, *figures]), non_blocking=True)
+        self.check()
+        self.found_inf.copy_(~norm.isfinite())
+        self.on_host.copy_(self.found_inf, non_blocking=True)
         self.copied.record()
         self.pending_step = step
-        return self.optimizer_skips or not self._figures()[0]
+        return self.optimizer_skips or not self._is_skipped()
 
-    def _figures(self) -> list[float]:
+    def _is_skipped(self) -> bool:
         self.copied.synchronize()
-        return self.on_host.tolist()
+        return bool(self.on_host)
 
     def check(self) -> None:
-        """Completes `progress` for a checkpoint by the last update: waits for the device.
+        """Completes `progress`, for a checkpoint, by the last update: waits for the device.
 
         Raises FloatingPointError if more updates in a row were skipped than the limit.
         """
-        self._count_skipped()
-
-    def _count_skipped(self) -> None:
         step = self.pending_step
         if step is None:
             return
         self.pending_step = None
         progress = self.progress
-        is_skipped, norm, *losses = self._figures()
-        if math.isfinite(norm):
+        if not self._is_skipped():
             progress.skipped_in_a_row = 0
-            if losses and math.isfinite(losses[0]):
-                progress.recent = [*progress.recent, [norm, *losses]][-SPIKE_WINDOW:]
-            if is_skipped:
-                progress.skipped_spikes += 1
-                norm_limit, loss_limit = self.spike_limits
-                log.warning(
-                    f"step {step}: a spike, skipped: gradient norm {norm:.4g} (limit "
-                    f"{norm_limit:.4g}), loss {losses[0]:.4g} (limit {loss_limit:.4g})"
-                )
             return
         progress.skipped_in_a_row += 1
         progress.skipped_steps += 1
@@ -215,15 +171,6 @@ class UpdateGuard:
                 f"step {step}: the gradient is not finite, the weights were left as they were "
                 f"before it; train.skip_nonfinite = {self.limit} such steps in a row may be skipped"
             )
-
-
-def spike_limits(recent: list[list[float]], deviations: float) -> tuple[float, float]:
-    """The largest gradient norm and loss that are no spike, after these (norm, loss) of steps."""
-    if len(recent) < SPIKE_WINDOW:
-        return math.inf, math.inf
-    std, mean = torch.std_mean(torch.tensor(recent, dtype=torch.float64), dim=0)  # (2) each
-    norm_limit, loss_limit = (mean + deviations * std).tolist()
-    return norm_limit, loss_limit
 
 
 class NoTargets(Exception):
@@ -242,9 +189,6 @@ class Progress:
     tokens: int = 0  # trained on; batch size and sequence length may have changed on the way
     skipped_steps: int = 0  # their gradient was not finite (UpdateGuard)
     skipped_in_a_row: int = 0
-    skipped_spikes: int = 0
-    # (gradient norm, loss) of up to SPIKE_WINDOW steps, the last one last; with train.skip_spikes
-    recent: list[list[float]] = field(default_factory=list)
     targetless_steps: int = 0  # no token had a loss: nothing was updated
     targetless_in_a_row: int = 0
 

@@ -6,7 +6,7 @@ torchrun --nproc-per-node 8 train.py configs/llama8b.toml     the ranks alone, o
 python train.py configs/tiny.toml --eval-only            evaluates the run's newest checkpoint
 """
 
-from run.command import begin_rank
+from run.begin import begin_rank
 
 if __name__ == "__main__":
     # before the imports below, which take seconds
@@ -71,9 +71,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     warnings = run.begin(checkpointer)  # takes the run's folder: from here on, things are written
     recorder = Recorder(cfg, world, run.folder, start, model, dataset, run.seconds)
     recorder.log_start(model, unit_table(units), warnings)
-    guard = UpdateGuard(
-        optimizer, device, cfg.train.skip_nonfinite, progress, cfg.train.skip_spikes
-    )
+    guard = UpdateGuard(optimizer, device, cfg.train.skip_nonfinite, progress)
     loader = Loader(dataset, world, start + 1)
     evaluation = Evaluation(cfg, model, world, dataset, run)
     # the launch before may have been stopped after this step's save, before its evaluation
@@ -146,17 +144,13 @@ def training_step(
     # update, which saves a pass over the gradients: hence the argument.
     grad_norm = clip_gradients(model, optimizer, cfg.train.max_grad_norm)
     seed_update(cfg.run.seed, step, world)
-    loss = sums["loss"] / (max(1, batch.valid_tokens) * world.tp)  # tp ranks have the same sum
     # Without a target in the global batch, all ranks leave weights and optimizer state as they are:
     # the gradients are zero, but weight decay and momentum would still change the weights.
     # A fused optimizer skips a harmful step itself, so that the host need not wait: UpdateGuard.
-    if batch.valid_tokens and guard.may_update(step, grad_norm, loss):
+    if batch.valid_tokens and guard.may_update(step, grad_norm):
         optimizer.step()
     optimizer.zero_grad()
-    scalars = {"grad_norm": grad_norm, "lr": lr}
-    if cfg.train.skip_spikes is not None:
-        scalars["skipped_spikes"] = guard.progress.skipped_spikes  # before this step
-    return sums, scalars
+    return sums, {"grad_norm": grad_norm, "lr": lr}
 
 
 if __name__ == "__main__":

@@ -75,10 +75,13 @@ def as_text(value: Any) -> str:
 
 def check_same_run(cfg: config.Config, folder: pathlib.Path, evaluating: bool = False) -> None:
     """Raises ConfigError naming every fixed option that differs from the checkpoint's, unless
-    checkpoint.allow_changed names it. evaluating: of those, what the model is."""
+    checkpoint.allow_changed names it. evaluating: of those, what the model computes."""
     problems = []
+    not_computed = ("model.freeze", "model.init_from")
     for name, (before, now) in changed_options(cfg, folder).items():
-        is_compared = not evaluating or name.startswith(("model.", "lora."))
+        is_compared = not evaluating or (
+            name.startswith(("model.", "lora.")) and name not in not_computed
+        )
         if name in allowed_changes(cfg.checkpoint) or not is_compared:
             continue
         problems.append(

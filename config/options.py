@@ -254,9 +254,6 @@ class Train(Section):
     )
     max_grad_norm: PositiveFloat | Literal["off"] = option(1.0, "clip the gradient norm to this")
     skip_nonfinite: NonNegativeInt = option(0, "steps in a row with NaN or inf to skip; 0: none")
-    skip_spikes: PositiveFloat | None = option(
-        None, "skip a step so many sigmas above the last 128; absent: none"
-    )
 
     def rules(self, cfg: "Config") -> Rules:
         if self.micro_batch_size and self.global_batch_size % self.micro_batch_size:

@@ -20,7 +20,7 @@ def main() -> None:
     from torch.distributed.run import main as run
 
     from parallel.torch_patches import report_wait_for_nodes
-    from run.command import LAUNCH, PARENT
+    from run.begin import LAUNCH, PARENT
     from run.watchdog import report_killed
 
     for name in ("agent.server.api", "multiprocessing.api"):

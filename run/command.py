@@ -1,7 +1,6 @@
 """How many ranks there are, and the command and environment that start them: one process, torchrun,
 or in a SLURM job torchrun on each of its nodes."""
 
-import gc
 import os
 import pathlib
 import re
@@ -9,19 +8,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from argparse import Namespace
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import config
 from config import ConfigError
+from run.begin import LAUNCH, PARENT, check_not_one_of_several
 from run.watchdog import Report
 from system.machine import usable_cores, visible_gpus
-from system.processes import SIGNALS, die_with_parent, print_error, python_command
+from system.processes import SIGNALS, print_error, python_command
 
 TRAIN = str(pathlib.Path(__file__).parent.parent / "train.py")
-CONFIG = "config.toml"  # the configuration in a launch's folder
-LAUNCH = "TRAINER_LAUNCH"  # the variable that names the launch's folder to torchrun and ranks
-PARENT = "TRAINER_PARENT"  # the process id of what starts the ranks: launcher or torchrun
 # torchrun would look up this machine's name, which may not resolve, or to an address that does not
 # reach it (a VPN, /etc/hosts)
 ONE_NODE = ["--standalone", "--nnodes=1", "--local-addr=localhost"]
@@ -29,14 +24,6 @@ EXPANDABLE = "expandable_segments:True"
 # on_nodes() starts this in each node. The name by which the other nodes know this one, as they know
 # the head; else torchrun would announce what this machine's own name resolves to here.
 ON_NODE = 'PET_LOCAL_ADDR="${SLURMD_NODENAME-}" exec "$@"'
-# of processes that another launcher has started: torchrun, Open MPI, MPICH or Intel MPI, srun
-COUNTS = (
-    "WORLD_SIZE",
-    "PET_NNODES",
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "SLURM_STEP_NUM_TASKS",
-)
 # what another launcher may leave, and torchrun or a rank would read
 OF_A_LAUNCHER = re.compile(
     "(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|"
@@ -118,18 +105,6 @@ class Ranks:
         return defaults | inherited
 
 
-def check_not_one_of_several() -> None:
-    """Raises ConfigError if another launcher has started several processes, of which this is one:
-    each would train a model of its own."""
-    for name in COUNTS:
-        value = os.environ.get(name) or "1"
-        if value not in ("1", "1:1"):
-            raise ConfigError(
-                f"{name}={value}: another launcher started this process as one of several; to be one "
-                f"of them: torchrun train.py CONFIG (docs/cluster.md); to train alone: env -u {name}"
-            )
-
-
 def number(variable: str, text: str, least: int) -> int:
     """The value of an environment variable. Raises ConfigError."""
     if not (re.fullmatch("[0-9]+", text) and int(text) >= least):
@@ -182,30 +157,3 @@ def requeue(job: str, end: Report) -> None:
         failed, _ = subprocess.getstatusoutput(f"scontrol requeue {job}")
         outcome = "could not be requeued: submit it again to resume" if failed else "requeued"
     print_error(f"run_train.sh: job {job} stopped; {outcome}")
-
-
-def resume_newest(cfg: config.Config) -> config.Config:
-    """The configuration of a restart: `checkpoint.resume = N` counts in the first attempt, later
-    ones resume from the newest checkpoint."""
-    if not (cfg.checkpoint and isinstance(cfg.checkpoint.resume, int)):
-        return cfg
-    return replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))
-
-
-def begin_rank(usage: str) -> tuple[Namespace, config.Config]:
-    """What a rank does first, before it imports torch, which takes seconds: its arguments and
-    configuration, which the launcher has resolved, or which it reads itself without one. Exits with
-    2 if they are invalid. usage: of --help."""
-    gc.disable()  # until the imports are done: it takes a fifth of their time, and frees nothing
-    # until the run begins, Ctrl-C ends the process without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if PARENT in os.environ:
-        die_with_parent(int(os.environ[PARENT]))
-    argv = sys.argv[1:]
-    is_resolved = LAUNCH in os.environ
-    if is_resolved:
-        argv = [str(pathlib.Path(os.environ[LAUNCH], CONFIG))]
-    args, cfg = config.from_command_line(argv, usage, resolved=is_resolved)
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and not args.eval_only:
-        cfg = resume_newest(cfg)
-    return args, cfg

@@ -1,15 +1,12 @@
 """What a launch ran on (environment.json), and the log of each of its ranks."""
 
-import hashlib
 import logging
 import os
 import pathlib
 import platform
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +16,7 @@ from system import processes
 
 REPO = pathlib.Path(__file__).parent.parent
 GIT_SECONDS = 10.0  # a network's disk may hang, or a repository be huge
-DIFF_BYTES = 2**16  # a larger diff is left out: each launch keeps its own
+DIFF_BYTES = 2**16  # of a larger diff the rest is left out: each launch keeps its own
 
 
 def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
@@ -35,7 +32,6 @@ def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
         "command": sys.argv,
         "commit": git("rev-parse", "HEAD"),
         "uncommitted": git("diff", "HEAD"),
-        "code": code(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -50,45 +46,14 @@ def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
 
 
 def git(*words: str) -> str | None:
-    """The output of a git command in this repository, or how large it is; None if it fails or
-    hangs."""
+    """The output of a git command in this repository; None if it fails or hangs."""
     try:
-        with tempfile.TemporaryFile() as output:
-            subprocess.run(
-                ["git", *words],
-                cwd=REPO,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.DEVNULL,
-                timeout=GIT_SECONDS,
-                check=True,
-            )
-            size = os.fstat(output.fileno()).st_size
-            if size > DIFF_BYTES:
-                return f"{words[0]} of {size:,} bytes left out"
-            output.seek(0)
-            return output.read().decode(errors="replace").strip()
+        done = subprocess.run(
+            ["git", *words], cwd=REPO, capture_output=True, timeout=GIT_SECONDS, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def code() -> dict[str, str]:
-    """A hash of each of this repository's files that this process has imported, by path."""
-    hashes = {}
-    for module in list(sys.modules.values()):
-        path = pathlib.Path(getattr(module, "__file__", None) or "/")
-        is_ours = path.is_relative_to(REPO) and "site-packages" not in path.parts
-        if is_ours and path.is_file():  # it may have been removed since
-            digest = hashlib.blake2b(path.read_bytes(), digest_size=8)
-            hashes[str(path.relative_to(REPO))] = digest.hexdigest()
-    return dict(sorted(hashes.items()))
-
-
-def changed_code(before: dict[str, str], now: dict[str, str]) -> Iterator[str]:
-    """A warning if a launch has other code than the launch before."""
-    changed = [path for path, digest in before.items() if now.get(path, digest) != digest]
-    if changed:
-        yield f"other code than the launch before: {', '.join(changed)} (environment.json)"
+    return done.stdout[:DIFF_BYTES].decode(errors="replace").strip()
 
 
 def start_logging(folder: pathlib.Path, rank: int) -> None:

@@ -37,7 +37,8 @@ from checkpoint import compare
 from config import Config, ConfigError, together
 
 from data.folder import is_prepared
-from run.command import CONFIG, LAUNCH, Ranks, requeue, resume_newest
+from run.begin import CONFIG, LAUNCH, resume_newest
+from run.command import Ranks, requeue
 from run.folder import ENDING_SECONDS, FolderClaim, lock, read_status
 from run.follower import followed
 from run.watchdog import BEFORE, EXITED, Report, read_reports

@@ -33,7 +33,7 @@ from parallel.ranks import (
     rank_and_size,
 )
 from parallel.torch_patches import set_default_timeout, shield_compilers
-from run.command import LAUNCH, check_not_one_of_several
+from run.begin import LAUNCH, check_not_one_of_several
 from run.run import Run
 from run.watchdog import EXITED, Watchdog
 from system.machine import NVIDIA, has_driver

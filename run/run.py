@@ -1,7 +1,6 @@
 """One run inside its ranks, around what trains: phases with timeouts, steps, the run's folder."""
 
 import contextlib
-import errno
 import gc
 import json
 import platform
@@ -20,12 +19,12 @@ import metrics
 from checkpoint import catalog
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.save import SaveFailed
-from config import Config, ConfigError
+from config import Config
 from metrics import log
 from parallel.mesh import World
 from parallel.ranks import all_gather_objects, on_rank_zero
 from parallel.torch_patches import shorten_nccl_timeout
-from run.environment import changed_code, environment, start_logging
+from run.environment import environment, start_logging
 from run.folder import ENDING_SECONDS, FolderClaim
 from run.stop import Agreement
 from run.watchdog import Watchdog
@@ -54,7 +53,6 @@ class Run:
         self.step = 0  # the last step trained, by this launch or an earlier one
         self.checkpointer: Checkpointer | None = None  # from begin() on
         self.claim: FolderClaim | None = None  # on rank 0, from begin() on
-        self.failure: Exception | None = None  # why this rank cannot continue
 
     @property
     def stops(self) -> bool:
@@ -104,7 +102,8 @@ class Run:
         launch = environment(hosts, self.world.device)
         launch["earlier"] = [*before.pop("earlier", []), before] if before else []
         write_if_possible(path, json.dumps(launch, indent=2))
-        yield from changed_code(before.get("code", {}), launch["code"])
+        if before.get("commit", launch["commit"]) != launch["commit"]:
+            yield f"another commit than the launch before: {launch['commit']} (environment.json)"
         if self.cfg.log.tracker and not self.launch:
             yield (
                 f"log.tracker = {self.cfg.log.tracker}: without the launcher no row is sent; to send "
@@ -134,14 +133,13 @@ class Run:
         self.watchdog.begin(phase, seconds, step)
 
     def steps(self, first: int, last: int) -> Iterator[int]:
-        """Yields each step to train, up to `last` or until all ranks agree to stop. Collective. If
-        a rank cannot continue, raises why after the step before was saved."""
+        """Yields each step to train, up to `last` or until all ranks agree to stop. Collective."""
         traced = contextlib.nullcontext
         if self.cfg.profile:
             from extras.profiler.profiler import Profiler
 
             traced = Profiler(self.cfg.profile, self.folder, self.world, first).traced
-        self._begin_agreement()
+        self.agreement.begin()
         self.agree_to_continue()  # a signal may have come before
         gc.collect()
         gc.freeze()
@@ -150,7 +148,7 @@ class Run:
             if self.stops:
                 break
             self._enter("first step" if step == first else "step", step)  # the first compiles
-            self._begin_agreement()
+            self.agreement.begin()
             with traced(step):
                 yield step
             self.step = step
@@ -159,33 +157,7 @@ class Run:
                 shorten_nccl_timeout(max(timeout / 2, timeout - DUMP_SECONDS))
             if step % COLLECT_EVERY_STEPS == 0:
                 gc.collect()
-        if self.failure:
-            raise self.failure
         self._enter("end")
-
-    def _begin_agreement(self) -> None:
-        """Starts the all-reduce that says whether any rank stops."""
-        try:
-            if self.claim:
-                self._check_folder()
-        except OSError as error:  # stops all ranks because this one cannot continue
-            self.failure = error
-            self.agreement.note(signal.SIGTERM, None)
-        self.agreement.begin()
-
-    def _check_folder(self) -> None:
-        """Raises OSError if the rows are written to a file that was deleted or moved: nobody would
-        read them, nor the logs. A disk that fails for a moment is no proof of that."""
-        path = self.folder / "metrics.jsonl"
-        try:
-            path.stat()
-        except FileNotFoundError:
-            problem = "was deleted or moved, and with it the rows so far; the run ends"
-            if self.cfg.checkpoint:
-                problem += ", and saves first: the same command resumes"
-            raise OSError(errno.ENOENT, problem, str(path)) from None
-        except OSError:
-            pass
 
     def agree_to_continue(self) -> None:
         """Finishes the step's all-reduce. It began with the step and overlaps it, so a signal
