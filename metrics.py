@@ -7,9 +7,7 @@ import math
 import mmap
 import os
 import pathlib
-import platform
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -63,7 +61,6 @@ class Recorder:
         world: World,
         folder: pathlib.Path,
         start: int,
-        model: Llama,
         dataset: Dataset,
         seconds: dict[str, float],
     ):
@@ -77,17 +74,15 @@ class Recorder:
         self.flops_per_token = flops_per_token(meta_model(cfg.model, cfg.lora), cfg.train.seq_len)
         self.seconds = seconds
         self.rows = Rows(folder, cfg.log.tensorboard, start) if world.rank == 0 else None
-        self.timer = OwnTimer(model, world.device)
-        self._begin_row(start + 1)
+        self._begin_row()
 
-    def _begin_row(self, next_step: int) -> None:
+    def _begin_row(self) -> None:
         """Begins to count the steps of the next row."""
         self.began = time.perf_counter()
         self.seconds_before = self.seconds.copy()
         self.steps = 0
         self.loss = torch.zeros(())  # the sum over the steps, on the device from the first step on
         self.valid_tokens = 0
-        self.timer.is_on = self._is_due(next_step)
 
     def _is_due(self, step: int) -> bool:
         return step % self.cfg.log.every_steps == 0 or step in (1, self.cfg.train.steps)
@@ -105,8 +100,7 @@ class Recorder:
         else:
             origin = "from fresh weights"
         epochs = self.dataset.epochs(steps * config.tokens_per_step(cfg.train))
-        if epochs is not None:
-            origin = f"{shown_epochs(epochs)} in {steps:,} steps; {origin}"
+        origin = f"{shown_epochs(epochs)} in {steps:,} steps; {origin}"
         mesh = f"{world.dp_replicate} replicas x {world.dp_shard} shards"
         if world.cp * world.tp > 1:
             mesh += f" x cp {world.cp} x tp {world.tp}"
@@ -153,9 +147,7 @@ class Recorder:
                 self.rows.write(row)
                 is_first = step == self.start + 1  # which takes longer than those that follow
                 log.info(console_line(row, self.cfg.train.steps, shows_time_left=not is_first))
-            self._begin_row(step + 1)
-        else:
-            self.timer.is_on = self._is_due(step + 1)
+            self._begin_row()
 
     def _train_row(
         self,
@@ -171,14 +163,14 @@ class Recorder:
         counted = {"losses since the row": self.loss.item(), "batch digest": batch.digest}
         counted |= {name: value.item() for name, value in sums.items()}
         figures = self._figures()  # item() waited until the device is done: before the clock
-        ranks = all_gather_objects((counted, figures, platform.node()))
+        ranks = all_gather_objects((counted, figures))
         # tp ranks have the same sums, cp ranks those of their part of the sequence
         totals = {}
         for name in counted:
-            totals[name] = sum(counted[name] for counted, _, _ in ranks[:: world.tp])
+            totals[name] = sum(counted[name] for counted, _ in ranks[:: world.tp])
         # the ranks of a tp or cp group have the same samples
-        digest = sum(counted["batch digest"] for counted, _, _ in ranks[:: world.cp * world.tp])
-        seconds = max(figures["step_seconds"] for _, figures, _ in ranks)
+        digest = sum(counted["batch digest"] for counted, _ in ranks[:: world.cp * world.tp])
+        seconds = max(figures["step_seconds"] for _, figures in ranks)
         rate = config.tokens_per_step(self.cfg.train) / world.size / seconds
         peak = peak_flops(world.device)
         row = {
@@ -195,22 +187,18 @@ class Recorder:
             **figures,  # of rank 0
             "epochs": self.dataset.epochs(tokens),
         }
-        if world.size > 1:
-            row["slowest_rank"] = slowest([(figures, host) for _, figures, host in ranks])
         row["batch_digest"] = digest % config.DIGEST_MODULUS
         return row
 
     def _figures(self) -> dict[str, float]:
-        """This rank's time per step since the last row, without evaluations and saves; its own
-        time, which does not include that of other ranks; its memory."""
+        """This rank's time per step since the last row, without evaluations and saves, and its
+        memory."""
         spent = {name: self.seconds[name] - self.seconds_before[name] for name in self.seconds}
         seconds = time.perf_counter() - self.began
         seconds -= spent.get("evaluation", 0) + spent.get("save", 0)
-        data_seconds = spent.get("data", 0) / self.steps
         return {
             "step_seconds": seconds / self.steps,
-            "data_seconds": data_seconds,
-            "own_seconds": data_seconds + self.timer.seconds(),
+            "data_seconds": spent.get("data", 0) / self.steps,
             "peak_memory_gib": peak_memory_gib(self.world.device),
         }
 
@@ -239,51 +227,6 @@ class Recorder:
     def close(self) -> None:
         if self.rows:
             self.rows.close()
-
-
-class OwnTimer:
-    """Times the forward passes of blocks and head in a step, each from the moment its weights are
-    all-gathered. What a rank waits for others does not count: among ranks that wait for each other
-    in every step, a slow one is told by this alone. With tp or cp, the collectives inside a block
-    count, and so a group is as slow as its slowest rank."""
-
-    def __init__(self, model: Llama, device: torch.device):
-        self.device = device
-        self.is_on = False  # for the steps that a row reports
-        self.times: list[Any] = []  # the begin and the end of each pass
-        for unit in (*model.blocks, model.head):
-            if unit._compiled_call_impl is None:  # else the hooks would be compiled with the block
-                # FSDP2's own hook comes before, and waits for the all-gather
-                unit.register_forward_pre_hook(self._note_time)
-                unit.register_forward_hook(self._note_time)
-
-    def _note_time(self, module: torch.nn.Module, *unused: Any) -> None:
-        if not (self.is_on and module.training):  # an evaluation
-            return
-        if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.times.append(event)
-        else:
-            self.times.append(time.perf_counter())
-
-    def seconds(self) -> float:
-        """Since the last call. On a GPU once it is done."""
-        begins, ends = self.times[::2], self.times[1::2]
-        self.times = []
-        if self.device.type == "cuda":
-            return sum(begin.elapsed_time(end) for begin, end in zip(begins, ends)) / 1000
-        return sum(ends) - sum(begins)
-
-
-def slowest(ranks: list[tuple[dict[str, float], str]]) -> dict[str, Any]:
-    """From each rank's figures and host: the maximum of each figure; which rank's own time is the
-    longest, and its host; the median of the ranks' own times."""
-    times = [figures["own_seconds"] for figures, _ in ranks]
-    rank = times.index(max(times))
-    largest = {name: max(figures[name] for figures, _ in ranks) for name in ranks[0][0]}
-    median = statistics.median(times)
-    return {**largest, "own_seconds_median": median, "rank": rank, "host": ranks[rank][1]}
 
 
 class Rows:
@@ -413,15 +356,11 @@ def console_line(row: dict, steps: int, shows_time_left: bool = True) -> str:
     return line
 
 
-def shown_epochs(epochs: float | dict[str, float | None]) -> str:
+def shown_epochs(epochs: float | dict[str, float]) -> str:
     """0.62 epochs; of a mixture 1.2 epochs of web, 0.31 epochs of code."""
     if not isinstance(epochs, dict):
         return f"{epochs:.3g} epochs"
-    shares = []
-    for name, count in epochs.items():
-        number = "an unknown part" if count is None else f"{count:.3g} epochs"
-        shares.append(f"{number} of {name}")
-    return ", ".join(shares)
+    return ", ".join(f"{count:.3g} epochs of {name}" for name, count in epochs.items())
 
 
 def duration(seconds: float) -> str:

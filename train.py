@@ -69,7 +69,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     units = verify(model, optimizer, cfg.parallel, world)
 
     warnings = run.begin(checkpointer)  # takes the run's folder: from here on, things are written
-    recorder = Recorder(cfg, world, run.folder, start, model, dataset, run.seconds)
+    recorder = Recorder(cfg, world, run.folder, start, dataset, run.seconds)
     recorder.log_start(model, unit_table(units), warnings)
     guard = UpdateGuard(optimizer, device, cfg.train.skip_nonfinite, progress)
     loader = Loader(dataset, world, start + 1)

@@ -2,7 +2,7 @@
 
 import pathlib
 
-from config import positive
+from tools.planner.arguments import positive
 
 REPO = pathlib.Path(__file__).parent.parent
 

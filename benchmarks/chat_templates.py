@@ -29,8 +29,8 @@ import tokenizers
 import transformers
 
 from config import ConfigError
-from extras.chat.conversations import Chat
-from extras.chat.messages import checked
+from tools.prepare.chat.conversations import Chat
+from tools.prepare.chat.messages import checked
 
 Messages = list[dict[str, Any]]
 

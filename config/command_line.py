@@ -1,28 +1,19 @@
 """The command line: CONFIG, flags, --section.key=value, --help."""
 
 import argparse
-import contextlib
-import itertools
-import math
 import os
 import pathlib
 import re
 import shlex
-import shutil
 import sys
-import textwrap
-import typing
 from collections.abc import Callable
-from dataclasses import MISSING, is_dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from config.option import ConfigError, Option, Schema
-from config.options import SCHEMA, Config
-from config.read import describe, load, load_resolved, nearest, suggestion
-from config.show import toml
-from system.processes import INPUT_IS_WRONG, print_error, print_line
+from config.option import ConfigError
+from config.options import Config
+from config.read import load, load_resolved, nearest
+from system.processes import INPUT_IS_WRONG, print_error
 
-HELP_COLUMN = 32  # where the meanings of options begin
 REPO = pathlib.Path(__file__).parent.parent
 
 
@@ -81,6 +72,8 @@ def from_command_line(
     """
     try:
         if "--help" in argv or "-h" in argv:
+            from config.help import print_help
+
             print_help(argv, usage)
             sys.exit()
         args = parse_arguments(argv, parser)
@@ -113,56 +106,6 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
         sys.exit(130)
 
 
-def print_help(argv: list[str], usage: str) -> None:
-    """--help: the usage and all options; --help optim, or --help lr: a section, or an option. Raises
-    ConfigError if there is none of that name."""
-    following = dict(itertools.pairwise(argv))
-    subject = following.get("--help") or following.get("-h") or "--"
-    if subject.startswith("-") or subject.endswith(".toml"):
-        print_line(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n")
-        subject = None
-    print_line(help_text(subject))
-
-
-def help_text(subject: str | None = None, schema: Schema = SCHEMA) -> str:
-    """Every option with its default, type and meaning; of a subject those of a section, or the
-    options of that name, whole or without their section. Raises ConfigError if there are none."""
-    lines = []
-    for table, (_, is_optional, _, all_options) in schema.tables.items():
-        options = {}
-        for key, option in all_options.items():
-            if subject in (None, table, key, f"{table}.{key}"):
-                options[key] = option
-        if table and (options or subject in (None, table)):
-            lines += ["", f"[{table}]" + ("   (off unless given)" if is_optional else "")]
-        for key, option in options.items():
-            lines += _help_lines(key, option)
-        for key, option in options.items():
-            for inner in filter(is_dataclass, typing.get_args(option.kind)):
-                lines += ["", f"[[{table}.{key}]]   (one table each)"]
-                lines.append(help_text(schema=Schema(inner)))
-    if not lines:
-        raise ConfigError(f"--help {subject}: no such section or option{suggestion(subject or '')}")
-    return "\n".join(lines).strip("\n")
-
-
-def _help_lines(key: str, option: Option) -> list[str]:
-    """An option as TOML, with its meaning as a comment that is wrapped at words."""
-    default = {MISSING: "required", None: "absent"}.get(option.default) or toml(option.default)
-    assignment = f"  {key} = {default}"
-    indent = f"{HELP_COLUMN * ' '}# "
-    comments = textwrap.wrap(
-        f"{describe(option.kind)}: {option.help}",
-        min(100, shutil.get_terminal_size((100, 24)).columns),
-        initial_indent=indent,
-        subsequent_indent=indent,
-    )
-    if len(assignment) < HELP_COLUMN:
-        comments[0] = assignment.ljust(HELP_COLUMN) + comments[0].lstrip()
-        return comments
-    return [assignment, *comments]
-
-
 def command(*words: object) -> str:
     """A command of run_train.sh, to paste into the shell that this process was called from."""
     script = os.path.relpath(REPO / "run_train.sh")
@@ -177,13 +120,3 @@ def words_without(*options: str) -> list[str]:
     """The command line of this launch, without the options that begin with one of these."""
     words = [word for word in sys.argv[1:] if not word.startswith(options)]
     return [word.removeprefix(f"{os.getcwd()}/") for word in words]
-
-
-def positive(text: str, kind: type = float) -> Any:
-    """A positive finite number, as a type for argparse."""
-    with contextlib.suppress(ValueError):
-        number = kind(text)
-        if 0 < number < math.inf:
-            return number
-    requirement = "an integer" if kind is int else "finite"
-    raise argparse.ArgumentTypeError(f"{text} must be {requirement}, above 0")

@@ -29,7 +29,6 @@ import functools
 import pathlib
 import shutil
 import subprocess
-import time
 import uuid
 
 import config
@@ -46,10 +45,6 @@ from system.machine import visible_gpus
 from system.processes import die_with_parent, print_error, print_line, python_command
 
 PREPARE = "from config import run_tool; from tools.prepare.prepare import main; run_tool(main)"
-# torch's reader of NCCL's flight recorder: it says which collective which ranks have not begun
-READER = config.command(
-    "-m", "torch.distributed.flight_recorder.fr_trace", "--prefix", "nccl-rank-"
-)
 
 
 def launch(argv: list[str]) -> int:
@@ -148,7 +143,6 @@ class Attempts:
         self.folder = pathlib.Path()  # of its configuration and the ranks' reports
         self.is_final = False  # a restart cannot help
         self.end: Report | None = None  # of a rank that is through
-        self.began = 0.0  # seconds since the epoch
 
     def train(self) -> int:
         """The exit code of the last attempt."""
@@ -171,7 +165,6 @@ class Attempts:
         """Starts the ranks once, with the configuration in the launch's folder: a file that is
         edited meanwhile changes nothing. Returns their exit code."""
         self.id = uuid.uuid4().hex
-        self.began = time.time()
         self.folder = self.run_folder / f".launch-{self.id}"
         self.folder.mkdir(parents=True)
         (self.folder / CONFIG).write_text(config.to_toml(self.cfg))
@@ -267,11 +260,6 @@ class Attempts:
         for report in failed[1:]:
             if report.progress == first.progress and report.is_timeout:
                 lines.append(f"as far as that: rank {report.rank}, {report.innermost_frame}")
-        for record in self.run_folder.glob("logs/nccl-rank-*"):
-            if record.stat().st_mtime > self.began:
-                lines.append(f"each rank's last collectives: {record.parent}/nccl-rank-*")
-                lines.append(f"which rank did not begin which: {READER} {record.parent}")
-                break
         print_error("\n".join(lines))
 
 

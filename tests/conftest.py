@@ -212,7 +212,7 @@ def sentencepiece_model(path: pathlib.Path, **options: Any) -> Any:
     """A tokenizer of 300 entries as others train them."""
     import sentencepiece
 
-    from data.tokenizer import Tokenizer
+    from tools.prepare.tokenizer import Tokenizer
 
     defaults = {
         "normalization_rule_name": "identity",

@@ -20,7 +20,7 @@ import config
 import generate as tool
 from checkpoint import catalog, load
 from config import ConfigError
-from data.tokenizer import Tokenizer
+from tools.prepare.tokenizer import Tokenizer
 from generate import choose, encode, generate, print_stream
 from metrics import log
 from model.attention import attention

@@ -22,7 +22,7 @@ from torch import Tensor
 import config
 from checkpoint import catalog, compare, load
 from config import ConfigError, run_tool
-from data.tokenizer import Tokenizer
+from tools.prepare.tokenizer import Tokenizer
 from model.attention import BlockMask, attention
 from model.build import meta_model
 from model.llama import Llama

@@ -32,7 +32,7 @@ import config
 from checkpoint import catalog, compare, load, manifest, save
 from config import ConfigError, together
 from extras.huggingface import hub
-from data.tokenizer import TOKENIZERS, Tokenizer
+from tools.prepare.tokenizer import TOKENIZERS, Tokenizer
 from extras.huggingface import config as hf_config
 from extras.huggingface import weights as hf_weights
 from model.build import meta_model
@@ -208,7 +208,7 @@ def end_of_turn(checkpoint: Path) -> list[int]:
     if not existing(checkpoint, CHAT_TEMPLATE) or not existing(checkpoint, *TOKENIZERS):
         return []
     try:
-        from extras.chat.conversations import Chat
+        from tools.prepare.chat.conversations import Chat
 
         ends = Chat(checkpoint).end_of_turn()
         reason = "the chat template cannot be rendered, or ends a turn with no special token"

@@ -23,7 +23,7 @@ import numpy as np
 from config import ConfigError, run_tool
 from data.folder import MANIFEST
 from data.order import last_hundredth, name_hash
-from data.tokenizer import tokenizer_files, tokenizer_hash
+from tools.prepare.tokenizer import tokenizer_files, tokenizer_hash
 from system import files
 
 SUFFIXES = (".bin", ".npy")

@@ -14,7 +14,7 @@ from config import ConfigError, run_tool
 
 from data.dataset import Dataset, open_dataset
 from tools.prepare.row_format import row_format
-from data.tokenizer import Tokenizer
+from tools.prepare.tokenizer import Tokenizer
 from data.tokens import Span
 from system.processes import print_line, printable
 

@@ -13,16 +13,13 @@ S: sequence length.
 import hashlib
 import itertools
 import pathlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from config import ConfigError
-from data.tokenizer import Tokenizer
 from data.tokens import TokenFile, damaged, file_of
-from extras.chat.conversations import spelled
 
 SAMPLED = 2000  # conversations whose tokens with a loss are counted at a launch
 
@@ -243,17 +240,3 @@ def open_packed(
         cut,
         filled=int(lengths.sum()),
     )
-
-
-def show_conversations(
-    stream: Packed, first: int, stop: int, tokenizer: Tokenizer
-) -> Iterator[str]:
-    """Yields the lines of each conversation in a window."""
-    for number, begin, end in stream.conversations(first // stream.seq_len):
-        ids = stream.file.read(begin, end)
-        learned = int((ids >= 0).sum())
-        yield (
-            f"--- conversation {number}, {end - begin} tokens, {learned} with a loss, between « "
-            "and »"
-        )
-        yield spelled(tokenizer, ids.tolist())

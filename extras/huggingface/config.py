@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from config import SCHEMA, ConfigError, Given, convert, toml
 from extras.huggingface import hub
-from data.tokenizer import TOKENIZERS
 
 # our option in [model] -> key in config.json
 KEYS = {
@@ -51,6 +50,7 @@ num_return_sequences repetition_penalty length_penalty
 # transformers' values for keys that are absent
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
 
+TOKENIZERS = ("tokenizer.model", "tokenizer.json")
 ADAPTER = "adapter_config.json"
 ALL_LINEAR = "all-linear"  # PEFT's word for all projections, in target_modules
 # our name of a projection -> its module in a block of transformers' models

@@ -13,7 +13,7 @@ import config
 from config import ConfigError
 from tools.prepare.begin import begin_all
 from data.folder import manifest_of
-from data.tokenizer import Tokenizer
+from tools.prepare.tokenizer import Tokenizer
 from tools.prepare.tokenizer_training import train_tokenizer
 from tests.conftest import make_config, needs_extra, refuses, sentencepiece_model, tables, words
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from extras.chat.conversations import Chat
+from tools.prepare.chat.conversations import Chat
 from tests.conftest import REPO, make_config, needs_extra, refuses, run_tool, train_run, words
 from tests.distributed import distributed
 from tests.extras.chat.conftest import (

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.__main__ import main as checkpoint_tool
 from checkpoint.load import restore
-from data.tokenizer import Tokenizer
+from tools.prepare.tokenizer import Tokenizer
 from model import llama
 from tests.conftest import (
     REPO,

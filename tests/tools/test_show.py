@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tools.prepare.begin import begin_all
-from data.tokenizer import Tokenizer
+from tools.prepare.tokenizer import Tokenizer
 from tests.conftest import make_config, run_tool
 from tools import show
 

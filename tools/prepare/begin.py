@@ -28,7 +28,7 @@ from data.folder import (
 )
 from tools.prepare.row_format import row_format
 from tools.prepare.source import SourceFile, list_files, local_paths
-from data.tokenizer import Tokenizer, tokenizer_files, tokenizer_hash
+from tools.prepare.tokenizer import Tokenizer, tokenizer_files, tokenizer_hash
 from tools.prepare.tokenizer_training import train_on_sources
 from system import files, processes
 

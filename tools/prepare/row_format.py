@@ -14,7 +14,7 @@ import config
 from config import ConfigError
 
 if TYPE_CHECKING:  # imported where they are used: reading needs no tokenizer, preparing no torch
-    from data.tokenizer import Tokenizer
+    from tools.prepare.tokenizer import Tokenizer
     from data.tokens import Span
 
 LARGEST_ROW = 64 << 20  # bytes; tokenizing takes some 50 times as much memory
@@ -28,7 +28,7 @@ Encoded = list[tuple[bool, bytes, int]]
 def row_format(data: config.Data) -> "Texts":
     """The format of the rows of one source."""
     if data.has_conversations:
-        from extras.chat.rows import Conversations
+        from tools.prepare.chat.rows import Conversations
 
         return Conversations(data)
     return Texts(data)
@@ -61,7 +61,7 @@ class Texts:
 
     def encoder(self, folder: pathlib.Path) -> Callable[[list[str]], Encoded]:
         """Documents -> ids, with the tokenizer of a folder; runs in any thread."""
-        from data.tokenizer import Tokenizer
+        from tools.prepare.tokenizer import Tokenizer
 
         tokenizer = Tokenizer(folder)
         return functools.partial(encode_texts, tokenizer, self.dtype(tokenizer.vocab_size))

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-import extras.chat.template
+import tools.prepare.chat.template
 from tools.prepare.tokenizer_training import train_tokenizer
-from extras.chat.conversations import Chat, spelled
-from extras.chat.messages import checked
+from tools.prepare.chat.conversations import Chat, spelled
+from tools.prepare.chat.messages import checked
 from tests.conftest import make_config, refuses, sentencepiece_model, words
 from tests.extras.chat.conftest import TEMPLATES, conversations, prepare_here, sections_of, talk
 
@@ -169,8 +169,8 @@ TURN = talk("a", "b")
 def test_what_a_template_does_wrong_is_one_line_with_the_row(
     tokenizer, tmp_path, monkeypatch, messages, template, problem
 ):
-    monkeypatch.setattr(extras.chat.template, "SECONDS", 0.3)
-    monkeypatch.setattr(extras.chat.template, "BYTES", 1 << 26)
+    monkeypatch.setattr(tools.prepare.chat.template, "SECONDS", 0.3)
+    monkeypatch.setattr(tools.prepare.chat.template, "BYTES", 1 << 26)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.jinja").write_text(template)
     more = {"chat_template": str(tmp_path / "t.jinja"), "validation": None}

@@ -14,8 +14,8 @@ import config
 
 from data.folder import manifest_of
 from tools.prepare.source import SourceReader, list_files
-from extras.chat.conversations import Chat
-from extras.chat.messages import from_document
+from tools.prepare.chat.conversations import Chat
+from tools.prepare.chat.messages import from_document
 from tests.conftest import make_config, refuses
 from tests.extras.chat.conftest import conversations, prepare_here, talk
 

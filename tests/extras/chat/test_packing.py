@@ -241,7 +241,7 @@ def test_each_token_s_loss_is_that_of_transformers(tokenizer, theirs, name, tmp_
 
 def test_of_few_conversations_the_last_are_held_out_whole(tokenizer, tmp_path, monkeypatch):
     """Where no conversation is held out by its hash."""
-    monkeypatch.setattr("extras.chat.conversations.is_held_out", lambda text: False)
+    monkeypatch.setattr("tools.prepare.chat.conversations.is_held_out", lambda text: False)
     rows = conversations(60)
     sections = sections_of(tokenizer, tmp_path, rows, data={"validation": None}, eval={})
     cfg = make_config(**sections)

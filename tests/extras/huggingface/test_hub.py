@@ -14,7 +14,7 @@ from safetensors.torch import save
 
 import config
 from config import ConfigError
-from data.tokenizer import tokenizer_files
+from tools.prepare.tokenizer import tokenizer_files
 from extras.huggingface import config as hf_config
 from extras.huggingface.weights import hf_name, shapes
 from parallel.materialize import open_pretrained

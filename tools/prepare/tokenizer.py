@@ -5,7 +5,7 @@ import pathlib
 from typing import Any
 
 from config import ConfigError, has_extra
-from data.tokenizer_json import SPACE, TOKEN_MAP, JsonModel, choose_file, json_files
+from tools.prepare.tokenizer_json import SPACE, TOKEN_MAP, JsonModel, choose_file, json_files
 
 TOKENIZERS = ("tokenizer.model", "tokenizer.json")
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from config import ConfigError
-from extras.chat.messages import REASONING_KEYS, Message
+from tools.prepare.chat.messages import REASONING_KEYS, Message
 
 TAGS = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")  # <think>, [THINK]; a template may split at one
 CLOSES_REASONING = ("/think", "/thinking")

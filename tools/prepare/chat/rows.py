@@ -5,9 +5,11 @@ import pathlib
 from collections.abc import Callable, Iterator
 
 from tools.prepare.row_format import Encoded, Texts
-from data.tokenizer import Tokenizer
+from tools.prepare.tokenizer import Tokenizer
 from data.tokens import Span
-from extras.chat import messages, template
+from extras.chat.packing import Packed
+from tools.prepare.chat import messages, template
+from tools.prepare.chat.conversations import spelled
 
 
 class Conversations(Texts):
@@ -21,7 +23,7 @@ class Conversations(Texts):
         return messages.as_document(where, row, self.data)
 
     def encoder(self, folder: pathlib.Path) -> Callable[[list[str]], Encoded]:
-        from extras.chat.conversations import encode_conversations
+        from tools.prepare.chat.conversations import encode_conversations
 
         return functools.partial(encode_conversations, folder)
 
@@ -36,7 +38,19 @@ class Conversations(Texts):
         return template.files_of(self.data)
 
     def lines(self, span: Span, tokenizer: Tokenizer) -> Iterator[str]:
-        from extras.chat.packing import Packed, show_conversations
-
         assert isinstance(span.stream, Packed)
         return show_conversations(span.stream, span.start, span.stop, tokenizer)
+
+
+def show_conversations(
+    stream: Packed, first: int, stop: int, tokenizer: Tokenizer
+) -> Iterator[str]:
+    """Yields the lines of each conversation in a window."""
+    for number, begin, end in stream.conversations(first // stream.seq_len):
+        ids = stream.file.read(begin, end)
+        learned = int((ids >= 0).sum())
+        yield (
+            f"--- conversation {number}, {end - begin} tokens, {learned} with a loss, between « "
+            "and »"
+        )
+        yield spelled(tokenizer, ids.tolist())

@@ -20,17 +20,17 @@ from typing import Any, NamedTuple
 
 from config import ConfigError
 from tools.prepare.row_format import Encoded, is_held_out
-from data.tokenizer import SPACE, Tokenizer
-from data.tokenizer_json import settings_of, token_name
-from extras.chat.messages import TOO_DEEP, Message, from_document, with_reasoning
-from extras.chat.template import (
+from tools.prepare.tokenizer import SPACE, Tokenizer
+from tools.prepare.tokenizer_json import settings_of, token_name
+from tools.prepare.chat.messages import TOO_DEEP, Message, from_document, with_reasoning
+from tools.prepare.chat.template import (
     NONCHARACTERS,
     Marks,
     Sandbox,
     bounded,
     find_template,
 )
-from extras.chat.turns import Rendering, Spans, Turns, no_end
+from tools.prepare.chat.turns import Rendering, Spans, Turns, no_end
 
 
 class Tokens(NamedTuple):

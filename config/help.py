@@ -1,0 +1,65 @@
+"""--help: every option with its default, type and meaning."""
+
+import itertools
+import shutil
+import textwrap
+import typing
+from dataclasses import MISSING, is_dataclass
+
+from config.option import ConfigError, Option, Schema
+from config.options import SCHEMA
+from config.read import describe, suggestion
+from config.show import toml
+from system.processes import print_line
+
+HELP_COLUMN = 32  # where the meanings of options begin
+
+
+def print_help(argv: list[str], usage: str) -> None:
+    """--help: the usage and all options; --help optim, or --help lr: a section, or an option. Raises
+    ConfigError if there is none of that name."""
+    following = dict(itertools.pairwise(argv))
+    subject = following.get("--help") or following.get("-h") or "--"
+    if subject.startswith("-") or subject.endswith(".toml"):
+        print_line(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n")
+        subject = None
+    print_line(help_text(subject))
+
+
+def help_text(subject: str | None = None, schema: Schema = SCHEMA) -> str:
+    """Every option with its default, type and meaning; of a subject those of a section, or the
+    options of that name, whole or without their section. Raises ConfigError if there are none."""
+    lines = []
+    for table, (_, is_optional, _, all_options) in schema.tables.items():
+        options = {}
+        for key, option in all_options.items():
+            if subject in (None, table, key, f"{table}.{key}"):
+                options[key] = option
+        if table and (options or subject in (None, table)):
+            lines += ["", f"[{table}]" + ("   (off unless given)" if is_optional else "")]
+        for key, option in options.items():
+            lines += _help_lines(key, option)
+        for key, option in options.items():
+            for inner in filter(is_dataclass, typing.get_args(option.kind)):
+                lines += ["", f"[[{table}.{key}]]   (one table each)"]
+                lines.append(help_text(schema=Schema(inner)))
+    if not lines:
+        raise ConfigError(f"--help {subject}: no such section or option{suggestion(subject or '')}")
+    return "\n".join(lines).strip("\n")
+
+
+def _help_lines(key: str, option: Option) -> list[str]:
+    """An option as TOML, with its meaning as a comment that is wrapped at words."""
+    default = {MISSING: "required", None: "absent"}.get(option.default) or toml(option.default)
+    assignment = f"  {key} = {default}"
+    indent = f"{HELP_COLUMN * ' '}# "
+    comments = textwrap.wrap(
+        f"{describe(option.kind)}: {option.help}",
+        min(100, shutil.get_terminal_size((100, 24)).columns),
+        initial_indent=indent,
+        subsequent_indent=indent,
+    )
+    if len(assignment) < HELP_COLUMN:
+        comments[0] = assignment.ljust(HELP_COLUMN) + comments[0].lstrip()
+        return comments
+    return [assignment, *comments]

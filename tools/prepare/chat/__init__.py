@@ -1,0 +1,1 @@
+"""Conversations -> token ids, with which of them have a loss."""
