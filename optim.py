@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 import config
 from model.llama import after_weight_update, named_parameters, plain_name
 
-TARGETLESS_LIMIT = 100  # steps without a target in a row that end a run
 NORM_ROW = 4096  # elements whose squares are added up in float32
 
 
@@ -173,13 +172,6 @@ class UpdateGuard:
             )
 
 
-class NoTargets(Exception):
-    """Too many steps in a row had no token with a loss.
-
-    Other data or another train.seq_len would help, a restart would not.
-    """
-
-
 @dataclass
 class Progress:
     """What counts over a run. Each checkpoint has it, as it is; the data order is a function of the
@@ -190,28 +182,12 @@ class Progress:
     skipped_steps: int = 0  # their gradient was not finite (UpdateGuard)
     skipped_in_a_row: int = 0
     targetless_steps: int = 0  # no token had a loss: nothing was updated
-    targetless_in_a_row: int = 0
 
     def count_step(self, step: int, tokens: int, valid_tokens: int) -> None:
-        """valid_tokens: of the step's global batch, so that all ranks count the same.
-
-        Raises NoTargets after TARGETLESS_LIMIT steps in a row without a target.
-        """
+        """valid_tokens: of the step's global batch, so that all ranks count the same."""
         self.step = step
         self.tokens += tokens
-        if valid_tokens:
-            self.targetless_in_a_row = 0
-            return
-        self.targetless_steps += 1
-        self.targetless_in_a_row += 1
-        if self.targetless_in_a_row >= TARGETLESS_LIMIT:
-            look = config.command("-m", "show", "CONFIG", "--step", step)
-            raise NoTargets(
-                f"step {step}: no token of the last {self.targetless_in_a_row} steps has a loss, and "
-                "nothing was updated; usual causes: train.seq_len cuts conversations before the "
-                "assistant's turn, or data.document_mask meets documents of one token; raise "
-                f"train.seq_len, or look at the data: {look}"
-            )
+        self.targetless_steps += not valid_tokens
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -32,9 +32,6 @@ from config import Problems
 from parallel.ranks import all_gather_objects, on_each_rank, on_rank_zero
 from system import files
 
-# torch 2.11 also reuses a plan that failed
-# pyrefly: ignore[unsupported-operation]  # TorchVersion allows it
-CACHES_PLANS = torch.__version__ >= (2, 12)
 ROOM = (
     "; an old checkpoint is removed once the new one is complete, so the disk needs room for one more "
     "than checkpoint.keep_last: keep fewer, free some space, or choose another run.output_dir"
@@ -120,7 +117,7 @@ class Saver:
         writer = Writer(folder)
         # The tensors are flat. The plan of a run's first save is reused: making one takes rank 0
         # ten seconds for Llama 3 8B on 512 ranks, while all wait.
-        planner = DefaultSavePlanner(flatten_state_dict=False, enable_plan_caching=CACHES_PLANS)
+        planner = DefaultSavePlanner(flatten_state_dict=False, enable_plan_caching=True)
         with ThreadPoolExecutor(1) as pool:  # overlaps the NaN/Inf check with the write
             finite = pool.submit(all_finite, tensors)
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)

@@ -13,7 +13,7 @@ The last two are torch's selective checkpointing: a policy decides for each oper
 its output. It tells the matmuls of linear layers apart by their number, in the order in which
 forward calls them, and takes that for the order of named_modules(). Of a block that calls them in
 another order it saves other outputs, with the same result. In a compiled model no policy is needed
-for "elementwise" (leave_to_compiler). FlexAttention in a block that is not compiled is compiled
+for "elementwise" (parallelize.py). FlexAttention in a block that is not compiled is compiled
 alone, so it is no operator to the policy, and recomputed.
 """
 
@@ -25,7 +25,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -33,6 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import config
 from model.llama import Block, Linear, Llama
 from parallel.collectives import ops
+from parallel.fsdp import first_in_backward
 from parallel.torch_patches import silence_advice_on_policies
 
 aten = torch.ops.aten
@@ -61,31 +61,6 @@ def apply_activation_checkpointing(model: Llama, recompute: str | int, compiled:
             model.blocks[i] = checkpoint_selectively(block, recompute, compiled)
         else:
             model.blocks[i] = checkpoint_wrapper(block)
-
-
-def first_in_backward(model: Llama) -> int:
-    """The number of the first block that backward reaches: all before it is frozen."""
-    for i, module in enumerate([model.embedding, *model.blocks]):
-        if any(parameter.requires_grad for parameter in module.parameters()):
-            return max(0, i - 1)
-    return len(model.blocks)
-
-
-def leave_to_compiler(recompute: str | int, has_collectives: bool = False) -> str | int:
-    """The mode that is left for checkpoints in a compiled model; "elementwise" is not.
-
-    has_collectives: whether blocks have some. The compiler never repeats collectives, but saves
-    what they gather: then "elementwise" is left for checkpoints, too.
-
-    torch.compile can recompute elementwise operations without a checkpoint, in kernels that
-    backward runs anyway. Under a checkpoint it runs two kernels more for each block. By default it
-    does neither: it saves the outputs of norms and of the activation function, which backward
-    then only reads.
-    """
-    by_compiler = recompute == "elementwise" and not has_collectives
-    # no option of torch.compile, and private; all versions have it
-    torch._functorch.config.ban_recompute_materialized_backward = not by_compiler
-    return "none" if by_compiler else recompute
 
 
 def is_checkpointed(recompute: str | int, layer: int) -> bool:

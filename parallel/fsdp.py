@@ -29,7 +29,6 @@ relative to the kernels, or if a unit computes for less time than its all-gather
 nodes: depth 2). It costs memory for n more unsharded units.
 """
 
-import contextlib
 import fnmatch
 from functools import partial
 
@@ -45,10 +44,8 @@ from torch.distributed.tensor import DTensor
 
 import config
 from model.llama import Llama
-from parallel.activation_checkpoint import first_in_backward
 from parallel.mesh import World, fsdp_mesh
-from parallel.replicated import cast_at_access, replicated_parameters
-from parallel.torch_patches import allow_integer_parameters, share_classes
+from parallel.torch_patches import share_classes
 
 
 def units(model: Llama) -> list[tuple[str, list[nn.Module]]]:
@@ -75,29 +72,31 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     Parameters become DTensors on fsdp_mesh(world), except replicated ones.
     """
     mesh = fsdp_mesh(world)
-    replicated = replicated_parameters(model, p)
-    for name, modules in units(model):
-        cast_at_access(modules, replicated, unit_dtypes(p, name)[0])
-    share_classes(model)
+    replicated: set[nn.Parameter] = set()
+    if p.replicated:
+        from parallel.replicated import cast_at_access, replicated_parameters
+
+        replicated = replicated_parameters(model, p)
+        for name, modules in units(model):
+            cast_at_access(modules, replicated, unit_dtypes(p, name)[0])
+        share_classes(model)
 
     offload = OffloadPolicy()
     if p.cpu_offload:
         # Copies between a GPU and pinned host memory do not block the host.
         offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
 
-    has_integers = not all(param.is_floating_point() for param in model.parameters())  # NF4 codes
-    with allow_integer_parameters() if has_integers else contextlib.nullcontext():
-        for name, modules in units(model):
-            # Don't reshard the unit with the head after forward: backward begins with it.
-            reshard = p.reshard_after_forward and model.head not in modules
-            fully_shard(
-                modules,
-                mesh=mesh,
-                reshard_after_forward=reshard,
-                mp_policy=mixed_precision(p, name),
-                offload_policy=offload,
-                ignored_params=replicated,
-            )
+    for name, modules in units(model):
+        # Don't reshard the unit with the head after forward: backward begins with it.
+        reshard = p.reshard_after_forward and model.head not in modules
+        fully_shard(
+            modules,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=mixed_precision(p, name),
+            offload_policy=offload,
+            ignored_params=replicated,
+        )
     # The root comes last, and adopts the units.
     fully_shard(
         model,
@@ -137,6 +136,14 @@ def set_prefetch(model: Llama, p: config.Parallel) -> None:
     # Nothing follows the last unit. Without a list, FSDP2 would all-gather the unit whose forward
     # preceded that of this one: the head of the previous micro-batch or evaluation, or a frozen one.
     backward[-1].set_modules_to_backward_prefetch([backward[-1]])
+
+
+def first_in_backward(model: Llama) -> int:
+    """The number of the first block that backward reaches: all before it is frozen."""
+    for i, module in enumerate([model.embedding, *model.blocks]):
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            return max(0, i - 1)
+    return len(model.blocks)
 
 
 # Mixed precision
@@ -191,11 +198,7 @@ def all_gather_dtype(param: Tensor, param_dtype: torch.dtype) -> torch.dtype:
     local = param._local_tensor if isinstance(param, DTensor) else param
     if hasattr(local, "all_gather_dtype"):  # FSDP2's extensions: extras/float8/all_gather.py
         return local.all_gather_dtype
-    # 2.11 casts integers, too. Every param_dtype represents bytes exactly.
-    # pyrefly: ignore[unsupported-operation]  # TorchVersion allows it
-    if param.is_floating_point() or torch.__version__ < (2, 12):
-        return param_dtype
-    return param.dtype
+    return param_dtype if param.is_floating_point() else param.dtype
 
 
 # Called in each step

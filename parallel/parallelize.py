@@ -1,11 +1,11 @@
 """Parallelizes a plain model: each step in order, with the reason for its place in that order."""
 
 import torch
+import torch._functorch.config
 from torch import nn
 
 import config
 from model.llama import Llama
-from parallel.activation_checkpoint import apply_activation_checkpointing, leave_to_compiler
 from parallel.fsdp import apply_fsdp
 from parallel.mesh import World
 
@@ -42,7 +42,10 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
 
     # 3. Activation checkpointing precedes FSDP2. Wrapped around a sharded block instead, the
     #    recomputation would run FSDP2's hooks a second time.
-    apply_activation_checkpointing(model, recompute, p.compile)
+    if recompute != "none":
+        from parallel.activation_checkpoint import apply_activation_checkpointing
+
+        apply_activation_checkpointing(model, recompute, p.compile)
 
     # 4. Compile each block in place. Activation checkpointing comes before, so that it is part of
     #    the graph. FSDP2 comes after, so that its hooks are not: all-gathers stay between the
@@ -61,6 +64,23 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     # 5. FSDP2 comes last: it replaces every parameter by a DTensor. materialize() replaces them
     #    once more, so build the optimizer after both.
     apply_fsdp(model, p, world)
+
+
+def leave_to_compiler(recompute: str | int, has_collectives: bool = False) -> str | int:
+    """The mode that is left for checkpoints in a compiled model; "elementwise" is not.
+
+    has_collectives: whether blocks have some. The compiler never repeats collectives, but saves
+    what they gather: then "elementwise" is left for checkpoints, too.
+
+    torch.compile can recompute elementwise operations without a checkpoint, in kernels that
+    backward runs anyway. Under a checkpoint it runs two kernels more for each block. By default it
+    does neither: it saves the outputs of norms and of the activation function, which backward
+    then only reads.
+    """
+    by_compiler = recompute == "elementwise" and not has_collectives
+    # no option of torch.compile, and private; all versions have it
+    torch._functorch.config.ban_recompute_materialized_backward = not by_compiler
+    return "none" if by_compiler else recompute
 
 
 def compile_block(block: nn.Module) -> None:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from parallel.ranks import printed_if_long
 
 
 def set_default_timeout(timeout: datetime.timedelta) -> None:
@@ -44,48 +43,6 @@ def shorten_nccl_timeout(seconds: float) -> None:
             backend = group._get_backend(torch.device("cuda"))
             if isinstance(backend, dist.ProcessGroupNCCL):
                 backend._set_default_timeout(datetime.timedelta(seconds=seconds))
-
-
-def report_wait_for_nodes() -> None:
-    """Has torchrun report that it waits for the torchrun of other nodes.
-
-    In all versions it waits without a word, for up to ten minutes.
-    Test: parallel/test_torch_patches.py, test_torchrun_reports_that_it_waits_for_other_nodes.
-    """
-    from torch.distributed.elastic.rendezvous import RendezvousInfo
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
-
-    next_rendezvous = DynamicRendezvousHandler.next_rendezvous
-
-    def reported(self: DynamicRendezvousHandler) -> RendezvousInfo:
-        nodes = self.settings.min_nodes
-        text = f"waiting for torchrun on the other nodes: this is {platform.node()}, one of {nodes}"
-        with printed_if_long(text):
-            return next_rendezvous(self)
-
-    DynamicRendezvousHandler.next_rendezvous = reported
-
-
-@contextlib.contextmanager
-def allow_integer_parameters() -> Iterator[None]:
-    """Within this context fully_shard() accepts frozen integer parameters, such as NF4 codes.
-
-    torch 2.11 creates every sharded parameter with requires_grad=True, which fails for integers,
-    before it copies the original's flag. Later versions do not need this.
-    Test: parallel/test_torch_patches.py, test_frozen_integers_are_sharded.
-    """
-    # pyrefly: ignore[unsupported-operation]  # TorchVersion allows it
-    if torch.__version__ >= (2, 12):
-        yield
-        return
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-    def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
-        return nn.Parameter(data, requires_grad and data.is_floating_point())
-
-    patched_nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)
-    with mock.patch.object(_fsdp_param, "nn", patched_nn):
-        yield
 
 
 def share_classes(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import pathlib
+import platform
 import signal
 import sys
 
@@ -19,7 +20,6 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
 
-    from parallel.torch_patches import report_wait_for_nodes
     from run.begin import LAUNCH, PARENT
     from run.watchdog import report_killed
 
@@ -40,3 +40,25 @@ def main() -> None:
             if was_killed and is_early and LAUNCH in os.environ:
                 report_killed(pathlib.Path(os.environ[LAUNCH]), rank, -failure.exitcode)
         sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
+
+
+def report_wait_for_nodes() -> None:
+    """Has torchrun report that it waits for the torchrun of other nodes.
+
+    In all versions it waits without a word, for up to ten minutes.
+    Test: parallel/test_torch_patches.py, test_torchrun_reports_that_it_waits_for_other_nodes.
+    """
+    from torch.distributed.elastic.rendezvous import RendezvousInfo
+
+    from parallel.ranks import printed_if_long
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    next_rendezvous = DynamicRendezvousHandler.next_rendezvous
+
+    def reported(self: DynamicRendezvousHandler) -> RendezvousInfo:
+        nodes = self.settings.min_nodes
+        text = f"waiting for torchrun on the other nodes: this is {platform.node()}, one of {nodes}"
+        with printed_if_long(text):
+            return next_rendezvous(self)
+
+    DynamicRendezvousHandler.next_rendezvous = reported

@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import pathlib
-import socket
 import sys
 import traceback
 from argparse import Namespace
@@ -23,7 +22,6 @@ from checkpoint.manifest import CorruptCheckpoint
 from checkpoint.save import SaveFailed
 from config import Config, ConfigError
 from metrics import log
-from optim import NoTargets
 from parallel.mesh import World, build_mesh, has_native_bfloat16
 from parallel.ranks import (
     all_gather_objects,
@@ -49,7 +47,6 @@ from system.processes import (
 EXIT_SECONDS = 60.0  # for the end of process group and compile workers, which may hang
 # paths may differ: each node may have a local copy
 ON_THIS_NODE = ("data.path", "data.tokenizer", "model.init_from", "lora.init_from")
-INTERFACES = "GLOO_SOCKET_IFNAME"  # the variable that names gloo's network interfaces
 
 
 def main(args: Namespace, cfg: Config, train: Callable, evaluate: Callable) -> NoReturn:
@@ -97,7 +94,6 @@ def distributed(cfg: Config) -> Iterator[World]:
     device = pick_device(cfg.run.device, local_rank)
     if device.type == "cuda":
         config.check_for_gpus(cfg)
-    check_interfaces()
     raise_file_limit()  # gloo keeps a connection to each other rank of each group
     # FlexAttention is compiled on a GPU even if blocks are not
     if cfg.parallel.compile or (device.type == "cuda" and config.masks_attention(cfg)):
@@ -115,7 +111,7 @@ def distributed(cfg: Config) -> Iterator[World]:
     set_default_timeout(timeout)
     store = None if "RANK" in os.environ else dist.HashStore()  # None: as torchrun says
     text = f"rank {rank} waits for all {size} to connect, MASTER_ADDR={os.getenv('MASTER_ADDR')}"
-    with printed_if_long(f"{text} ({INTERFACES}?)"):
+    with printed_if_long(f"{text} (GLOO_SOCKET_IFNAME?)"):
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         check_same_on_all_ranks("configuration, options and devices", shared_options(cfg, device))
     yield World(rank, size, device, build_mesh(device.type, shape))
@@ -184,17 +180,6 @@ def pick_device(option: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def check_interfaces() -> None:
-    """Raises ConfigError if gloo was told to use a network interface that this machine lacks."""
-    named = os.environ.get(INTERFACES, "")
-    existing = [name for _, name in socket.if_nameindex()]
-    if named and not set(named.split(",")) <= set(existing):
-        raise ConfigError(
-            f"{INTERFACES}={named}: this machine's network interfaces are {', '.join(existing)}; "
-            "name one that reaches the other nodes, or unset it"
-        )
-
-
 def exit_failed(error: BaseException, run: Run | None, watchdog: Watchdog) -> NoReturn:
     """Reports an error to the launcher, in the rank's log and in the status, and exits."""
     code, text, is_final = describe(error, run)
@@ -214,7 +199,7 @@ def describe(error: BaseException, run: Run | None) -> tuple[int, str, bool]:
     text = str(error)
     if isinstance(error, ConfigError):
         return INPUT_IS_WRONG, text, True
-    if isinstance(error, FloatingPointError | NoTargets):
+    if isinstance(error, FloatingPointError):
         return 1, text, True
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
         # After the first step a restart may help: another process used the device.
