@@ -46,8 +46,8 @@ from parallel.activation_checkpoint import (
     LINEAR_MATMULS,
     apply_activation_checkpointing,
     is_attention,
-    leave_to_compiler,
 )
+from parallel.parallelize import leave_to_compiler
 from parallel.parallelize import compile_block
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"

@@ -7,11 +7,8 @@ import contextlib
 import datetime
 import functools
 import logging
-import platform
 import signal
-from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
-from unittest import mock
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist

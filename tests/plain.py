@@ -158,7 +158,7 @@ def samples(cfg: config.Config, sources: list[Source], count: int) -> list[tuple
         for epoch in itertools.count():
             if len(of_source) >= count:
                 break
-            of_source += epoch_order(*text, cfg.data.order, cfg.run.seed, epoch, number)
+            of_source += epoch_order(*text, cfg.run.seed, epoch, number)
         windows.append(of_source)
     return [(source, windows[source][index]) for source, index in mixed(weights, count)]
 

@@ -17,7 +17,7 @@ import evaluate
 from data.dataset import open_dataset
 from tools.prepare.prepare import prepare
 from tools.prepare.row_format import is_held_out
-from evaluate import Evaluation, bytes_of_targets, lengths_of_tokenizer
+from evaluate import Evaluation
 from tests.conftest import (
     build,
     launch,
@@ -50,7 +50,6 @@ def test_source_without_a_target_has_no_loss_and_leaves_the_mean_alone(world, mo
         return [(torch.tensor(loss), torch.tensor(valid)) for loss, valid in batches[stream]]
 
     monkeypatch.setattr(evaluate, "validation_batches", validation_batches)
-    monkeypatch.setattr(evaluate, "bytes_of_targets", lambda *unused: torch.tensor(math.nan))
     monkeypatch.setattr(evaluate, "reshard", lambda model: None)
     run: Any = mock.MagicMock(stops=False)
     run.phase.side_effect = lambda name: phases.append(name) or mock.MagicMock()
@@ -94,54 +93,6 @@ def with_prefix(path: pathlib.Path) -> None:
 
 
 TOKENIZERS = {"trained": None, "tokenizer.json": byte_level, "tokenizer.model": with_prefix}
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_bytes_of_targets_are_those_of_the_text(tmp_path, name, masked):
-    """Over all documents. Without BOS, a document's first token is a target only of the one before."""
-    texts = write_texts(tmp_path / "t.jsonl", 0)
-    write = TOKENIZERS[name]
-    if write:
-        write(tmp_path / name)
-    cfg = make_config(
-        data={
-            "source": str(tmp_path / "t.jsonl"),
-            "path": str(tmp_path / "p"),
-            "tokenizer": str(tmp_path / name) if write else None,
-            "document_mask": masked,
-        },
-    )
-    prepare(cfg.data, cfg.model.vocab_size)
-    (stream,) = open_dataset(cfg).validation
-    tokenizer = evaluate.Tokenizer(tmp_path / "p")
-    ids = torch.from_numpy(stream.read(0, stream.length))
-    targets = ids[1:].clone()
-    text = "".join(texts)
-    if name == "tokenizer.model":  # it encodes this character as a space
-        text = text.replace("\u2581", " ")
-    expected = len(text.encode())
-    for begin, _ in stream.documents(0, stream.length):
-        if not tokenizer.bos and (masked or begin == 0):
-            expected -= len(tokenizer.decode([int(ids[begin])]).encode())
-            if begin:
-                targets[begin - 1] = config.IGNORE
-    lengths = lengths_of_tokenizer(tmp_path / "p", cfg.model.vocab_size)
-    size = bytes_of_targets(lengths, ids[None, :-1], targets[None]).item()
-    # a token that is left out may be a part of a character, which decodes to three bytes
-    tolerance = 0
-    if name == "tokenizer.json":
-        tolerance = 2 * len(texts) if masked else 2
-    assert size == pytest.approx(expected, abs=tolerance)
-
-
-def test_unknown_tokenizer_has_no_bytes(tmp_path):
-    import tokenizers
-
-    model = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0, "##b": 1, "[UNK]": 2}))
-    model.decoder = tokenizers.decoders.WordPiece()
-    model.save(str(tmp_path / "tokenizer.json"))
-    assert lengths_of_tokenizer(tmp_path, 320).isnan().all()
 
 
 @pytest.mark.parametrize("ranks, parallel", [(1, {}), (2, {}), (2, {"cp": 2}), (2, {"tp": 2})])

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 import config
-import generate as tool
+import tools.generate as tool
 from checkpoint import catalog, load
 from config import ConfigError
 from tools.prepare.tokenizer import Tokenizer
-from generate import choose, encode, generate, print_stream
+from tools.generate import choose, encode, generate, print_stream
 from metrics import log
 from model.attention import attention
 from model.build import build_model
@@ -234,79 +234,6 @@ SAMPLED = [
     {"parallel": {"prefetch_forward": 0}, "model": {"tie_embeddings": True}},
     {"parallel": {"reshard_after_forward": False, "cpu_offload": True}},
 ]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@distributed()
-def test_sample_is_that_of_the_plain_model(world, ranks, prepared, caplog, monkeypatch):
-    """Of the newest seq_len tokens, up to EOS; the model goes on in training mode, with its shards."""
-    monkeypatch.setattr(log, "propagate", True)
-    caplog.set_level("INFO")
-    dataset: Any = SimpleNamespace(names=["a", "b"], tokenizer_files=[prepared / "tokenizer.model"])
-    tokenizer = Tokenizer(prepared)
-    for sections in SAMPLED:
-        cfg = make_config(**sections, train={"seq_len": 8})
-        model = build(cfg, mesh_for(cfg, world))
-        plain = Llama(cfg.model)
-        weights = {name: full(p) for name, p in named_parameters(model)}
-        plain.load_state_dict(weights, strict=not cfg.model.tie_embeddings)
-        caplog.clear()
-        tool.log_sample(model, cfg, world, dataset, 100)
-        ids = encode(tokenizer, "The ")
-        new: list[int] = []
-        draws = random.Random(0)
-        for _ in range(tool.SAMPLE_TOKENS):
-            window = torch.tensor([[*ids, *new][-8:]])
-            with torch.no_grad():
-                new.append(choose(plain(window)[0, -1], 0.8, draws.random()))
-        end = new.index(tokenizer.eos[0]) if tokenizer.eos[0] in new else None
-        assert caplog.messages == [f"a sample:\n{printable(tokenizer.decode(ids + new[:end]))}"]
-        assert model.training
-
-
-@pytest.mark.parametrize(
-    "sections, names, step, words",
-    [
-        ({}, [], 99, None),
-        ({"data": {"source": "python-stdlib"}}, [], 100, "def "),
-        ({"data": {"source": "t.jsonl"}}, [], 100, "The "),
-        ({"data": {"source": "t.jsonl"}}, ["a", "python-stdlib"], 100, "def "),
-        ({"data": {"source": "python-stdlib"}}, ["a", "b"], 100, "The "),
-        ({"parallel": {"tp": 2}}, ["a", "b"], 100, "The "),
-    ],
-)
-@distributed(ranks=2)
-def test_sample_begins_as_its_data_does(
-    world, sections, names, step, words, tmp_path, caplog, monkeypatch
-):
-    """With tp the command is logged instead, and of few steps nothing."""
-    monkeypatch.setattr(log, "propagate", True)
-    caplog.set_level("INFO")
-    dataset: Any = SimpleNamespace(names=names, tokenizer_files=[tmp_path / "t"])
-    cfg = make_config(**sections, run={"output_dir": str(tmp_path), "name": "r"})
-    ours = mesh_for(cfg, world)
-    model = build(cfg, ours)
-    if ours.tp == 1:
-        monkeypatch.setattr(tool, "Tokenizer", lambda folder: Bytes())
-    tool.log_sample(model, cfg, ours, dataset, step)
-    (*before, message) = caplog.messages or [""]
-    command = f"a sample: ./run_train.sh -m generate {tmp_path}/r --prompt 'The '"
-    expected = command if ours.tp > 1 else f"a sample:\n{words}"
-    assert not before and message.startswith(expected if words else "")
-
-
-@pytest.mark.parametrize("able", [[0], [1], []])
-@distributed(ranks=2)
-def test_all_ranks_sample_or_none_does(world, able, monkeypatch):
-    """Where some have no tokenizer: a rank that generated alone would wait."""
-    if world.rank not in able:
-        monkeypatch.setattr(tool, "Tokenizer", mock.Mock(side_effect=ConfigError("none")))
-    else:
-        monkeypatch.setattr(tool, "Tokenizer", lambda folder: Bytes())
-    dataset: Any = SimpleNamespace(names=[], tokenizer_files=[pathlib.Path("tokenizer.model")])
-    cfg = make_config()
-    with mock.patch.object(Llama, "forward", side_effect=AssertionError):
-        tool.log_sample(build(cfg, world), cfg, world, dataset, 100)
 
 
 # The tool

@@ -235,45 +235,6 @@ def test_sums_are_over_ranks_that_have_other_tokens(world, tmp_path, cp, tp, sum
         assert figures_of(tmp_path, "loss", "loss_mean", "batch_digest") == [(2, 2, 7)]
 
 
-def slowed(function: Any) -> Any:
-    def slow(*arguments: Any) -> Any:
-        time.sleep(0.1)
-        return function(*arguments)
-
-    return slow
-
-
-@pytest.mark.parametrize(
-    "rank, part", [(2, Block.forward), (0, Block.forward), (3, Loader.__next__)]
-)
-@distributed(ranks=4)
-def test_slow_rank_is_named(world, write_config, rank, part):
-    """Among ranks that wait for each other in every block, by its own time."""
-    path = write_config(parallel={"recompute": "full"}, eval={"every_steps": 1, "batches": 1})
-    cfg = config.load(str(path))
-    mock.patch.object(platform, "node", lambda: f"host-{world.rank}").start()
-    if world.rank == rank:
-        mock.patch(f"{part.__module__}.{part.__qualname__}", slowed(part)).start()
-    train_run(cfg, world)
-    if world.rank:
-        return
-    for row in rows(config.run_folder(cfg)):
-        slowest = row["slowest_rank"]
-        assert (slowest["rank"], slowest["host"]) == (rank, f"host-{rank}")
-        assert slowest["own_seconds"] > 2 * slowest["own_seconds_median"] > 0
-
-
-@pytest.mark.quick
-def test_largest_figures_are_those_of_any_rank():
-    ranks = [
-        ({"own_seconds": 2.0, "peak_memory_gib": 5.0}, "a"),
-        ({"own_seconds": 3.0, "peak_memory_gib": 4.0}, "b"),
-        ({"own_seconds": 1.0, "peak_memory_gib": 9.0}, "b"),
-    ]
-    largest = {"own_seconds": 3.0, "peak_memory_gib": 9.0, "own_seconds_median": 2.0}
-    assert metrics.slowest(ranks) == {**largest, "rank": 1, "host": "b"}
-
-
 @pytest.mark.quick
 def test_peaks_are_those_of_the_data_sheets():
     for name, peak in [
@@ -367,21 +328,6 @@ def test_evaluation_is_logged_with_what_is_known(tmp_path, monkeypatch, caplog):
     assert [row["loss"] for row in rows(tmp_path, "eval")] == [2.71828, 0.5, None]
 
 
-@distributed(ranks=2)
-def test_log_that_is_truncated_meanwhile_has_no_hole(world, tmp_path):
-    """Both kinds: rank 0's handler, and stdout of the others, which is redirected into their log."""
-    start_logging(tmp_path, world.rank)
-    path = tmp_path / f"logs/rank-{world.rank}.log"
-    for text in ("before", "after"):
-        metrics.log.info(text * 100)
-        if world.rank:
-            os.write(1, text.encode())
-        if text == "before":
-            assert path.stat().st_size > 500
-            os.truncate(path, 0)  # as logrotate's copytruncate does
-    assert b"\0" not in path.read_bytes() and b"afterafter" in path.read_bytes()
-
-
 # environment.json
 
 
@@ -415,13 +361,6 @@ def test_environment_has_what_is_not_committed(repository, monkeypatch):
     assert "+after \N{REPLACEMENT CHARACTER}" in launch["uncommitted"].splitlines()
     assert len(launch["commit"]) == 40
     assert launch["code"] == {"imported.py": hashlib.blake2b(b"1", digest_size=8).hexdigest()}
-
-
-def test_large_diff_is_left_out(repository):
-    (repository / "file").write_bytes(b"x" * 10**7)
-    assert environment(["a"], CPU)["uncommitted"].startswith("diff of 10,000,")
-    (repository / "file").write_bytes(b"x" * 1000)
-    assert "x" * 1000 in environment(["a"], CPU)["uncommitted"]
 
 
 def test_git_that_hangs_or_fails_costs_no_launch(tmp_path, monkeypatch):

@@ -108,14 +108,6 @@ RANKS = {1: ["plain", "tied", "bfloat16", "epochs"], 2: [*CASES], 4: ["plain", "
 NARROW = {"exp_avg": 2**-6, "exp_avg_sq": 2**-6}
 
 
-@pytest.fixture
-def short_segments(monkeypatch) -> None:
-    """Borders at 1024 tokens, doubling to 8192, then every 4096."""
-    for module in ("minimal", "data.order"):
-        monkeypatch.setattr(f"{module}.FIRST_BORDER", 1 << 10)
-        monkeypatch.setattr(f"{module}.BORDER_STEP", 1 << 12)
-
-
 @pytest.fixture(scope="module")
 def texts(corpus, tmp_path_factory) -> dict[str, dict]:
     """[data] of two prepared texts. "few" has no document that is held out."""
@@ -124,7 +116,8 @@ def texts(corpus, tmp_path_factory) -> dict[str, dict]:
     (folder / "few.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in few))
     sections = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data.writer.HELD_OUT_OF", 1 << 10)
+        for module in ("data.order", "tools.prepare.prepare"):
+            patch.setattr(f"{module}.HELD_OUT_OF", 1 << 10)
         for name, source in {"words": corpus, "few": folder / "few.jsonl"}.items():
             sections[name] = {"source": str(source), "path": str(folder / name)}
             cfg = config.from_dict(tables(model=MODEL, data=sections[name]), "test.toml")
@@ -168,16 +161,15 @@ def read_by_torch(checkpoint: pathlib.Path, path: pathlib.Path) -> dict[str, tor
 
 # train.py computes the same
 
-ROWS = [(ranks, case, "global") for ranks, cases in RANKS.items() for case in cases]
-ROWS += [(1, "epochs", "growing"), (2, "epochs", "growing"), (2, "held out", "growing")]
+ROWS = [(ranks, case) for ranks, cases in RANKS.items() for case in cases]
 
 
-@pytest.mark.parametrize("ranks, case, order", ROWS)
+@pytest.mark.parametrize("ranks, case", ROWS)
 @distributed()
 def test_train_computes_what_minimal_does(
-    world, texts, short_segments, tmp_path, ranks, case, order
+    world, texts, tmp_path, ranks, case
 ):
-    data = {**texts[TEXT_OF.get(case, "words")], "order": order}
+    data = texts[TEXT_OF.get(case, "words")]
     path = tmp_path / "x.toml"
     on_rank_zero(lambda: toml(tmp_path, {"data": data}, CASES[case]))
     cfg = config.load(str(path))
@@ -280,7 +272,6 @@ class Positions:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("order", ["global", "growing"])
 @pytest.mark.parametrize(
     "tokens, seq_len, validation",
     [
@@ -289,15 +280,14 @@ class Positions:
         (1_900_000_000, 2_999_999, range(4_152_361, 2**22)),
     ],
 )
-def test_samples_are_those_of_the_model(tokens, seq_len, validation, order):
+def test_samples_are_those_of_the_model(tokens, seq_len, validation):
     cfg = SimpleNamespace(
         run=SimpleNamespace(seed=3),
         train=SimpleNamespace(seq_len=seq_len),
-        data=SimpleNamespace(order=order),
     )
     number = 0
     for epoch in range(3):
-        for window in order_model.epoch_order(tokens, seq_len, validation, order, 3, epoch, 0):
+        for window in order_model.epoch_order(tokens, seq_len, validation, 3, epoch, 0):
             sample = minimal.read_sample(cfg, Positions(tokens), validation, number)
             assert (sample[0], sample[-1]) == (window * seq_len, (window + 1) * seq_len)
             number += 1
@@ -311,7 +301,7 @@ def test_samples_are_those_of_the_model(tokens, seq_len, validation, order):
     "changes",
     [
         {"source": "python-stdlib"},
-        {"order": "growing", "validation": "own.jsonl"},
+        {"validation": "own.jsonl"},
         {"text_field": "body", "max_tokens": 1000, "split": "a", "subset": "b"},
         {"tokenizer": "sentencepiece.model"},
         {"tokenizer": "json"},
@@ -332,8 +322,8 @@ def test_the_folder_agrees_in_every_key_of_the_identity(tmp_path, monkeypatch, c
         write_folder(f"other-{key}", theirs | {key: "other"})
     write_folder("incomplete", theirs, complete=False)
     pathlib.Path("prepared/old").mkdir()
-    pathlib.Path("prepared/old/manifest.json").write_text('{"identity": {"format": 4}}')
-    with pytest.raises(ValueError, match="of: none; `python -m data.prepare"):
+    pathlib.Path("prepared/old/manifest.json").write_text('{"identity": {"version": 4}}')
+    with pytest.raises(ValueError, match="of: none; `./run_train.sh -m prepare"):
         minimal.open_data(options)
     write_folder("one", theirs)
     tokens, validation = minimal.open_data(options)

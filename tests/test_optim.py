@@ -13,7 +13,6 @@ from data.loader import Loader
 from model.build import meta_model
 from model.llama import Llama
 from optim import (
-    NoTargets,
     Progress,
     UpdateGuard,
     build_optimizer,
@@ -239,21 +238,6 @@ def test_a_parameter_that_forward_does_not_use_is_named(world):
         clip_gradients(model, optimizer, 1.0)
 
 
-@pytest.mark.quick
-def test_hundred_steps_without_a_target_end_a_run():
-    """Also if the run was stopped among them."""
-    progress = Progress()
-    for step in range(1, 200):
-        progress.count_step(step, 10, valid_tokens=7 if step == 100 else 0)
-    assert (progress.step, progress.tokens, progress.targetless_steps) == (199, 1990, 198)
-    with pytest.raises(NoTargets, match="^step 200: no token of the last 100 steps has a loss"):
-        progress.count_step(200, 10, 0)
-    resumed = Progress(targetless_steps=99, targetless_in_a_row=98)
-    resumed.count_step(7, 10, 0)
-    with pytest.raises(NoTargets, match="^step 8: "):
-        resumed.count_step(8, 10, 0)
-
-
 @distributed(ranks=2)
 def test_nan_in_one_ranks_gradient_updates_no_rank(world):
     cfg = make_config()
@@ -294,40 +278,6 @@ def test_a_gradient_whose_square_float32_cannot_hold_has_a_finite_norm():
 # Spikes
 
 
-@pytest.mark.quick
-@distributed(ranks=1)
-def test_spike_is_what_exceeds_so_many_deviations_of_the_window(world, monkeypatch):
-    """By Python's statistics. A non-finite step is none, and leaves the window alone; a spike joins it."""
-    monkeypatch.setattr(optim, "SPIKE_WINDOW", 16)
-    progress = Progress()
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])  # not fused: it is not called
-    guard = UpdateGuard(optimizer, world.device, 400, progress, 3.0)
-    draws = torch.randn(400, 2, generator=torch.Generator().manual_seed(0))
-    draws[50, 0] = draws[120, 0] = draws[200] = math.nan
-    draws[30, 0] = draws[70, 1] = 6.0
-    draws[300:, 1] += 9  # another level
-    window: list[list[float]] = []
-    spikes = 0
-    for step, (norm, loss) in enumerate(draws):
-        is_skipped = not guard.may_update(step, norm, loss)
-        values = [norm.item(), loss.item()]
-        if not math.isfinite(values[0]):
-            assert is_skipped
-            continue
-        limits = [math.inf] * 2
-        if len(window) == 16:
-            columns = [*zip(*window)]
-            limits = [statistics.mean(c) + 3 * statistics.stdev(c) for c in columns]
-        is_spike = any(value > limit for value, limit in zip(values, limits))
-        assert is_skipped == is_spike, step
-        spikes += is_spike
-        window = [*window, values][-16:]
-        assert step != 330 or not is_spike  # the new level is accepted
-    guard.check()
-    assert (progress.skipped_spikes, progress.recent) == (spikes, window) and spikes > 3
-    assert progress.skipped_steps == 3
-
-
 SPIKE_STEP = 12
 SPIKY = {
     "adamw": {},
@@ -335,60 +285,3 @@ SPIKY = {
     "muon": {"name": "muon"},  # not fused: the host waits
 }
 SPIKE_RUNS = [(ranks, name) for name in SPIKY for ranks in (1, 2, 4)]
-
-
-@pytest.mark.parametrize(
-    "ranks, name",
-    [
-        pytest.param(*case, marks=needs_extra("optimizers") if case[1] != "adamw" else [])
-        for case in SPIKE_RUNS
-    ],
-)
-@distributed()
-def test_spike_changes_nothing_and_resumes_exactly(
-    world, ranks, name, write_config, tmp_path, monkeypatch, capfd
-):
-    """Targets that the text does not contain, in one step, which ends a launch or begins one."""
-    monkeypatch.setattr(optim, "SPIKE_WINDOW", 8)
-    read = Loader.batch
-
-    def planted(loader: Loader, step: int):
-        batch = read(loader, step)
-        if step == SPIKE_STEP:
-            for _, targets in batch.micro_batches:
-                targets.fill_(319)
-        return batch
-
-    monkeypatch.setattr(Loader, "batch", planted)
-
-    tp = 2 if ranks == 4 else 1
-
-    def train(run_name: str, *launches: int) -> None:
-        for steps in launches:
-            path = write_config(
-                run_name,
-                train={"steps": steps, "skip_spikes": 4.0, "micro_batch_size": None},
-                optim={"schedule": "constant", "warmup_steps": 0, "lr": 1e-3, **SPIKY[name]},
-                checkpoint={},
-                parallel={"tp": tp},
-            )
-            train_run(config.load(str(path)), world)
-
-    train("whole", 14)
-    train("parts", SPIKE_STEP - 1, SPIKE_STEP, 14)
-    if world.rank:
-        return
-    keys = ("loss", "grad_norm", "skipped_spikes")
-    whole, parts = (
-        [[row[key] for key in keys] for row in rows(tmp_path / "outputs" / run_name)]
-        for run_name in ("whole", "parts")
-    )
-    assert whole == parts
-    assert [count for *_, count in whole] == [0] * SPIKE_STEP + [1, 1]
-    log = capfd.readouterr().out
-    assert log.count(f"step {SPIKE_STEP}: a spike, skipped: gradient norm ") == 2
-    before, after = (
-        saved_tensors(tmp_path / "outputs/parts", step) for step in (SPIKE_STEP - 1, SPIKE_STEP)
-    )
-    assert hashes(before) == hashes(after)
-    assert hashes(after) != hashes(saved_tensors(tmp_path / "outputs/parts", 14))

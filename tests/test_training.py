@@ -16,7 +16,8 @@ import train
 from checkpoint.catalog import read_state
 from config import IGNORE, ConfigError
 from data.dataset import open_dataset
-from data.folder import manifest_of, write_manifest
+from data.folder import manifest_of
+from tools.prepare.begin import write_manifest
 from model.llama import Llama, add_terms
 from optim import build_optimizer, learning_rate
 from parallel import mesh

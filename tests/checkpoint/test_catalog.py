@@ -237,60 +237,6 @@ def test_error_of_the_disk_is_not_corruption(tmp_path, monkeypatch, error, failu
 
 
 @pytest.mark.quick
-def test_file_that_another_look_finds_is_not_missing(tmp_path, monkeypatch):
-    folder = make_checkpoint(run_config(tmp_path), 10)
-    hidden = (folder / "state.json").rename(tmp_path / "hidden")
-    monkeypatch.setattr("time.sleep", lambda seconds: hidden.rename(folder / "state.json"))
-    assert catalog.problems_of(folder) == []
-
-
-@pytest.mark.quick
-def test_reader_takes_the_next_newest_where_a_run_removes_what_it_reads(tmp_path, capsys):
-    cfg = run_config(tmp_path)
-    make_checkpoint(cfg, 10)
-    read = []
-
-    def read_while_the_run_saves(folder: pathlib.Path) -> str:
-        read.append(folder.name)
-        if len(read) == 1:
-            make_checkpoint(cfg, 20)
-            catalog.remove(root_of(cfg), 10)
-            (folder / "tokenizer.model").read_bytes()
-        return folder.name
-
-    assert catalog.read_newest(tmp_path / "r", read_while_the_run_saves) == "step-00000020"
-    listed = catalog.checkpoints_of(tmp_path / "r")
-    make_checkpoint(cfg, 30)
-    catalog.remove(root_of(cfg), 20)
-    with mock.patch(
-        "checkpoint.__main__.checkpoints_of",
-        side_effect=[listed, [catalog.path_of(root_of(cfg), 30)]],
-    ):
-        assert verify.main(["verify", str(tmp_path / "r")]) == 0
-    assert "step-00000030: good" in capsys.readouterr().out
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("function", ["mkdir", "fsync", "rename"])
-def test_disk_that_cannot_hold_a_checkpoint_is_refused_before_training(tmp_path, function):
-    """Through links; and nothing stays, on a good disk neither."""
-    root = tmp_path / "r/checkpoints"
-    root.parent.mkdir()
-    root.symlink_to(tmp_path / "other disk")
-    with refuses("is a link to .*other disk, which is not there"):
-        catalog.try_disk(root)
-    (tmp_path / "other disk").mkdir()
-    before = content(tmp_path)
-    catalog.try_disk(root)
-    error = OSError(errno.ENOTSUP, "Operation not supported", "step-00000000")
-    with mock.patch.object(os, function, side_effect=error), refuses("its disk cannot", "not supp"):
-        catalog.try_disk(root)
-    assert content(tmp_path) == before
-    catalog.try_disk(tmp_path / "new/run/checkpoints")
-    assert content(tmp_path) == before
-
-
-@pytest.mark.quick
 def test_verify_counts(tmp_path, capsys):
     with refuses("is neither a checkpoint nor a run"):
         verify.main(["verify", str(tmp_path)])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
 
-import generate
+from tools import generate
 from checkpoint import catalog
 from checkpoint.load import Reader, restore, tensors_of
 from checkpoint.manifest import entry_of, read_manifest, render_manifest

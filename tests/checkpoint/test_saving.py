@@ -262,20 +262,6 @@ def test_file_that_one_rank_cannot_read_stops_all(world, tmp_path, name):
             run.restored(1)
 
 
-@distributed(ranks=2)
-def test_evaluation_takes_the_next_newest_where_the_run_removes_what_it_reads(world, tmp_path):
-    run = Run(world, tmp_path, keep_last=1)
-    run.save(1)
-    evaluated = Checkpointer(run.cfg, world, no_data(run.cfg), evaluating=True)
-    run.add(1.0)
-    run.save(2)
-    wanted = hashes(tensors_of(run.model, None))
-    assert catalog.steps(root_of(run.cfg)) == [2]
-    run.add(1.0)
-    assert evaluated.restore(run.model, None).step == evaluated.start == 2
-    assert hashes(tensors_of(run.model, None)) == wanted
-
-
 # In the background
 
 

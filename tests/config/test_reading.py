@@ -10,7 +10,7 @@ import tomli
 
 import config
 from config import ConfigError
-from config.command_line import help_text
+from config.help import help_text
 from config.option import Schema, option, section
 from config.read import Given, suggestion
 from tests.conftest import REPO, make_config, refuses, shipped_configs, tables
@@ -146,36 +146,6 @@ def test_options_of_removed_extras_are_refused_together(monkeypatch, tmp_path):
     # a tool that reads a checkpoint needs none of what trained it
     saved = tables(model={"init_from": "x"}, parallel={"float8": "rowwise"})
     config.from_dict(saved, "t.toml", saved=True)
-
-
-def names_of_other_trainers() -> dict[str, list[str]]:
-    """{name there: options here} of docs/migrate.md's tables."""
-    text = (REPO / "docs/migrate.md").read_text()
-    names = {}
-    for trainer in ("nanoGPT", "torchtitan"):
-        table = ""
-        for row in re.findall(r"^\|(.*)\|$", text.partition(f"| {trainer} | here")[2], re.M):
-            theirs, ours, *_ = row.split("|")
-            heading = re.search(r"\*\*\[(\w+)\]\*\*", theirs)
-            table = f"{heading[1]}." if heading else table
-            for name in re.findall(r"\b[a-z]\w*_?\w*\b", re.sub(r"\*\*.*\*\*|=.*", "", theirs)):
-                names[table + name] = re.findall(r"`(\w+\.\w+)", ours)
-    return {name: options for name, options in names.items() if options}
-
-
-def test_names_of_other_trainers_and_slips_are_answered_with_the_option():
-    names = names_of_other_trainers()
-    assert len(names) > 70
-    del names["init_from"]  # an option here, of another meaning
-    names |= {
-        "optim.learning_rate": ["optim.lr"],
-        "eval.steps": ["eval.every_steps"],  # what others call eval_steps
-        "per_device_train_batch_size": ["train.micro_batch_size"],
-        "training.steps": ["train.steps"],
-        "train.sep_len": ["train.seq_len"],
-    }
-    for name, options in names.items():
-        assert suggestion(name) in [f"; did you mean {known}?" for known in options], name
 
 
 @dataclass(frozen=True)

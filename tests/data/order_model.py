@@ -4,17 +4,6 @@ trainer has a closed form."""
 import hashlib
 
 
-def first_epoch_borders(tokens: int, order: str) -> list[int]:
-    """The token at which each segment of the first epoch ends."""
-    borders = []
-    if order == "growing":
-        border = 2**20
-        while border < tokens:
-            borders.append(border)
-            border = 2 * border if border < 2**29 else border + 2**28
-    return [*borders, tokens]
-
-
 def training_windows(tokens: int, seq_len: int, validation: range) -> list[int]:
     """The windows that hold no token of the validation range."""
     windows = []
@@ -26,18 +15,12 @@ def training_windows(tokens: int, seq_len: int, validation: range) -> list[int]:
 
 
 def epoch_order(
-    tokens: int, seq_len: int, validation: range, order: str, seed: int, epoch: int, source: int
+    tokens: int, seq_len: int, validation: range, seed: int, epoch: int, source: int
 ) -> list[int]:
     """The windows of an epoch in the order in which a run reads them."""
-    borders = first_epoch_borders(tokens, order) if epoch == 0 else [tokens]
-    remaining = training_windows(tokens, seq_len, validation)
-    windows = []
-    for i, border in enumerate(borders):
-        segment = [k for k in remaining if k * seq_len + seq_len < border]
-        remaining = remaining[len(segment) :]
-        key = f"{seed}/{epoch}/{source}/{i}"
-        windows += [segment[permuted(j, len(segment), key)] for j in range(len(segment))]
-    return windows
+    windows = training_windows(tokens, seq_len, validation)
+    key = f"{seed}/{epoch}/{source}/0"
+    return [windows[permuted(j, len(windows), key)] for j in range(len(windows))]
 
 
 def permuted(j: int, n: int, key: str) -> int:

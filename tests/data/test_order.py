@@ -12,9 +12,6 @@ from config import LONGEST_PERIOD, read_toml
 from data.mixture import Mixture, integer_weights
 from data.order import (
     SourceOrder,
-    Windows,
-    border_of,
-    growing_borders,
     last_hundredth,
     permute,
     rank_samples,
@@ -22,30 +19,20 @@ from data.order import (
 from tests.conftest import REPO, make_config, refuses
 from tests.data import order_model
 
-ORDERS = ("global", "growing")
-# tokens, tokens of a window; with "growing" the first epoch has 1, 1, 3, 4 and 16 segments,
-# of which the first are shorter than a window
+# tokens, tokens of a window
 SIZES = [(700, 30), (65_537, 257), (1 << 22, 10_000), (5_000_000, 9999), (1_900_000_000, 2_999_999)]
 
 
-def source_order(tokens: int, seq_len: int, order: str, seed: int, source: int = 0) -> SourceOrder:
-    """Of a text whose last hundredth up to the first border is held out."""
-    borders = growing_borders(tokens) if order == "growing" else [tokens]
-    windows = Windows(seq_len, last_hundredth(tokens))
-    return SourceOrder(seed, source, windows, borders, is_complete=True)
-
-
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("seed", [0, 7])
 @pytest.mark.parametrize("tokens, seq_len", SIZES)
-def test_three_epochs_are_those_of_the_model(tokens, seq_len, seed, order):
-    ours = source_order(tokens, seq_len, order, seed, source=3)
+def test_three_epochs_are_those_of_the_model(tokens, seq_len, seed):
+    ours = SourceOrder(seed, 3, seq_len, tokens, last_hundredth(tokens))
     end = min(tokens, 2**22)
     validation = range(end - max(2, end // 100), end)
     every = order_model.training_windows(tokens, seq_len, validation)
     index = 0
     for epoch in range(3):
-        expected = order_model.epoch_order(tokens, seq_len, validation, order, seed, epoch, 3)
+        expected = order_model.epoch_order(tokens, seq_len, validation, seed, epoch, 3)
         located = [ours.locate(index + i) for i in range(len(every))]
         assert located == [(3, epoch, window) for window in expected]
         assert sorted(expected) == every != expected  # each once, in another order
@@ -55,39 +42,13 @@ def test_three_epochs_are_those_of_the_model(tokens, seq_len, seed, order):
 @pytest.mark.quick
 @pytest.mark.parametrize("held_out", [(0, 0), (0, 1), (29, 31), (30, 31), (60, 61), (693, 700)])
 def test_no_window_to_train_on_holds_a_validation_token(held_out):
-    windows = Windows(30, held_out)
-    numbers = range(windows.count(700))
+    order = SourceOrder(0, 0, 30, 700, held_out)
+    numbers = range(order.epoch_length)
     expected = []
     for k in range(23):
         if {*range(30 * k, 30 * k + 31)}.isdisjoint(range(*held_out)):
             expected.append(k)
-    assert [windows(number) for number in numbers] == expected
-
-
-@pytest.mark.quick
-def test_borders_double_and_then_are_equally_far_apart():
-    millions = [border_of(i) >> 20 for i in (-1, 0, 1, 2, 8, 9, 10, 11, 12)]
-    assert millions == [0, 1, 2, 4, 256, 512, 768, 1024, 1280]
-    assert growing_borders(1 << 21) == [1 << 20, 1 << 21]
-    assert growing_borders((1 << 21) + 1) == [1 << 20, 1 << 21, (1 << 21) + 1]
-    assert growing_borders(9) == [9] and growing_borders(0) == []
-
-
-@pytest.mark.quick
-def test_text_that_is_complete_later_keeps_the_samples_of_its_first_segments():
-    tokens, seq_len = 40_000_000, 9999
-    complete = source_order(tokens, seq_len, "growing", 5)
-    windows = Windows(seq_len, last_hundredth(tokens))
-    assert complete.epoch_length
-    nothing = SourceOrder(5, 0, windows, [], is_complete=False)
-    assert nothing.covers(-1) and not nothing.covers(0)
-    for segments in range(1, 6):
-        borders = [border_of(i) for i in range(segments)]
-        growing = SourceOrder(5, 0, windows, borders, is_complete=False)
-        covered = [index for index in range(complete.epoch_length) if growing.covers(index)]
-        assert growing.epoch_length is None and growing.covers(-1)
-        assert covered == [*range(windows.count(borders[-1]))]
-        assert list(map(growing.locate, covered)) == list(map(complete.locate, covered))
+    assert sorted(order.locate(number).window for number in numbers) == expected
 
 
 @pytest.mark.quick
@@ -120,7 +81,7 @@ def test_permutation_looks_random(n):
 
 @pytest.mark.quick
 def test_a_window_has_a_target_for_its_last_token():
-    counts = [Windows(32).count(tokens) for tokens in (0, 1, 32, 33, 64, 65)]
+    counts = [SourceOrder(0, 0, 32, n, (0, 0)).epoch_length for n in (0, 1, 32, 33, 64, 65)]
     assert counts == [0, 0, 0, 1, 1, 2]
 
 
@@ -169,11 +130,3 @@ def test_weights_are_exact_where_they_can_be():
     assert sum(integer_weights([0.123456789, math.pi, math.e])) == LONGEST_PERIOD
     with refuses("a weight must be at least 1/65536 of the sum"):
         make_config(data={"sources": [{"source": "a", "weight": 1e-9}, {"source": "b"}]})
-
-
-@pytest.mark.quick
-def test_shipped_configurations_of_much_text_train_while_it_is_prepared():
-    """Otherwise the GPUs of a first command would wait for hours."""
-    for path in (REPO / "configs").glob("*.toml"):
-        d = read_toml(str(path))["data"]
-        assert d.get("order") == "growing" or d.get("max_tokens", 0) < 1e9, path

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 import config
-import data.prepare
+import tools.prepare.prepare
 from config import ConfigError
-from tools.prepare.begin import alone, begin_all, check_files
+from tools.prepare.begin import alone, begin_all, check_files, write_manifest
 from data.dataset import open_dataset
 from data.folder import (
     MANIFEST,
@@ -30,7 +30,6 @@ from data.folder import (
     is_prepared,
     manifest_of,
     separated,
-    write_manifest,
 )
 from tools.prepare.prepare import encoded_in_order, main, prepare, start_pool
 from tools.prepare.writer import TokenWriter
@@ -49,12 +48,10 @@ ByHand = Callable[..., dict[str, bytes]]
 @pytest.fixture(autouse=True)
 def small_borders(monkeypatch):
     """Some kilobytes of text have several segments and many records."""
-    monkeypatch.setattr("data.order.FIRST_BORDER", 4096)
-    monkeypatch.setattr("data.order.BORDER_STEP", 8192)
-    for module in ("order", "writer", "prepare"):
-        monkeypatch.setattr(f"data.{module}.HELD_OUT_OF", BORDERS[2])
-    monkeypatch.setattr("data.prepare.BATCH_CHARACTERS", 4000)
-    monkeypatch.setattr("data.prepare.RECORD_SECONDS", 0.0)
+    for module in ("data.order", "tools.prepare.prepare"):
+        monkeypatch.setattr(f"{module}.HELD_OUT_OF", BORDERS[2])
+    monkeypatch.setattr("tools.prepare.prepare.BATCH_CHARACTERS", 4000)
+    monkeypatch.setattr("tools.prepare.prepare.RECORD_SECONDS", 0.0)
     processes.warn_once.cache_clear()
 
 
@@ -151,7 +148,7 @@ def test_token_files_and_their_record_are_those_of_a_plain_loop(configure, by_ha
 def test_bytes_do_not_depend_on_threads_and_batches(
     workers, characters, configure, by_hand, monkeypatch
 ):
-    monkeypatch.setattr("data.prepare.BATCH_CHARACTERS", characters)
+    monkeypatch.setattr("tools.prepare.prepare.BATCH_CHARACTERS", characters)
     assert contents(*prepare(*configure(), workers=workers)) == by_hand(TEXTS)
 
 
@@ -159,7 +156,7 @@ def test_bytes_do_not_depend_on_threads_and_batches(
 @pytest.mark.parametrize("characters", [1 << 18, 4000, 1])
 def test_max_tokens_end_the_text_at_a_document(limit, characters, configure, by_hand, monkeypatch):
     """What is held out ends there, too."""
-    monkeypatch.setattr("data.prepare.BATCH_CHARACTERS", characters)
+    monkeypatch.setattr("tools.prepare.prepare.BATCH_CHARACTERS", characters)
     assert contents(*prepare(*configure(max_tokens=limit))) == by_hand(TEXTS, limit)
 
 
@@ -319,7 +316,7 @@ def lose_unsynced(folder: pathlib.Path, expected: dict[str, bytes]) -> None:
 def test_killed_between_any_two_file_operations_it_resumes_to_equal_bytes(
     validation, operations, configure, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("data.prepare.BATCH_CHARACTERS", 20_000)
+    monkeypatch.setattr("tools.prepare.prepare.BATCH_CHARACTERS", 20_000)
     processes = itertools.count()  # which resumes is another one than was killed
     monkeypatch.setattr("system.processes.process_name", lambda: f"host-{next(processes)}")
     monkeypatch.chdir(tmp_path)
@@ -387,7 +384,7 @@ def test_bytes_are_synced_before_they_are_recorded(configure, monkeypatch):
         write_manifest(folder, manifest)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr("data.writer.write_manifest", checked_write)
+    monkeypatch.setattr("tools.prepare.writer.write_manifest", checked_write)
     prepare(*configure())
     assert len(recorded) > 5 and recorded == sorted(recorded)
 
@@ -571,7 +568,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(configure, source, monk
         (source / "c.jsonl").write_text(as_rows(TEXTS))
         check_files(*arguments)
 
-    monkeypatch.setattr("data.prepare.check_files", change_and_check)
+    monkeypatch.setattr("tools.prepare.prepare.check_files", change_and_check)
     with refuses("c.jsonl was changed"):
         prepare(*configure())
     assert not is_prepared(*configure())
@@ -740,7 +737,7 @@ def test_a_mixture_has_one_tokenizer_of_the_start_of_each_source(
 
 
 def test_sources_are_prepared_side_by_side(mixture, prepared, monkeypatch):
-    monkeypatch.setattr("data.prepare.BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr("tools.prepare.prepare.BATCH_CHARACTERS", 1000)
     recorded = []
     real_record = TokenWriter.record
 
@@ -858,5 +855,5 @@ def test_a_complete_folder_is_compared_with_its_hashes(command, tmp_path, capsys
 
 @pytest.mark.quick
 def test_the_cores_of_the_ranks_are_not_for_threads_that_tokenize(monkeypatch):
-    monkeypatch.setattr("data.prepare.usable_cores", lambda: 192)
-    assert [data.prepare.worker_count(ranks) for ranks in (0, 150, 192)] == [64, 42, 1]
+    monkeypatch.setattr("tools.prepare.prepare.usable_cores", lambda: 192)
+    assert [tools.prepare.prepare.worker_count(ranks) for ranks in (0, 150, 192)] == [64, 42, 1]

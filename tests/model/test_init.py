@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import config
 from checkpoint import catalog
-from generate import load_model
+from tools.generate import load_model
 from model.build import meta_model
 from model.init import Fill, constant, normal
 from model.llama import Llama

@@ -16,11 +16,11 @@ from parallel import parallelize
 from parallel.activation_checkpoint import (
     apply_activation_checkpointing,
     is_attention,
-    leave_to_compiler,
     saved_matmuls,
 )
 from parallel.context import shard_sequences
 from parallel.mesh import World
+from parallel.parallelize import leave_to_compiler
 from parallel.tensor import apply_tensor_parallelism
 from tests.conftest import (
     build,

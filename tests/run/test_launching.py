@@ -333,26 +333,6 @@ def test_what_a_restart_may_help_is_started_again(tmp_path, first, started_again
     assert (code == 0) == started_again
 
 
-def test_wrong_text_after_a_save_is_invalid_input(tmp_path, capsys):
-    stopped = ([(report(0, **ENDED, exit_code=75), "")], 0)
-    code, status = outcome(tmp_path, stopped, text=2)
-    assert (code, status["exit_code"]) == (2, 2)
-    assert "the same command resumes" in capsys.readouterr().err
-
-
-def test_collectives_that_nccl_recorded_are_named(tmp_path, capsys):
-    logs = tmp_path / "r/logs"
-    logs.mkdir(parents=True)
-    (logs / "nccl-rank-0").write_text("")
-    os.utime(logs / "nccl-rank-0", (1, 1))  # an earlier launch's
-    outcome(tmp_path, (KILLED, 137))
-    assert "nccl-rank-*" not in capsys.readouterr().err
-    os.utime(logs / "nccl-rank-0", (2**33, 2**33))
-    outcome(tmp_path, (KILLED, 137))
-    *_, named, command = capsys.readouterr().err.splitlines()
-    assert named.endswith(f"{logs}/nccl-rank-*") and command.endswith(f"--prefix nccl-rank- {logs}")
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "signal, trained, shown, fails, line, requeues",

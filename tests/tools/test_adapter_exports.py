@@ -6,7 +6,7 @@ import shutil
 
 from safetensors.torch import load_file, save_file
 
-import generate
+from tools import generate
 from tests.conftest import run_tool
 from tools import huggingface as hf
 
