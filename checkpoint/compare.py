@@ -102,8 +102,6 @@ def changes_since(cfg: config.Config, folder: pathlib.Path) -> list[str]:
     changes = changed_options(cfg, folder, ("fixed", "logged"))
     if cfg.optim.schedule_steps or cfg.optim.schedule == "constant":
         changes.pop("train.steps", None)  # without these the learning rate's schedule ends there
-    if cfg.parallel.param_dtype == "auto":
-        changes.pop("parallel.param_dtype", None)  # a resume keeps that of the checkpoint
     if not changes:
         return []
     texts = [f"{name} {before} -> {now}" for name, (before, now) in changes.items()]

@@ -114,9 +114,3 @@ def command(*words: object) -> str:
     elif not script.startswith("../"):
         script = f"./{script}"
     return shlex.join([script, *map(str, words)])
-
-
-def words_without(*options: str) -> list[str]:
-    """The command line of this launch, without the options that begin with one of these."""
-    words = [word for word in sys.argv[1:] if not word.startswith(options)]
-    return [word.removeprefix(f"{os.getcwd()}/") for word in words]

@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 
 import config
-from checkpoint import catalog
-from checkpoint.manifest import CorruptCheckpoint
 from checkpoint.save import SaveFailed
 from config import Config, ConfigError
 from metrics import log
@@ -26,7 +24,6 @@ from parallel.mesh import World, build_mesh, has_native_bfloat16
 from parallel.ranks import (
     all_gather_objects,
     check_same_on_all_ranks,
-    on_rank_zero,
     printed_if_long,
     rank_and_size,
 )
@@ -130,35 +127,18 @@ def shared_options(cfg: Config, device: torch.device) -> dict[str, Any]:
 
 
 def resolve_param_dtype(cfg: Config, world: World) -> Config:
-    """The configuration with param_dtype = "auto" resolved: to what the run's checkpoint was
-    trained with, or without one to bfloat16 if every rank's device supports it natively. Prints a
-    line where bfloat16 is emulated, which is slower than float32."""
+    """The configuration with param_dtype = "auto" resolved: bfloat16 if every rank's device supports
+    it natively. Prints a line where bfloat16 is emulated, which is slower than float32."""
     dtype: Any = cfg.parallel.param_dtype
+    is_native = has_native_bfloat16(world.device)
     if dtype == "auto":
-        dtype = on_rank_zero(lambda: saved_param_dtype(catalog.root_of(cfg), cfg.checkpoint))
-    if dtype is None:
-        is_native = all(all_gather_objects(has_native_bfloat16(world.device)))
-        dtype = "bfloat16" if is_native else "float32"
-    if dtype == "bfloat16" and world.rank == 0 and not has_native_bfloat16(world.device):
+        dtype = "bfloat16" if all(all_gather_objects(is_native)) else "float32"
+    if dtype == "bfloat16" and world.rank == 0 and not is_native:
         print_error(
             '[parallel] param_dtype = "bfloat16": this device has no units for it, and emulating them '
             "is many times slower than --parallel.param_dtype=float32"
         )
     return replace(cfg, parallel=replace(cfg.parallel, param_dtype=dtype))
-
-
-def saved_param_dtype(root: pathlib.Path, settings: config.Checkpoint | None) -> str | None:
-    """That of the run's newest checkpoint whose state can be read, or of the one that `resume`
-    names; None without any. root: the folder of its checkpoints."""
-    resume = settings.resume if settings else None
-    for step in reversed(catalog.steps(root)):
-        is_import = step == 0
-        if is_import or (isinstance(resume, int) and step != resume):
-            continue
-        with contextlib.suppress(CorruptCheckpoint):
-            saved = catalog.read_state(catalog.path_of(root, step))["config"]
-            return config.values_of(saved)["parallel.param_dtype"]
-    return None
 
 
 def pick_device(option: str, local_rank: int) -> torch.device:
@@ -204,23 +184,12 @@ def describe(error: BaseException, run: Run | None) -> tuple[int, str, bool]:
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
         # After the first step a restart may help: another process used the device.
         is_first = run is None or run.step == run.start
-        return 1, f"out of memory: {text}{how_to_plan(run)}", is_first
+        return 1, f"out of memory: {text}\n--dry-run says what would fit", is_first
     if isinstance(error, SaveFailed):
         return 1, text, False
     if isinstance(error, OSError) and error.filename:
         return 1, f"{error.filename}: {error.strerror}", False
     return 1, "".join(traceback.format_exception(error)).rstrip(), False
-
-
-def how_to_plan(run: Run | None) -> str:
-    """The command that says what would fit."""
-    if not run:
-        return ""
-    words = [*config.words_without("--eval-only"), "--dry-run", f"--world-size={run.world.size}"]
-    if run.world.device.type == "cuda":
-        _, total = torch.cuda.mem_get_info()
-        words.append(f"--gpu-memory-gib={total / 2**30:.0f}")
-    return f"\nwhat would fit: {config.command(*words)}"
 
 
 def exit_immediately(code: int) -> NoReturn:
