@@ -13,7 +13,9 @@ import functools
 import html
 import json
 import math
+import os
 import pathlib
+import sys
 import re
 import shlex
 import statistics
@@ -477,7 +479,9 @@ def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
         # without schedule_steps the learning rate's schedule is as long as the run
         is_stretched = cfg.optim.schedule_steps is None and cfg.optim.schedule != "constant"
         purpose = "more steps, a longer schedule" if is_stretched else "more steps"
-        words = config.words_without("--train.steps=", "--checkpoint.resume=")
+        changed = ("--train.steps=", "--checkpoint.resume=")
+        words = [word for word in sys.argv[1:] if not word.startswith(changed)]
+        words = [word.removeprefix(f"{os.getcwd()}/") for word in words]
         if cfg.checkpoint.resume != "auto":  # the file's, perhaps
             words.append("--checkpoint.resume=auto")
         commands.append(command_line(purpose, *words, f"--train.steps={2 * cfg.train.steps}"))

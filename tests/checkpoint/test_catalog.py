@@ -16,7 +16,6 @@ from checkpoint import catalog, manifest, save
 from checkpoint.catalog import root_of
 from checkpoint.checkpointer import Checkpointer
 from optim import Progress
-from run.rank import saved_param_dtype
 from tests.checkpoint.conftest import flip_last_byte, make_checkpoint, no_data, run_config
 from tests.conftest import content, make_config, refuses, seal
 from tests.distributed import distributed
@@ -302,24 +301,6 @@ def test_leftover_that_cannot_be_removed_is_a_warning(tmp_path):
     folder = save.make_folder(root_of(cfg), 10)  # the same step is saved next to it
     assert folder.name == ".step-00000010.1.tmp"
     assert catalog.remove_unfinished(root_of(cfg)) == []
-
-
-@pytest.mark.quick
-def test_param_dtype_auto_is_that_of_the_checkpoint(tmp_path):
-    def save(step: int, dtype: str) -> pathlib.Path:
-        return make_checkpoint(run_config(tmp_path, parallel={"param_dtype": dtype}), step)
-
-    def resumed(resume: str | int = "auto") -> str | None:
-        cfg = run_config(tmp_path, checkpoint={"resume": resume})
-        return saved_param_dtype(root_of(cfg), cfg.checkpoint)
-
-    save(0, "float32")  # an import: nothing was trained
-    assert resumed() is None
-    save(10, "bfloat16")
-    newest = save(20, "float32")
-    assert [resumed(), resumed(10), resumed(30)] == ["float32", "bfloat16", None]
-    (newest / "state.json").write_text("{")
-    assert resumed() == "bfloat16"
 
 
 @pytest.mark.quick
