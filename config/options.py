@@ -33,9 +33,6 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 # What a row of data is: a text, or a conversation in one of three forms.
 RowFormat = Literal["text", "messages", "alpaca", "prompt_completion"]
 
-# What to do with a row that cannot be read.
-BadRows = Literal["refuse", "skip"]
-
 # What rules() yields: (options, requirement).
 Rules = Iterator[tuple[str, str]]
 
@@ -152,7 +149,6 @@ class Source:
     text_field: str | None = option(None, "as data.text_field")
     max_tokens: PositiveInt | None = option(None, "as data.max_tokens")
     validation: Path | None = option(None, "as data.validation")
-    bad_rows: BadRows | None = option(None, "as data.bad_rows")
     format: RowFormat | None = option(None, "as data.format")
 
 
@@ -160,7 +156,7 @@ class Source:
 class Data(Section):
     source: Path = option(
         "python-stdlib",
-        "Hugging Face id, or local files (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, .md)",
+        "Hugging Face id, or local files (.jsonl, .json, .parquet, .arrow, .txt, .md)",
     )
     subset: str | None = option(None, "configuration of a Hugging Face dataset")
     split: str = option("train", "split of a Hugging Face dataset")
@@ -179,9 +175,6 @@ class Data(Section):
     )
     chat_template: Path | None = option(None, "Jinja file; absent: the tokenizer's", extra="chat")
     validation: Path | None = option(None, "files, or a split; absent: held out")
-    bad_rows: BadRows = option(
-        "refuse", "skip: leave out rows that cannot be read, at most one in a hundred"
-    )
     sources: tuple[Source, ...] = option((), "a mixture, weighted")
 
     @property

@@ -10,9 +10,7 @@ prepared/{source}-{hash of the options that determine it}/. The record:
     vocab_size, dtype of the ids: "uint16" or "int32"
     tokens, documents, bytes    by token file, "train" and "heldout": so many are synced
     left_out          rows of which the tokenizer made nothing
-    rows              [read, wrong], with data.bad_rows = "skip"; validation_rows: of data.validation
-    position          [file, row]: the last row that was read
-    file_start        these before the file of that row was read
+    position          [file, row]: the last row that was read; file_start: before that file
     validation        [token file, first token, one past the last]; null: not decided yet
     sha256            of each token file, once they are complete
     complete          whether all text is recorded
@@ -104,8 +102,6 @@ def identity(data: config.Data, vocab_size: int) -> dict[str, Any]:
     names = ["source", "subset", "split", "text_field", "tokenizer", "max_tokens", "validation"]
     if data.has_conversations:
         names += ["format", "messages_field", "chat_template"]
-    if data.bad_rows != config.Data.bad_rows:
-        names.append("bad_rows")
     entries = {f"data.{name}": getattr(data, name) for name in names}
     # with a tokenizer of its own, the model may have more rows
     entries["model.vocab_size"] = None if data.tokenizer else vocab_size

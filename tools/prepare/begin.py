@@ -127,10 +127,6 @@ def _begin(folder: pathlib.Path, data: config.Data, vocab_size: int) -> None:
         "files": source_files,
     }
     manifest |= row_format(data).identity()
-    if data.bad_rows == "skip":
-        manifest["rows"] = [0, 0]
-        if data.validation:
-            manifest["validation_rows"] = [0, 0]
     for killed in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
         shutil.rmtree(killed, ignore_errors=True)
     temporary = folder.with_name(f".{folder.name}.{processes.process_name()}.tmp")

@@ -4,13 +4,12 @@ import collections
 import errno
 import glob
 import io
-import itertools
 import json
 import os
 import pathlib
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import IO, Any, NamedTuple
 
@@ -21,7 +20,6 @@ from data.order import name_hash
 from tools.prepare.row_format import row_format
 from tools.prepare.rows import READERS, is_plain_text, is_readable, read_rows
 from system.files import TRANSIENT_ERRORS
-from system.processes import warn_once
 
 HUB = "hf://"
 CONVERTED = "refs/convert/parquet"  # the hub's own copy of a dataset of other files
@@ -32,12 +30,6 @@ OTHER_SUFFIXES = (".gz", ".zst", ".zip", ".xz")
 # of a folder these are not read: scripts that load the data, caches of `datasets`, and what its
 # save_to_disk() writes next to rows
 NOT_IN_FOLDERS = re.compile(r".*\.py|cache-.*\.arrow|(state|dataset_info|dataset_dict)\.json")
-README = re.compile(r"readme\..*", re.IGNORECASE)
-# in a file's name, between other than letters: which split it is
-TRAIN_WORDS = {"train", "training"}
-OTHER_SPLITS = {"val", "valid", "validation", "dev", "eval", "evaluation", "test", "testing"}
-COUNTED_ROWS = 1000  # before a share of wrong rows is one
-LOGGED_ROWS = 10  # of the wrong ones
 
 
 class SourceFile(NamedTuple):
@@ -55,85 +47,41 @@ class Position(NamedTuple):
     row: int = 0  # the last that was read
 
 
-class RowCount(NamedTuple):
-    """With data.bad_rows = "skip" a manifest stores it as a list of these fields in this order."""
-
-    read: int = 0
-    wrong: int = 0
-
-    def require_few(self, source: str) -> None:
-        """Raises ConfigError if more than one row in a hundred is wrong."""
-        if 100 * self.wrong > self.read:
-            raise ConfigError(
-                f"[data] source = {source}: {self.wrong:,} of the first {self.read:,} rows are "
-                'wrong; data.bad_rows = "skip" leaves out at most one in a hundred'
-            )
-
-
 class SourceReader:
-    """The documents of a source, from a position on. After each, `position` is its own, `count` that
-    of the rows so far, and `count_before_file` without those of its file."""
+    """The documents of a source, from a position on. After each, `position` is its own."""
 
     def __init__(
-        self,
-        data: config.Data,
-        files: list[SourceFile],
-        position: Position | None = None,
-        count: RowCount | None = None,
+        self, data: config.Data, files: list[SourceFile], position: Position | None = None
     ):
         self.data = data
         self.files = files
         self.position = position or Position()
-        self.count = count or RowCount()
-        self.count_before_file = self.count
         self.format = row_format(data)
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the documents that aren't empty. Raises as read()."""
-        return filter(None, self.read(self.format.columns, self.format.document))
-
-    def read(self, columns: tuple[str, ...], parse: Callable[[str, dict], Any]) -> Iterator[Any]:
-        """Yields parse(where the row stands, the row) of each row. parse() raises ConfigError if
-        the row is wrong: data.bad_rows says what to do then. columns: those that are read; empty:
-        all. Raises ConfigError, which names file and row, and OSError if a retry may help."""
-        rows = self._parsed(columns, parse)
-        for where, row in rows:
-            is_wrong = isinstance(row, ConfigError)
-            self.count = RowCount(self.count.read + 1, self.count.wrong + is_wrong)
-            if not is_wrong:
-                yield row
-                continue
-            if self.data.bad_rows == "refuse":
-                raise refusal(f"{where}: {row}", self.count, rows)
-            if self.count.wrong <= LOGGED_ROWS:
-                warn_once(f"{where}: {row}; left out, as data.bad_rows says")
-            if self.count.read >= COUNTED_ROWS:
-                self.count.require_few(self.data.source)
-        self.count.require_few(self.data.source)
-
-    def _parsed(
-        self, columns: tuple[str, ...], parse: Callable[[str, dict], Any]
-    ) -> Iterator[tuple[str, Any]]:
-        """Yields (where the row stands, what read() yields), or a ConfigError for a wrong row."""
-        for where, row in self._rows(columns):
-            if not isinstance(row, dict | ConfigError):
-                row = ConfigError(f"must be an object, not {type(row).__name__}")
+        """Yields the documents that aren't empty. Raises ConfigError, which names file and row, and
+        OSError if a retry may help."""
+        for where, row in self._rows():
             try:
-                parsed = row if isinstance(row, ConfigError) else parse(where, row)
+                if isinstance(row, ConfigError):
+                    raise row
+                if not isinstance(row, dict):
+                    raise ConfigError(f"must be an object, not {type(row).__name__}")
+                document = self.format.document(where, row)
             except ConfigError as error:
-                parsed = error
-            yield where, parsed
+                raise ConfigError(f"{where}: {error}") from None
+            if document:
+                yield document
 
-    def _rows(self, columns: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-        """Yields (where the row stands, the row) as the readers of data/rows.py do."""
+    def _rows(self) -> Iterator[tuple[str, Any]]:
+        """Yields (where the row stands, the row) as the readers of rows.py do."""
         for number in range(self.position.file, len(self.files)):
             path = self.files[number].path
             skip = self.position.row if number == self.position.file else 0
             row_number = skip
-            self.count_before_file = self.count
             try:
                 with open_file(path) as file:
-                    for row_number, row in read_rows(file, path, columns, skip):
+                    for row_number, row in read_rows(file, path, self.format.columns, skip):
                         if is_plain_text(path) and isinstance(row, str):
                             row = {self.data.text_field: row}
                         self.position = Position(number, row_number)
@@ -142,20 +90,6 @@ class SourceReader:
                 raise ConfigError(f"{path}: {error}") from None
             except Exception as error:
                 raise unreadable(path, error, f"rows from {row_number + 1} on: ") from None
-
-
-def refusal(problem: str, count: RowCount, following: Iterator[tuple[str, Any]]) -> ConfigError:
-    """The error of the first wrong row. count: up to it; following: the rows after it."""
-    before = count.read - 1
-    with suppress(ConfigError, OSError):
-        for _, row in itertools.islice(following, COUNTED_ROWS - 1):
-            count = RowCount(count.read + 1, count.wrong + isinstance(row, ConfigError))
-    remedy = "fix them"
-    if 100 * count.wrong <= count.read:  # of more it would be refused all the same
-        remedy += ", or leave them out: --data.bad_rows=skip"
-    return ConfigError(
-        f"{problem}; {count.wrong:,} of {count.read - before:,} rows from there on are wrong: {remedy}"
-    )
 
 
 def open_file(path: str) -> IO[bytes]:
@@ -212,7 +146,7 @@ def list_files(
             if os.path.exists(os.path.join(data.source, "dataset_dict.json")):
                 split = os.path.join(data.source, data.split)
                 raise ConfigError(f"[data] source = {data.source}: holds splits; name one: {split}")
-            problem = f"holds {endings_in(data.source)}, and no file to read: none of"
+            problem = "holds no file of"
         raise ConfigError(f"[data] source = {data.source}: {problem} {', '.join(READERS)}")
     files = []
     for path in paths:
@@ -241,8 +175,8 @@ def local_paths(source: str) -> list[str] | None:
 
 
 def folder_files(folder: pathlib.Path) -> list[str]:
-    """The files in a folder that are rows or texts: next to rows no README is a text. Of one that
-    save_to_disk() wrote those of the last time. Raises ConfigError and OSError."""
+    """The files in a folder that are rows or texts. Of one that save_to_disk() wrote those of the
+    last time. Raises OSError."""
     with suppress(OSError, ValueError, LookupError, TypeError):  # another state.json
         state = json.loads((folder / "state.json").read_bytes())
         if state["_data_files"]:
@@ -252,35 +186,7 @@ def folder_files(folder: pathlib.Path) -> list[str]:
         is_excluded = NOT_IN_FOLDERS.fullmatch(os.path.basename(path)) or os.path.isdir(path)
         if is_readable(path) and not is_excluded:
             paths.append(path)
-    if not all(map(is_plain_text, paths)):
-        paths = [path for path in paths if not README.fullmatch(os.path.basename(path))]
-    refuse_splits(folder, paths)
     return paths
-
-
-def endings_in(folder: str) -> str:
-    """What a folder holds, by the most frequent endings, for a message."""
-    endings = collections.Counter()
-    for path in sorted(pathlib.Path(folder).glob("[!.]*")):
-        endings["folders" if path.is_dir() else path.suffix or "files without an ending"] += 1
-    counts = [f"{ending} ({count})" for ending, count in endings.most_common(3)]
-    return ", ".join(counts) or "nothing"
-
-
-def refuse_splits(folder: pathlib.Path, paths: list[str]) -> None:
-    """Raises ConfigError if a folder holds another split beside the training data, or texts, such
-    as a license, beside rows. A pattern may select all of it."""
-    words = {path: {*re.split("[^a-z]+", os.path.basename(path).lower())} for path in paths}
-    train = [path for path in paths if words[path] & TRAIN_WORDS]
-    others = [path for path in paths if words[path] & OTHER_SPLITS]
-    texts = [path for path in paths if is_plain_text(path)]
-    rows = [path for path in paths if not is_plain_text(path)]
-    for these, those in ((train, others), (rows, texts)):
-        if these and those:
-            raise ConfigError(
-                f"[data] source = {folder}: holds {these[0]} and {those[0]}; name the files, or all "
-                f"of them by a pattern: --data.source='{folder}/*'"
-            )
 
 
 def stdlib_files() -> list[str]:

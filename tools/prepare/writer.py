@@ -8,7 +8,6 @@ where locks don't exist, both write equal bytes.
 
 import bisect
 import contextlib
-import copy
 import hashlib
 import os
 import pathlib
@@ -21,15 +20,13 @@ from data.folder import MANIFEST, manifest_of
 from data.order import last_hundredth
 from data.tokens import damaged
 from system import files
-from tools.prepare.begin import beside, write_manifest
+from tools.prepare.begin import write_manifest
 
 SPLITS = ("train", "heldout")
 WIDTH = {"uint16": 2, "int32": 4}  # bytes per token
 END_BYTES = 8
 BUFFER_BYTES = 1 << 20
 HASH_BYTES = 1 << 24  # read at a time
-# keys of the manifest that return to their values at "file_start" when a file is read again
-RESUMED = ("position", "tokens", "bytes", "documents", "left_out", "rows")
 
 
 class TokenWriter:
@@ -44,9 +41,6 @@ class TokenWriter:
         self.whole_documents = whole_documents
         self.manifest = manifest_of(folder)
         self.width = WIDTH[self.manifest["dtype"]]
-        # recorded tokens by split: append() compares what comes before with the file
-        self.written = dict(self.manifest["tokens"])
-        self.changed_path = ""  # the file that is read again, since it has changed
         self.bin = {}
         self.ends = {}
         for split in SPLITS:
@@ -66,39 +60,17 @@ class TokenWriter:
         file.seek(size)
         return file
 
-    def read_again(self, path: str) -> None:
-        """Before a file that has changed is read from its beginning again: what is appended must be
-        what is written already, as far as that goes."""
-        self.changed_path = path
-        self.manifest.update(copy.deepcopy(self.manifest["file_start"]))
-
-    def begin_file(self, number: int) -> None:
-        """Before the documents of a file: read_again() returns here. number: of the file."""
-        self.manifest["position"] = [number, 0]
-        start = {key: self.manifest[key] for key in RESUMED if key in self.manifest}
-        self.manifest["file_start"] = copy.deepcopy(start)
-
     def append(self, split: str, ids: bytes, size: int) -> None:
-        """Adds a document of so many bytes. ids: in the width of the folder's dtype. Raises ConfigError if other
-        text was written here before."""
+        """Adds a document of so many bytes. ids: in the width of the folder's dtype."""
+        if not ids:  # a tokenizer may produce no tokens for some texts
+            self.manifest["left_out"] += 1
+            return
         tokens = self.manifest["tokens"]
-        begin = tokens[split]
         tokens[split] += len(ids) // self.width
         self.manifest["documents"][split] += 1
         self.manifest["bytes"][split] += size
-        if begin < self.written[split]:
-            before = os.pread(self.bin[split].fileno(), len(ids), begin * self.width)
-            if before != ids or tokens[split] > self.written[split]:
-                raise self._other_text()
-            return
         self.bin[split].write(ids)
         self.ends[split].write(tokens[split].to_bytes(END_BYTES, "little"))
-
-    def _other_text(self) -> ConfigError:
-        return ConfigError(
-            f"{self.changed_path}: has other text than when {self.folder} was prepared from it: "
-            f"restore it, or prepare it anew: {beside(self.folder)}"
-        )
 
     def decide_validation(self) -> None:
         """Holds out what is in heldout.bin. If no document is held out, holds out the last
@@ -130,10 +102,7 @@ class TokenWriter:
 
     def complete(self) -> None:
         """Ends the text, and records that. Raises ConfigError, and OSError."""
-        if any(self.manifest["tokens"][split] < self.written[split] for split in SPLITS):
-            raise self._other_text()
         self.decide_validation()
-        self.manifest["file_start"] = None
         for file in self.files:
             file.truncate()  # of an attempt that wrote text that was mended since
             file.flush()
@@ -153,7 +122,7 @@ class TokenWriter:
             raise ConfigError(f"{self.folder}: was deleted or begun anew while it was written")
         recorded = manifest_of(self.folder)["tokens"]
         if any(recorded[split] > self.manifest["tokens"][split] for split in SPLITS):
-            return  # a file is read again, or another process is ahead: no record is ever lowered
+            return  # another process is ahead: no record is ever lowered
         write_manifest(self.folder, self.manifest)
 
     def close(self) -> None:
