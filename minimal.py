@@ -172,20 +172,19 @@ def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device
             parameter.to_local().copy_(shards[dist.get_rank()])
 
 
-def read_sample(cfg: SimpleNamespace, tokens: Tensor, validation: range, number: int) -> Tensor:
+def read_sample(cfg: SimpleNamespace, files: list[Tensor], number: int) -> Tensor:
     """The T+1 tokens of a sample, a function of its number: a resume needs the step alone."""
-    # Window w of the text is tokens w T ... w T + T. Those with a validation token are left out.
+    # Window w of the text, which is in several files, is tokens w T ... w T + T.
     length = cfg.train.seq_len
-    skip_from = max(0, (validation.start - 1) // length)
-    skip_to = math.ceil(validation.stop / length)
-    windows = max(0, (len(tokens) - 1) // length)
-    count = min(windows, skip_from) + max(0, windows - skip_to)
+    count = (sum(map(len, files)) - 1) // length
     epoch, index = divmod(number, count)
     # the first 0: the first source; train.py can mix several
-    window = permute(index, count, f"{cfg.run.seed}/{epoch}/0/0")
-    if window >= skip_from:
-        window += skip_to - skip_from
-    return tokens[window * length : (window + 1) * length + 1].long()
+    start = permute(index, count, f"{cfg.run.seed}/{epoch}/0/0") * length
+    pieces = []
+    for tokens in files:  # memory-mapped
+        pieces.append(tokens[max(0, start) : max(0, start + length + 1)].long())
+        start -= len(tokens)
+    return torch.cat(pieces)
 
 
 def permute(index: int, count: int, key: str) -> int:
@@ -232,7 +231,7 @@ def learning_rate(o: SimpleNamespace, end: int, step: int) -> float:
     return o.lr * (o.min_lr_ratio + (1 - o.min_lr_ratio) * remaining)
 
 
-def train(cfg: SimpleNamespace, tokens: Tensor, validation: range, device: torch.device) -> None:
+def train(cfg: SimpleNamespace, files: list[Tensor], device: torch.device) -> None:
     t, p = cfg.train, cfg.parallel
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with torch.device("meta"):  # no rank ever holds the full model
@@ -256,7 +255,7 @@ def train(cfg: SimpleNamespace, tokens: Tensor, validation: range, device: torch
         loss_sum = torch.zeros((), device=device)
         for begin in range(0, t.global_batch_size, micro_batch * ranks):
             first = (step - 1) * t.global_batch_size + begin + rank * micro_batch
-            samples = [read_sample(cfg, tokens, validation, first + i) for i in range(micro_batch)]
+            samples = [read_sample(cfg, files, first + i) for i in range(micro_batch)]
             batch = torch.stack(samples).to(device)  # (B, T+1)
             loss = model(batch[:, :-1], batch[:, 1:])  # the target of a token is the next one
             # FSDP2 averages gradients over ranks: so scaled, to those of the global batch's mean.
@@ -298,7 +297,7 @@ OPTIONS = (
     ("parallel", {"recompute": "none"}),
     ("checkpoint", {"save_every_steps": None}),
 )
-IGNORED = ("checkpoint.", "eval.", "log.", "profile.", "run.")
+IGNORED = ("checkpoint.", "eval.", "log.", "profile.", "run.", "data.bad_rows")
 IGNORED += ("parallel.compile", "parallel.dp_", "parallel.gather_once")
 
 
@@ -321,10 +320,10 @@ def read_options(path: str) -> SimpleNamespace:
     return cfg
 
 
-def open_data(cfg: SimpleNamespace) -> tuple[Tensor, range]:
-    """The tokens of the one complete folder of these options, and which are for validation."""
+def open_data(cfg: SimpleNamespace) -> list[Tensor]:
+    """The training tokens, by file, of the one complete folder of these options."""
     names = ["source", "subset", "split", "text_field", "tokenizer", "max_tokens", "validation"]
-    identity = {f"data.{name}": getattr(cfg.data, name) for name in names} | {"version": 6}
+    identity = {f"data.{name}": getattr(cfg.data, name) for name in names} | {"version": 7}
     identity["model.vocab_size"] = None if cfg.data.tokenizer else cfg.model.vocab_size
     if cfg.data.source == "python-stdlib":
         identity["python"] = platform.python_version()
@@ -337,16 +336,16 @@ def open_data(cfg: SimpleNamespace) -> tuple[Tensor, range]:
         names = ", ".join(matching) or "none; `./run_train.sh -m prepare CONFIG` prepares one"
         raise ValueError(f"data.path must name one complete folder of this data, of: {names}")
     [(folder, manifest)] = matching.items()
-    dtype = getattr(torch, manifest["dtype"])
-    tokens = torch.from_file(f"{folder}/train.bin", size=manifest["tokens"]["train"], dtype=dtype)
-    file_name, first, end = manifest["validation"]
-    return tokens, range(first, end) if file_name == "train" else range(0)
+    files = []
+    for name, dtype, length, *_ in manifest["token_files"]["train"]:
+        files.append(torch.from_file(f"{folder}/{name}", size=length, dtype=getattr(torch, dtype)))
+    return files
 
 
 def main() -> None:
     try:
         cfg = read_options(*sys.argv[1:])
-        tokens, validation = open_data(cfg)
+        files = open_data(cfg)
     except (OSError, TypeError, ValueError) as error:
         print(f"usage: minimal.py CONFIG\n{error}", file=sys.stderr)
         sys.exit(2)
@@ -365,7 +364,7 @@ def main() -> None:
         if device.type == "cuda":
             native = torch.cuda.is_bf16_supported(including_emulation=False)
         cfg.parallel.param_dtype = "bfloat16" if native else "float32"
-    train(cfg, tokens, validation, device)
+    train(cfg, files, device)
     dist.barrier()  # gloo aborts if a rank leaves while another still communicates
     dist.destroy_process_group()
 

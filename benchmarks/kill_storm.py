@@ -302,7 +302,7 @@ def storm(
 def recorded_tokens(cfg: config.Config) -> int:
     """How far the text is prepared."""
     manifest = read_manifest(pathlib.Path(str(cfg.data.path)))
-    return manifest["tokens"]["train"] if manifest else 0
+    return manifest["tokens"]["train"] if manifest and manifest["complete"] else 0
 
 
 def tensors(cfg: config.Config) -> dict[str, bytes]:

@@ -31,6 +31,7 @@ SELECTIVE = ("elementwise", "selective")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 # What a row of data is: a text, or a conversation in one of three forms.
+BadRows = Literal["refuse", "skip"]
 RowFormat = Literal["text", "messages", "alpaca", "prompt_completion"]
 
 # What rules() yields: (options, requirement).
@@ -149,6 +150,7 @@ class Source:
     text_field: str | None = option(None, "as data.text_field")
     max_tokens: PositiveInt | None = option(None, "as data.max_tokens")
     validation: Path | None = option(None, "as data.validation")
+    bad_rows: BadRows | None = option(None, "as data.bad_rows")
     format: RowFormat | None = option(None, "as data.format")
 
 
@@ -156,7 +158,7 @@ class Source:
 class Data(Section):
     source: Path = option(
         "python-stdlib",
-        "Hugging Face id, or local files (.jsonl, .json, .parquet, .arrow, .txt, .md)",
+        "Hugging Face id, or local files (.jsonl, .json, .csv, .parquet, .arrow, .txt, .md)",
     )
     subset: str | None = option(None, "configuration of a Hugging Face dataset")
     split: str = option("train", "split of a Hugging Face dataset")
@@ -175,6 +177,9 @@ class Data(Section):
     )
     chat_template: Path | None = option(None, "Jinja file; absent: the tokenizer's", extra="chat")
     validation: Path | None = option(None, "files, or a split; absent: held out")
+    bad_rows: BadRows = option(
+        "refuse", "skip: leave out rows that cannot be read, at most one in a hundred"
+    )
     sources: tuple[Source, ...] = option((), "a mixture, weighted")
 
     @property

@@ -9,9 +9,18 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 import config
 from config import ConfigError
-from data.folder import check_identity, identity, manifest_of, prepare_command, source_folders
+from data.folder import (
+    TOKEN_BYTES,
+    check_identity,
+    identity,
+    manifest_of,
+    prepare_command,
+    source_folders,
+)
 from data.mixture import Mixture
 from data.order import SamplePosition, SourceOrder
 from data.tokens import Span, TextStream, stream_of
@@ -46,13 +55,12 @@ class Source:
             from extras.chat.packing import open_packed
 
             self.stream: TextStream = open_packed(*args, "train", vocab_size, seq_len, seed)
-            self.validation = open_packed(*args, "validation", vocab_size, seq_len, seed)
+            self.validation: TextStream = open_packed(*args, "heldout", vocab_size, seq_len, seed)
         else:
             self.stream = stream_of(*args, "train", vocab_size)
-            self.validation = stream_of(*args, "validation", vocab_size)
-        self.order = SourceOrder(
-            seed, number, seq_len, self.stream.length, self.stream.validation
-        )
+            self.validation = stream_of(*args, "heldout", vocab_size)
+        self.order = SourceOrder(seed, number, seq_len, self.stream.length)
+        self.token_bytes = token_bytes(folder, vocab_size)
 
     def require_size(self, mixture: Mixture, batch_size: int) -> None:
         """Raises ConfigError if there is too little text for the source's share of a batch.
@@ -67,13 +75,15 @@ class Source:
                 "is held out for validation, another text for that (data.validation)"
             )
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Of the text that the validation tokens are of; NaN where it is unknown."""
-        split, *_ = self.manifest["validation"]
-        sizes = self.manifest["bytes"]
-        tokens = self.manifest["tokens"][split]
-        return sizes[split] / tokens if sizes and sizes[split] else math.nan
+
+def token_bytes(folder: pathlib.Path, vocab_size: int) -> np.ndarray:
+    """(2, vocab_size): the bytes of text that each id stands for, and what is to be added to those
+    of the target where it is the input. NaN where they are unknown."""
+    path = folder / TOKEN_BYTES
+    if not path.exists():
+        return np.full((2, vocab_size), math.nan)
+    sizes = np.fromfile(path, "<i2").reshape(2, -1)
+    return np.pad(sizes.astype(np.float64), ((0, 0), (0, vocab_size - sizes.shape[1])))
 
 
 @dataclass

@@ -8,12 +8,13 @@ prepared/{source}-{hash of the options that determine it}/. The record:
     validation_files  the same of data.validation
     tokenizer         its hash: data/tokenizer.py; chat_template: that of conversations
     vocab_size, dtype of the ids: "uint16" or "int32"
-    tokens, documents, bytes    by token file, "train" and "heldout": so many are synced
-    left_out          rows of which the tokenizer made nothing
-    position          [file, row]: the last row that was read; file_start: before that file
-    validation        [token file, first token, one past the last]; null: not decided yet
-    sha256            of each token file, once they are complete
-    complete          whether all text is recorded
+    complete          whether all text is prepared, and the record final:
+
+    token_files       of "train" and "heldout", in order: [path, dtype, tokens, bytes before the
+                      first, path of the documents' ends, id that ends documents] of each
+    tokens            of "train" and "heldout"
+    left_out          rows of which the tokenizer made nothing; rows, wrong: with data.bad_rows
+    sha256            of the hashes of all token files
 """
 
 import hashlib
@@ -29,7 +30,8 @@ from config import ConfigError
 from system import files
 
 MANIFEST = "manifest.json"
-FORMAT = 6  # version of the files; part of the identity
+TOKEN_BYTES = "token_bytes.bin"  # int16 (2, vocab_size): dataset.token_bytes()
+FORMAT = 7  # version of the files; part of the identity
 STDLIB = "python-stdlib"
 
 

@@ -9,7 +9,6 @@ sample k. An epoch of a source is a permutation of its windows. Window w of a st
 import hashlib
 from typing import NamedTuple
 
-HELD_OUT_OF = 1 << 22  # tokens: documents of the first ones are held out
 MASK64 = (1 << 64) - 1
 
 
@@ -17,13 +16,6 @@ def name_hash(name: str) -> bytes:
     """A source's files are read in the order of this hash of their names within the source, so that
     a corpus of many files is mixed as it is read."""
     return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
-
-
-def last_hundredth(tokens: int) -> tuple[int, int]:
-    """(first, one past the last) of the tokens that are held out of a text where nothing else is:
-    the last hundredth of the first ones."""
-    end = min(HELD_OUT_OF, tokens)
-    return max(0, end - max(2, end // 100)), end
 
 
 class SamplePosition(NamedTuple):
@@ -35,28 +27,18 @@ class SamplePosition(NamedTuple):
 
 
 class SourceOrder:
-    """Which window of a source's training stream each of its samples is. Windows with a token that
-    is held out for validation are left out."""
+    """Which window of a source's training stream each of its samples is."""
 
-    def __init__(
-        self, seed: int, source: int, seq_len: int, tokens: int, validation: tuple[int, int]
-    ):
-        """source: its number in the mixture. tokens, validation: of its stream."""
-        first, end = validation
+    def __init__(self, seed: int, source: int, seq_len: int, tokens: int):
+        """source: its number in the mixture. tokens: of its stream."""
         self.seed = seed
         self.source = source
-        # windows skip_from ... skip_to-1 are left out
-        self.skip_from = max(0, (first - 1) // seq_len)
-        self.skip_to = -(-end // seq_len)
-        windows = max(0, (tokens - 1) // seq_len)
-        self.epoch_length = min(windows, self.skip_from) + max(0, windows - self.skip_to)
+        self.epoch_length = max(0, (tokens - 1) // seq_len)
 
     def locate(self, index: int) -> SamplePosition:
         """The source's sample `index`."""
         epoch, index = divmod(index, self.epoch_length)
         window = permute(index, self.epoch_length, f"{self.seed}/{epoch}/{self.source}/0")
-        if window >= self.skip_from:
-            window += self.skip_to - self.skip_from
         return SamplePosition(self.source, epoch, window)
 
 

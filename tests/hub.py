@@ -135,7 +135,7 @@ class Request(BaseHTTPRequestHandler):
             return self.send_file(files[parts["path"]], commit)
         if parts["method"] in ("tree", "paths-info"):
             return self.send_listing(files, parts["path"], urllib.parse.parse_qs(url.query), body)
-        siblings = [{"rfilename": name} for name in files]
+        siblings = [{"rfilename": name, "size": len(files[name])} for name in files]
         name = repo.removeprefix("datasets/")
         self.answer({"id": name, "sha": commit, "private": bool(token), "siblings": siblings})
 

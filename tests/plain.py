@@ -36,7 +36,6 @@ class Text(NamedTuple):
 
     ids: list[int]
     document: list[int]  # the number of each token's document
-    held_out: tuple[int, int] | None = None  # tokens of a training text that are for validation
 
 
 class Source(NamedTuple):
@@ -72,13 +71,13 @@ def tokenizer_of(path: str) -> sentencepiece.SentencePieceProcessor:
     return sentencepiece.SentencePieceProcessor(model_file=str(file))
 
 
-def joined(documents: list[list[int]], held_out: tuple[int, int] | None = None) -> Text:
+def joined(documents: list[list[int]]) -> Text:
     ids = []
     numbers = []
     for number, document in enumerate(documents):
         ids += document
         numbers += [number] * len(document)
-    return Text(ids, numbers, held_out)
+    return Text(ids, numbers)
 
 
 @functools.cache
@@ -111,7 +110,7 @@ def read_source(
     end = len(whole.ids)
     first = end - max(2, end // 100)
     validation_text = Text(whole.ids[first:end], whole.document[first:end])
-    return Source(pattern, whole._replace(held_out=(first, end)), validation_text)
+    return Source(pattern, Text(whole.ids[:first], whole.document[:first]), validation_text)
 
 
 def sources_of(cfg: config.Config) -> list[Source]:
@@ -153,7 +152,7 @@ def samples(cfg: config.Config, sources: list[Source], count: int) -> list[tuple
     weights = tuple(repr(s.weight) for s in cfg.data.sources) or ("1",)
     windows = []
     for number, (_, train, _) in enumerate(sources):
-        text = len(train.ids), cfg.train.seq_len, range(*(train.held_out or (0, 0)))
+        text = len(train.ids), cfg.train.seq_len
         of_source: list[int] = []
         for epoch in itertools.count():
             if len(of_source) >= count:

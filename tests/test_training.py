@@ -17,7 +17,6 @@ from checkpoint.catalog import read_state
 from config import IGNORE, ConfigError
 from data.dataset import open_dataset
 from data.folder import manifest_of
-from tools.prepare.begin import write_manifest
 from model.llama import Llama, add_terms
 from optim import build_optimizer, learning_rate
 from parallel import mesh
@@ -269,9 +268,7 @@ def targetless_data(corpus, prepared, tmp_path, share: float) -> dict:
     tokens = manifest["tokens"]["train"]
     single = torch.arange(2, int(share * tokens) + 1)
     ends = single if share == 1 else torch.cat([single, torch.tensor([tokens])])
-    ends.numpy().tofile(data / "train.ends.bin")
-    manifest["documents"]["train"] = len(ends)
-    write_manifest(data, manifest)
+    ends.numpy().tofile(data / "train-00000.ends.bin")
     return {"source": str(corpus), "path": str(data), "document_mask": True}
 
 

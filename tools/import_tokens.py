@@ -7,8 +7,8 @@
             with a Megatron-LM .idx of the same name next to it: dtype and documents are read there
     .npy    NumPy's, or ids alone, as OLMo's
 
-Documents are those of an .idx or end with --eos-id. The last hundredth of the first tokens is held
-out, unless --validation names files.
+Documents are those of an .idx or end with --eos-id. The last hundredth of the first file, of at most
+2^22 tokens, is held out, unless --validation names files.
 """
 
 import argparse
@@ -22,9 +22,10 @@ import numpy as np
 
 from config import ConfigError, run_tool
 from data.folder import MANIFEST
-from data.order import last_hundredth, name_hash
-from tools.prepare.tokenizer import tokenizer_files, tokenizer_hash
+from data.order import name_hash
 from system import files
+from tools.prepare.parts import last_hundredth
+from tools.prepare.tokenizer import tokenizer_files, tokenizer_hash
 
 SUFFIXES = (".bin", ".npy")
 NPY_MAGIC = b"\x93NUMPY"
@@ -73,9 +74,7 @@ def describe(path: pathlib.Path, dtype: str | None) -> tuple[str, int, int, np.n
     return name, tokens, offset, None
 
 
-def describe_megatron(
-    path: pathlib.Path, index: pathlib.Path
-) -> tuple[str, int, int, np.ndarray]:
+def describe_megatron(path: pathlib.Path, index: pathlib.Path) -> tuple[str, int, int, np.ndarray]:
     with index.open("rb") as file:
         header = file.read(INDEX_HEADER.size).ljust(INDEX_HEADER.size)
     magic, version, code, sequences, _ = INDEX_HEADER.unpack(header)
@@ -103,29 +102,40 @@ def main(argv: list[str]) -> int:
     args.folder.mkdir(parents=True)
     listed: dict[str, list] = {"train": [], "heldout": []}
     tokens = {"train": 0, "heldout": 0}
+    sizes = {}
+
+    def add(split: str, first: int, stop: int) -> None:
+        """Tokens first ... stop-1 of the file that was described last."""
+        name = None
+        if ends is not None:
+            name = f"{split}-{len(listed[split])}.ends.bin"
+            inside = ends[(ends > first) & (ends < stop)]
+            np.append(inside - first, stop - first).astype("<i8").tofile(args.folder / name)
+        begin = offset + first * np.dtype(dtype).itemsize
+        listed[split].append([str(path), dtype, stop - first, begin, name, args.eos_id])
+        tokens[split] += stop - first
+
     for split, pattern in (("train", args.files), ("heldout", args.validation)):
-        for number, path in enumerate(list_files(pattern) if pattern else []):
+        for path in list_files(pattern) if pattern else []:
             dtype, length, offset, ends = describe(path, args.dtype)
-            name = None
-            if ends is not None:
-                name = f"{split}-{number}.ends.bin"
-                ends.tofile(args.folder / name)
-            listed[split].append([str(path), dtype, length, offset, args.eos_id, name])
-            tokens[split] += length
-    held_out = ["train", *last_hundredth(tokens["train"])]
+            sizes[str(path)] = length
+            border = length
+            if split == "train" and not (listed["train"] or args.validation):
+                border = max(0, length - last_hundredth(length))
+                add("heldout", border, length)
+            if border:
+                add(split, 0, border)
     contents = tokenizer_files(args.tokenizer) if args.tokenizer else {}
     for name, content in contents.items():
         (args.folder / name).write_bytes(content)
     manifest = {
         "identity": None,
-        "revision": {path: length for path, _, length, *_ in listed["train"] + listed["heldout"]},
+        "revision": sizes,
         "tokenizer": tokenizer_hash(contents) if contents else None,
         "vocab_size": 0,  # ids are compared with the model's as they are read
         "complete": True,
         "tokens": tokens,
-        "bytes": None,
         "sha256": None,
-        "validation": ["heldout", 0, tokens["heldout"]] if args.validation else held_out,
         "token_files": listed,
     }
     files.write_atomic(args.folder / MANIFEST, json.dumps(manifest, indent=1))

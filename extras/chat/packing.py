@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from config import ConfigError
-from data.tokens import TokenFile, damaged, file_of
+from data.tokens import TokenStream, stream_of
 
 SAMPLED = 2000  # conversations whose tokens with a loss are counted at a launch
 
@@ -109,7 +109,7 @@ def best_fit_decreasing(counts: list[int], room: int) -> np.ndarray:
 
 
 class Conversation(NamedTuple):
-    """A conversation in a window. Positions are those in the token file."""
+    """A conversation in a window. Positions are those in the stream of all."""
 
     number: int
     begin: int  # first token
@@ -121,18 +121,18 @@ class Packed:
     """A TextStream (data/tokens.py) of the windows of a split, which do not overlap.
 
     Window k is tokens k*S ... k*S+S-1, padded at its end. Nothing is copied: reading a window reads
-    its conversations from the token file.
+    its conversations from the token files.
     """
 
-    file: TokenFile
-    vocab_size: int  # of the model: ids must be smaller
+    folder: pathlib.Path
+    stream: TokenStream  # of all conversations
+    ends: np.ndarray  # of each conversation: one past its last token
     seq_len: int
-    members: np.ndarray  # numbers of conversations in the token file, window by window
+    members: np.ndarray  # numbers of conversations, window by window
     starts: np.ndarray  # of each window in `members`, and one more
     left_out: int  # conversations without an assistant's turn, or with an empty one
     cut: int  # conversations longer than a window
     filled: int  # tokens that the windows hold
-    validation: tuple[int, int] = (0, 0)  # what is held out is no part of this stream
 
     def __post_init__(self) -> None:
         self.windows = len(self.starts) - 1
@@ -140,10 +140,8 @@ class Packed:
         self.length = self.windows * self.seq_len + 1 if self.windows else 0
 
     def conversation(self, number: int) -> Conversation:
-        ends = self.file.ends
-        assert ends is not None
-        begin = int(ends[number - 1]) if number else 0
-        return Conversation(number, begin, min(int(ends[number]), begin + self.seq_len))
+        begin = int(self.ends[number - 1]) if number else 0
+        return Conversation(number, begin, min(int(self.ends[number]), begin + self.seq_len))
 
     def conversations(self, window: int) -> list[Conversation]:
         """The conversations in a window, in order."""
@@ -153,12 +151,7 @@ class Packed:
     def read(self, start: int, stop: int) -> np.ndarray:
         """The ids (stop - start) of one window; -1 from the end of its conversations on."""
         conversations = self.conversations(start // self.seq_len)
-        tokens = np.concatenate([self.file.read(c.begin, c.end) for c in conversations])
-        largest = int(np.maximum(tokens, ~tokens).max())
-        if largest >= self.vocab_size:
-            raise damaged(
-                self.file.path, f"has id {largest}, but [model] vocab_size = {self.vocab_size}"
-            )
+        tokens = np.concatenate([self.stream.read(c.begin, c.end) for c in conversations])
         ids = np.full(stop - start, -1)
         ids[: len(tokens)] = tokens
         return ids
@@ -186,7 +179,7 @@ class Packed:
         without_target = 0  # conversations
         for number in sampled:
             conversation = self.conversation(number)
-            ids = self.file.read(conversation.begin, conversation.end)
+            ids = self.stream.read(conversation.begin, conversation.end)
             with_loss = int((ids >= 0).sum())
             learned += with_loss
             tokens += len(ids)
@@ -194,7 +187,7 @@ class Packed:
         about = "about " if step > 1 else ""
         full = self.filled / (self.windows * self.seq_len)
         line = (
-            f"{self.file.path.parent}: {count:,} conversations in {self.windows:,} "
+            f"{self.folder}: {count:,} conversations in {self.windows:,} "
             f"windows of {self.seq_len:,} tokens, {full:.1%} full; "
             f"{self.cut:,} cut at a window's end; {self.left_out:,} left out, without an "
             f"assistant's turn to learn or with an empty one; {about}{learned / tokens:.0%} of the tokens "
@@ -208,33 +201,26 @@ class Packed:
 def open_packed(
     folder: pathlib.Path, manifest: dict, split: str, vocab_size: int, seq_len: int, seed: int
 ) -> Packed:
-    """Opens "train" or "validation" and plans its windows. Raises ConfigError and OSError."""
-    held_out_of, first, end = manifest["validation"]
-    one_file = held_out_of == "train"  # of few conversations, those for validation are at its end
-    name = "train" if one_file or split == "train" else "heldout"
-    file = file_of(folder, manifest, name, vocab_size)
-    ends = np.array(file.ends)
-    numbers = np.arange(len(ends))
-    if one_file:
-        is_validation = (ends > first) & (ends <= end)
-        numbers = numbers[is_validation == (split == "validation")]
+    """Opens "train" or "heldout" and plans its windows. Raises ConfigError and OSError."""
+    stream = stream_of(folder, manifest, split, vocab_size)
+    ends = stream.document_ends()
     left_out = manifest["left_out"]
-    if split == "train" and not len(numbers):
+    if split == "train" and not len(ends):
         raise ConfigError(
             f"{folder}: holds no conversation to train on: {left_out:,} were left out, without an "
-            "assistant's turn to learn or with an empty one, and "
-            f"{sum(manifest['documents'].values()):,} are held out for validation; bring more, or "
-            "name data.validation"
+            "assistant's turn to learn or with an empty one, and the others are held out for "
+            "validation; bring more, or name data.validation"
         )
-    lengths = np.diff(ends, prepend=0)[numbers]
+    lengths = np.diff(ends, prepend=0)
     cut = int((lengths > seq_len).sum())
     lengths = np.minimum(lengths, seq_len)
     members, starts = pack(lengths, seq_len, seed)
     return Packed(
-        file,
-        vocab_size,
+        folder,
+        stream,
+        ends,
         seq_len,
-        numbers[members],
+        members,
         starts,
         left_out,
         cut,

@@ -4,23 +4,10 @@ trainer has a closed form."""
 import hashlib
 
 
-def training_windows(tokens: int, seq_len: int, validation: range) -> list[int]:
-    """The windows that hold no token of the validation range."""
-    windows = []
-    for k in range((tokens - 1) // seq_len):
-        last = k * seq_len + seq_len
-        if last < validation.start or k * seq_len >= validation.stop:
-            windows.append(k)
-    return windows
-
-
-def epoch_order(
-    tokens: int, seq_len: int, validation: range, seed: int, epoch: int, source: int
-) -> list[int]:
+def epoch_order(tokens: int, seq_len: int, seed: int, epoch: int, source: int) -> list[int]:
     """The windows of an epoch in the order in which a run reads them."""
-    windows = training_windows(tokens, seq_len, validation)
-    key = f"{seed}/{epoch}/{source}/0"
-    return [windows[permuted(j, len(windows), key)] for j in range(len(windows))]
+    windows = (tokens - 1) // seq_len
+    return [permuted(j, windows, f"{seed}/{epoch}/{source}/0") for j in range(windows)]
 
 
 def permuted(j: int, n: int, key: str) -> int:

@@ -20,7 +20,8 @@ import pytest
 
 import config
 from tools.prepare import row_format, rows
-from tools.prepare.source import Position, SourceReader, list_files
+from tools.prepare import source as source_module
+from tools.prepare.source import Range, list_files
 from system.processes import warn_once
 from tests.conftest import REPO, make_config, prepare_one, refuses, words
 
@@ -37,9 +38,9 @@ def options(source: object, **data: Any) -> config.Data:
     return make_config(data={"source": str(source), **data}).data
 
 
-def documents(source: object, position: Position | None = None, **data: Any) -> list[str]:
+def documents(source: object, **data: Any) -> list[str]:
     d = options(source, **data)
-    return list(SourceReader(d, list_files(d)[0], position))
+    return list(source_module.documents(d, map(Range, list_files(d)[0])))
 
 
 def lines(texts: Sequence[str | None], end: str = "\n", **style: Any) -> bytes:
@@ -106,29 +107,9 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_rows_are_those_that_were_written_from_any_row_on(name, tmp_path):
+def test_rows_are_those_that_were_written(name, tmp_path):
     (tmp_path / name).write_bytes(FORMS[name])
-    d = options(tmp_path / name)
-    source = SourceReader(d, list_files(d)[0])
-    positions = [source.position]
-    texts = []
-    for text in source:
-        texts.append(text)
-        positions.append(source.position)
-    assert texts == TEXTS
-    for read, position in enumerate(positions):
-        assert documents(tmp_path / name, position) == TEXTS[read:]
-
-
-def test_a_long_table_is_read_from_inside_its_batches(tmp_path):
-    texts = [f"row {i}" for i in range(1000)]
-    for name, content in (
-        ("long.parquet", as_parquet(texts, rows_in_group=600)),
-        ("long.arrow", as_arrow(texts)),
-    ):
-        (tmp_path / name).write_bytes(content)
-        for row in (1, 127, 128, 129, 600, 999):
-            assert documents(tmp_path / name, Position(0, row)) == texts[row:]
+    assert documents(tmp_path / name) == TEXTS
 
 
 # Texts without columns
@@ -146,7 +127,6 @@ def test_long_text_is_cut_at_a_line_s_end_or_between_characters(unit, suffix, tm
     assert max(len(piece.encode()) for piece in pieces) <= 2 * rows.TEXT_BYTES + 3
     if "\n" in unit:
         assert all(piece.endswith("\n") for piece in pieces)
-    assert documents(path, Position(0, 2)) == pieces[2:]
 
 
 def test_a_module_is_one_document_unless_it_is_not_utf8(tmp_path):
@@ -178,7 +158,6 @@ def test_files_are_read_by_the_hash_of_their_names(pattern, tmp_path):
         (tmp_path / name).write_text(name)
     in_order = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
     assert documents(tmp_path / pattern) == in_order
-    assert documents(tmp_path / pattern, Position(20)) == in_order[20:]
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ DATA_OF = re.compile(r"=== step 3, sample (\d+): epoch 0, window (\d+), tokens (
 def test_the_text_of_each_sample_is_that_of_its_tokens(corpus, prepared):
     cfg = make_config(data={"source": str(corpus), "path": str(prepared)})
     tokenizer = Tokenizer(prepared)
-    stored = np.fromfile(prepared / "train.bin", "<u2")
-    ends = np.fromfile(prepared / "train.ends.bin", "<u8")
+    stored = np.fromfile(prepared / "train-00000.bin", "<u2")
+    ends = np.fromfile(prepared / "train-00000.ends.bin", "<u8")
     numbers = []
     for text in show.samples(cfg, 3):
         heading, *lines = text.split("\n")

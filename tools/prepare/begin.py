@@ -1,4 +1,4 @@
-"""Begins a source's folder: lists its files, and writes its tokenizer and a record of no text.
+"""Begins a source's folder: lists its files, and writes its tokenizer and a manifest of no text.
 
 Checks a folder that exists against the configuration and the source's files.
 """
@@ -6,7 +6,6 @@ Checks a folder that exists against the configuration and the source's files.
 import contextlib
 import glob
 import json
-import os
 import pathlib
 import re
 import shlex
@@ -14,10 +13,13 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 import config
 from config import ConfigError
 from data.folder import (
     MANIFEST,
+    TOKEN_BYTES,
     check_identity,
     common_tokenizer,
     identity,
@@ -26,11 +28,12 @@ from data.folder import (
     separated,
     source_folders,
 )
+from system import files, processes
+from tools.prepare.parts import file_now, temporary
 from tools.prepare.row_format import row_format
 from tools.prepare.source import SourceFile, list_files, local_paths
 from tools.prepare.tokenizer import Tokenizer, tokenizer_files, tokenizer_hash
 from tools.prepare.tokenizer_training import train_on_sources
-from system import files, processes
 
 RARE = "\U00010330"  # a Gothic letter, which no vocabulary is trained on
 
@@ -40,8 +43,7 @@ def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items()]
     content = "{\n" + ",\n".join(lines) + "\n}\n"
     # where locks don't exist, another process may write it at the same time
-    temporary = folder / f".{MANIFEST}.{processes.process_name()}.tmp"
-    files.write_atomic(folder / MANIFEST, content, temporary)
+    files.write_atomic(folder / MANIFEST, content, temporary(folder / MANIFEST))
 
 
 def beside(folder: pathlib.Path) -> str:
@@ -93,8 +95,8 @@ def alone(path: pathlib.Path) -> Iterator[None]:
         holder = lock_file.read_text() or "another process"
         processes.print_error(f"waiting for {holder}, which prepares {path}")
         lock = files.lock(lock_file, timeout=-1)
-    lock_file.write_text(processes.process_name())
     try:
+        lock_file.write_text(processes.process_name())
         yield
     finally:
         lock.release()
@@ -107,34 +109,33 @@ def _begin(folder: pathlib.Path, data: config.Data, vocab_size: int) -> None:
         raise ConfigError(f"{folder}: exists but holds no prepared data; move it away")
     source_files, revision = list_files(data)
     validation_files = _validation_files(data, revision)
-    tokenizer, entries = _tokenizer_of(data, vocab_size)
+    contents, entries = _tokenizer_of(data, vocab_size)
     manifest = {
         "identity": identity(data, vocab_size),
         "revision": revision,
-        "tokenizer": tokenizer_hash(tokenizer),
+        "tokenizer": tokenizer_hash(contents),
         "vocab_size": entries,
         "dtype": row_format(data).dtype(entries),
         "complete": False,
-        "tokens": {"train": 0, "heldout": 0},
-        "bytes": {"train": 0, "heldout": 0},  # of text; conversations count none
-        "documents": {"train": 0, "heldout": 0},
-        "left_out": 0,
-        "position": [0, 0],
-        "file_start": None,
-        "validation": None,
-        "sha256": None,
         "validation_files": validation_files,
         "files": source_files,
     }
     manifest |= row_format(data).identity()
     for killed in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
         shutil.rmtree(killed, ignore_errors=True)
-    temporary = folder.with_name(f".{folder.name}.{processes.process_name()}.tmp")
-    temporary.mkdir()
-    for name, content in (tokenizer | row_format(data).files()).items():
-        files.write_atomic(temporary / name, content)
-    write_manifest(temporary, manifest)
-    files.publish(temporary, folder)
+    begun = temporary(folder)
+    begun.mkdir()
+    for name, content in (contents | row_format(data).files()).items():
+        files.write_atomic(begun / name, content)
+    if not data.has_conversations:
+        with contextlib.suppress(ConfigError):  # else the bytes of its tokens are unknown
+            np.array(Tokenizer(begun).token_bytes(), "<i2").tofile(begun / TOKEN_BYTES)
+    write_manifest(begun, manifest)
+    try:
+        files.publish(begun, folder)
+    except OSError:
+        if not read_manifest(folder):  # else another process began it, where locks don't exist
+            raise
 
 
 def _tokenizer_of(data: config.Data, vocab_size: int) -> tuple[dict[str, bytes], int]:
@@ -194,28 +195,19 @@ def check_contents(folder: pathlib.Path, manifest: dict, data: config.Data) -> N
 
 
 def check_files(folder: pathlib.Path, manifest: dict, data: config.Data) -> None:
-    """Raises ConfigError if a local source's files that were read have other sizes now, or files
-    were added. They may be gone; what was not read yet may differ, and the file that reading
-    stopped in is compared by whoever resumes (data/prepare.py)."""
-    read = manifest["files"][: manifest["position"][0]]
-    _compare(folder, data, manifest["files"], read)
-    validation = validation_source(data)
-    if validation and manifest["validation"]:
-        _compare(folder, validation, manifest["validation_files"], manifest["validation_files"])
-
-
-def _compare(folder: pathlib.Path, data: config.Data, recorded: list, read: list) -> None:
-    """recorded, read: lists of SourceFile, or of lists of its fields."""
-    paths = local_paths(data.source)
-    if not paths:  # a dataset's commit does not change; or they are gone
-        return
-    now = {path: file_now(SourceFile(path)) for path in paths}
-    added = sorted(now.keys() - {path for path, *_ in recorded})
-    if added and len(added) < len(now):  # else all of them were moved
-        raise _changed(folder, f"{added[0]} was added")
-    for path, size, _ in read:
-        if path in now and now[path].size != size:
-            raise _changed(folder, f"{path} was changed")
+    """Raises ConfigError if local files were added to the source or, once the folder is complete,
+    have another size. They may be gone. Until then the parts of a file that changes are prepared
+    again."""
+    recorded = {"train": data, "heldout": validation_source(data)}
+    for split, source in recorded.items():
+        entries = manifest["files" if split == "train" else "validation_files"]
+        paths = {*(local_paths(source.source) or ())} if source else set()
+        added = sorted(paths - {path for path, *_ in entries})
+        if added and len(added) < len(paths):  # else all of them were moved
+            raise _changed(folder, f"{added[0]} was added")
+        for path, size, _ in entries if manifest["complete"] else ():
+            if path in paths and file_now(SourceFile(path)).size != size:
+                raise _changed(folder, f"{path} was changed")
 
 
 def _changed(folder: pathlib.Path, problem: str) -> ConfigError:
@@ -223,13 +215,3 @@ def _changed(folder: pathlib.Path, problem: str) -> ConfigError:
         f"{problem} after {folder} was begun: restore the source, or prepare it anew: "
         f"{beside(folder)}"
     )
-
-
-def file_now(file: SourceFile) -> SourceFile:
-    """A file of a source with its size and time as of now; unchanged if it is a dataset's, or
-    gone."""
-    try:
-        status = os.stat(file.path)
-    except OSError:
-        return file
-    return SourceFile(file.path, status.st_size, status.st_mtime_ns)

@@ -1,82 +1,263 @@
 """Text -> token files, once. run_train.sh starts it where they are missing.
 
-    ./run_train.sh -m prepare configs/tiny.toml
+    ./run_train.sh -m prepare configs/tiny.toml                   on all cores of this machine
+    ./run_train.sh -m prepare configs/tiny.toml --task 3/8        every eighth part, from the fourth
 
-Writes train.bin, heldout.bin (validation), where their documents end, the tokenizer and
-manifest.json into prepared/{source}-{hash}/, one folder for each source. One process reads and
-writes; threads tokenize, since the tokenizers' libraries release Python's lock. A process that was
-killed resumes from the record, manifest.json. Files that are complete are compared with their
-hashes.
+Writes the text in parts (parts.py), the tokenizer and manifest.json into prepared/{source}-{hash}/,
+one folder for each source. A process prepares a part; with fewer parts than cores, threads of it
+tokenize. The same command resumes. Several machines with one folder each prepare a task's parts
+(in a SLURM array its own task is the default); the launcher or a command without --task completes.
+A complete folder is compared with its hashes.
 """
 
-import collections
-import copy
+import contextlib
 import errno
-import itertools
+import hashlib
 import multiprocessing
 import os
 import pathlib
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from typing import NamedTuple
+
+import numpy as np
 
 import config
 from config import ConfigError
 from data.folder import manifest_of
-from data.order import HELD_OUT_OF
+from data.tokens import damaged
+from system.files import read_json
 from system.machine import usable_cores
 from system.processes import FINISHED, die_with_parent, print_error
-from tools.prepare.begin import (
-    alone,
-    begin_all,
-    check_files,
+from tools.prepare.begin import alone, begin_all, check_files, write_manifest
+from tools.prepare.parts import (
+    InThisThread,
+    Part,
+    encoder,
     file_now,
-    validation_source,
-    write_manifest,
+    parts_of,
+    prepare_part,
+    sha256,
 )
-from tools.prepare.row_format import Encoded, row_format
-from tools.prepare.source import Position, SourceFile, SourceReader
-from tools.prepare.writer import TokenWriter, check_hashes
+from tools.prepare.row_format import row_format
+from tools.prepare.source import SourceFile
 
-CHUNK_CHARACTERS = 1 << 18  # per task of a thread, rounded up to full documents
-AHEAD = 3  # chunks per thread that are read ahead
-RECORD_SECONDS = 5.0  # between records; a killed process resumes from the last one
 LOG_SECONDS = 10.0  # between lines of progress
-MOST_WORKERS = 64  # one process that reads cannot feed more
 
 
-class Chunk(NamedTuple):
-    """Documents that are tokenized together, and where their source stands after them."""
-
-    documents: list[str]
-    position: Position
-
-
-def prepare(data: config.Data, vocab_size: int, workers: int | None = None) -> list[pathlib.Path]:
+def prepare(
+    data: config.Data,
+    vocab_size: int,
+    cores: int | None = None,
+    task: tuple[int, int] | None = None,
+) -> list[pathlib.Path]:
     """Begins missing folders of token files, checks existing ones, and completes them. Returns
-    them, by source. vocab_size: of the model. workers: threads that tokenize. Raises ConfigError
-    and OSError."""
-    os.putenv("TOKENIZERS_PARALLELISM", "false")  # threads of ours take one core each
+    them, by source. vocab_size: of the model. task: (i, n): of its parts i, i + n, ... alone are
+    prepared. Raises one ConfigError with all problems, and OSError."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes of ours take one core each
+    cores = cores or usable_cores()
     folders = begin_all(data, vocab_size)
+    problems: list[str] = []
     for folder, source in folders:
         if manifest_of(folder)["complete"]:
             continue
-        with alone(folder):
-            if not manifest_of(folder)["complete"]:
-                with start_pool(source, workers or min(MOST_WORKERS, usable_cores())) as pool:
-                    fill(folder, source, pool)
+        try:
+            # tasks share no part, and need no lock
+            with contextlib.nullcontext() if task else alone(folder):
+                preparation = Preparation(folder, source)
+                if not preparation.manifest["complete"]:
+                    preparation.prepare_parts(cores, *(task or (0, 1)))
+                    if not task:
+                        preparation.complete()
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
     return [folder for folder, _ in folders]
 
 
-def start_pool(data: config.Data, workers: int) -> Executor:
-    """Threads; for conversations, which Python renders, processes."""
-    if not data.has_conversations:
-        return ThreadPoolExecutor(workers)
+class Preparation:
+    """Of one source's folder."""
+
+    def __init__(self, folder: pathlib.Path, data: config.Data):
+        self.folder = folder
+        self.data = data
+        self.manifest = manifest_of(folder)
+        self.width = np.dtype(self.manifest["dtype"]).itemsize
+        self.limit = data.max_tokens or float("inf")
+        self.parts: dict[str, list[Part]] = {}
+        for split, key in (("heldout", "validation_files"), ("train", "files")):
+            files = [SourceFile(*entry) for entry in self.manifest[key]]
+            self.parts[split] = parts_of(folder, split, files, row_format(data).part_bytes)
+        self.read: dict[int, int] = {}  # tokens of the training parts that are complete
+
+    def prepare_parts(self, cores: int, first: int, step: int) -> None:
+        """Prepares those that are missing. One that fails does not keep the others from it. Raises
+        ConfigError with what is wrong with each, and OSError."""
+        parts = [*self.parts["heldout"], *self.parts["train"]][first::step]
+        missing = [part for part in parts if not part.record()][::-1]
+        self.count_tokens()
+        workers = max(1, min(cores, len(missing)))
+        arguments = (self.data, self.manifest["dtype"], max(1, cores // workers))
+        encoder.cache_clear()
+        running: dict[Future, Part] = {}
+        problems = []
+        with printing(self.print_progress), start_pool(workers) as pool:
+            while missing or running:
+                while missing and len(running) < workers:
+                    part = missing.pop()
+                    if self.is_needed(part):
+                        running[pool.submit(prepare_part, part, *arguments)] = part
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    part = running.pop(future)
+                    try:
+                        future.result()
+                    except BrokenProcessPool:
+                        problem = "a process that tokenizes was killed (out of memory?)"
+                        raise OSError(errno.ENOMEM, problem, str(self.folder)) from None
+                    except (ConfigError, OSError) as error:
+                        problems.append((part, error))
+                self.count_tokens()
+                running = {f: part for f, part in running.items() if self.is_needed(part)}
+        wrong = []
+        for part, error in problems:
+            if self.is_needed(part):
+                if isinstance(error, OSError):
+                    raise error
+                wrong += error.problems
+        if wrong:
+            raise ConfigError(*wrong)
+
+    def count_tokens(self) -> None:
+        """Of the training parts that are complete, here or on other machines."""
+        for path in self.folder.glob("train-*.json"):
+            part = self.parts["train"][int(path.stem.partition("-")[2])]
+            if part.number not in self.read and (record := part.record()):
+                self.read[part.number] = record["read"]
+
+    def is_needed(self, part: Part) -> bool:
+        """Whether the parts before it that are complete hold fewer than data.max_tokens."""
+        return part.split == "heldout" or self.tokens_before(part) < self.limit
+
+    def tokens_before(self, part: Part) -> int:
+        return sum(read for number, read in self.read.items() if number < part.number)
+
+    def complete(self) -> None:
+        """Writes the final manifest, of the parts that data.max_tokens needs, and removes all else.
+        Raises ConfigError, and OSError."""
+        manifest = self.manifest
+        check_files(self.folder, manifest, self.data)
+        records = []
+        listed: dict[str, list] = {"train": [], "heldout": []}
+        for part in [*self.parts["heldout"], *self.parts["train"]]:
+            if not self.is_needed(part):
+                for path in self.folder.glob(f"{part.path('').name}.*"):
+                    path.unlink()
+                continue
+            record = part.record()
+            if not record:  # it was changed since
+                raise ConfigError(
+                    f"{part.ranges[0].file.path}: changed meanwhile; prepare it again"
+                )
+            for split, (entry, *_) in record["token_files"].items():
+                if part.split == split == "train":
+                    entry[2] = self.tokens_needed(part, entry[2])
+                if entry[2]:
+                    listed[split].append(entry)
+            records.append(record)
+        tokens = {split: sum(entry[2] for entry in listed[split]) for split in listed}
+        count = {key: sum(r[key] for r in records) for key in ("rows", "wrong", "left_out")}
+        self.check(tokens, count["rows"], count["wrong"])
+        for temporary in self.folder.glob(".*.tmp"):
+            temporary.unlink()
+        hashes = [digest for r in records for *_, digest in r["token_files"].values()]
+        for key in ("files", "validation_files"):
+            manifest[key] = [file_now(SourceFile(*entry)) for entry in manifest[key]]
+        manifest |= {
+            "complete": True,
+            "tokens": tokens,
+            **count,
+            "sha256": hashlib.sha256("".join(hashes).encode()).hexdigest(),
+            "token_files": listed,
+        }
+        write_manifest(self.folder, manifest)
+        print_error(
+            f"prepared {self.folder}: {tokens['train']:,} tokens to train on, "
+            f"{tokens['heldout']:,} for validation"
+        )
+
+    def tokens_needed(self, part: Part, tokens: int) -> int:
+        """Those of a training part up to the first document's end that reaches data.max_tokens."""
+        limit = self.limit - self.tokens_before(part)
+        if not part.number or tokens < limit:  # the first part has ended there itself
+            return tokens
+        ends = np.fromfile(part.path(".ends.bin"), "<i8")
+        return int(ends[np.searchsorted(ends, limit)])
+
+    def check(self, tokens: dict[str, int], rows: int, wrong: int) -> None:
+        """Raises ConfigError for a source with too little text, or too many wrong rows."""
+        source = f"[data] source = {self.data.source}"
+        if not any(tokens.values()):
+            raise ConfigError(f"{source}: holds no text")
+        if tokens["heldout"] < 2:  # an input and its target
+            name = f"[data] validation = {self.data.validation}" if self.data.validation else source
+            raise ConfigError(f"{name}: holds nothing to evaluate on")
+        if 100 * wrong > rows * (self.data.bad_rows == "skip"):
+            raise ConfigError(
+                f'{source}: {wrong:,} of {rows:,} rows are wrong; data.bad_rows = "skip" leaves out '
+                "at most one in a hundred"
+            )
+
+    def print_progress(self, is_over: threading.Event) -> None:
+        """Prints a line now and then, of what all processes have written."""
+        sizes = {part.path("").name: part.size for part in self.parts["train"]}
+        tokens = 0
+        first = None  # the share that was done at the first line, and when that was
+        while not is_over.wait(LOG_SECONDS):
+            done = {path.stem for path in self.folder.glob("train-*.json")}
+            before = tokens
+            with contextlib.suppress(OSError):  # one was renamed
+                written = [*self.folder.glob("*train-?????.bin*")]
+                tokens = sum(path.stat().st_size for path in written) // self.width
+            line = f"{tokens:,} tokens, {(tokens - before) / LOG_SECONDS:,.0f}/s"
+            line += f"; {len(done)} of {len(sizes)} parts"
+            of_text = sum(sizes.get(name, 0) for name in done) / max(1, sum(sizes.values()))
+            now = max(tokens / self.limit, of_text), time.monotonic()
+            first = first or now
+            if now[0] > first[0]:
+                left = (1 - now[0]) * (now[1] - first[1]) / (now[0] - first[0])
+                line += f"; {left / 60:.0f} min left"
+            print_error(f"{self.data.source}: {line}")
+
+
+@contextlib.contextmanager
+def printing(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Runs it in a thread, until the event."""
+    is_over = threading.Event()
+    threading.Thread(target=work, args=(is_over,), daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+@contextlib.contextmanager
+def start_pool(workers: int) -> Iterator[Executor]:
+    """Processes, which are killed at the end, whatever they do then."""
+    if workers == 1:
+        yield InThisThread()
+        return
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(),))
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(),))
+    try:
+        yield pool
+    finally:
+        for process in [*(pool._processes or {}).values()]:
+            process.kill()
+        pool.shutdown(cancel_futures=True)
 
 
 def _start_worker(parent: int) -> None:
@@ -86,138 +267,33 @@ def _start_worker(parent: int) -> None:
         os._exit(1)
 
 
-def fill(folder: pathlib.Path, data: config.Data, pool: Executor) -> None:
-    """Tokenizes the text that a folder's record lacks. Raises ConfigError and OSError."""
-    note_changes(folder)
-    writer = TokenWriter(folder, whole_documents=data.has_conversations)
-    try:
-        encode = row_format(data).encoder(folder)
-        add_validation(writer, data, encode, pool)
-        add_text(writer, data, encode, pool)
-        complete(writer, data)
-    except OSError as error:
-        error.filename = error.filename or str(folder)  # a write knows only its handle
-        raise
-    finally:
-        writer.close()
+def check_hashes(folder: pathlib.Path) -> None:
+    """Raises ConfigError if a complete folder's token files are not as they were written."""
+    for record in sorted(folder.glob("*-?????.json")):
+        for (name, *_), _, digest in read_json(record)["token_files"].values():
+            path = folder / name
+            if not path.exists():
+                raise damaged(path, "is missing")
+            if sha256(path) != digest:
+                raise damaged(path, "was changed since it was written")
 
 
-def note_changes(folder: pathlib.Path) -> None:
-    """Files that were not read yet may have changed; the one that reading stopped in, as when a
-    wrong row was mended, is read again from its beginning."""
-    manifest = manifest_of(folder)
-    files = [SourceFile(*entry) for entry in manifest["files"]]
-    number, row = manifest["position"]
-    now = [file_now(file) for file in files[number:]]
-    if row and now[0] != files[number]:
-        print_error(f"{now[0].path}: has changed, and is read again")
-        manifest |= manifest["file_start"]
-    manifest["files"] = [*files[:number], *now]
-    write_manifest(folder, manifest)
-
-
-def add_validation(
-    writer: TokenWriter, data: config.Data, encode: Callable, pool: Executor
-) -> None:
-    """The text of data.validation, if that names some."""
-    manifest = writer.manifest
-    validation = validation_source(data)
-    if validation is None or manifest["validation"]:
-        return
-    files = [SourceFile(*entry) for entry in manifest["validation_files"]]
-    for _, encoded in encoded_in_order(pool, encode, chunks(SourceReader(validation, files))):
-        for _, ids, size in encoded:
-            writer.append("heldout", ids, size)
-    if manifest["tokens"]["heldout"] < 2:  # an input and its target
-        raise ConfigError(f"[data] validation = {data.validation}: holds nothing to evaluate on")
-    writer.decide_validation()
-    writer.record()
-
-
-def add_text(writer: TokenWriter, data: config.Data, encode: Callable, pool: Executor) -> None:
-    manifest = writer.manifest
-    files = [SourceFile(*entry) for entry in manifest["files"]]
-    limit = data.max_tokens or float("inf")
-    next_record = 0.0
-    next_line = time.monotonic() + LOG_SECONDS
-    reader = SourceReader(data, files, Position(*manifest["position"]))
-    for chunk, encoded in encoded_in_order(pool, encode, chunks(reader)):
-        if chunk.position.file != manifest["position"][0] or not manifest["position"][1]:
-            start = {key: manifest[key] for key in ("tokens", "bytes", "documents", "left_out")}
-            manifest["file_start"] = copy.deepcopy(start) | {"position": [chunk.position.file, 0]}
-        for is_held_out, ids, size in encoded:
-            if manifest["tokens"]["train"] >= limit:
-                manifest["position"] = Position(chunk.position.file + 1)
-                return
-            is_first_text = manifest["tokens"]["train"] < HELD_OUT_OF
-            held_out = is_held_out and is_first_text and not data.validation
-            writer.append("heldout" if held_out else "train", ids, size)
-        manifest["position"] = chunk.position
-        if time.monotonic() > next_record:
-            writer.record()
-            next_record = time.monotonic() + RECORD_SECONDS
-        if time.monotonic() > next_line:
-            next_line = time.monotonic() + LOG_SECONDS
-            file = min(chunk.position.file + 1, len(files))
-            tokens = manifest["tokens"]["train"]
-            print_error(f"{data.source}: {tokens:,} tokens prepared, file {file} of {len(files)}")
-    manifest["position"] = Position(len(files))
-
-
-def complete(writer: TokenWriter, data: config.Data) -> None:
-    manifest = writer.manifest
-    if not any(manifest["documents"].values()):
-        raise ConfigError(f"[data] source = {data.source}: holds no text")
-    check_files(writer.folder, manifest, data)
-    writer.complete()
-    split, first, end = manifest["validation"]
-    trained_on = manifest["tokens"]["train"] - (end - first if split == "train" else 0)
-    print_error(
-        f"prepared {writer.folder}: {trained_on:,} tokens to train on, {end - first:,} for validation"
-    )
-
-
-def chunks(reader: SourceReader) -> Iterator[Chunk]:
-    """Each is of one file."""
-    documents: list[str] = []
-    position = reader.position
-    size = 0
-    for document in reader:
-        if documents and (size >= CHUNK_CHARACTERS or reader.position.file != position.file):
-            yield Chunk(documents, position)
-            documents = []
-            size = 0
-        documents.append(document)
-        position = reader.position
-        size += len(document)
-    if documents:
-        yield Chunk(documents, position)
-
-
-def encoded_in_order(
-    pool: Executor, encode: Callable, source: Iterator[Chunk]
-) -> Iterator[tuple[Chunk, Encoded]]:
-    """Yields each chunk with its ids. Raises ConfigError and OSError."""
-    workers: int = pool._max_workers  # pyrefly: ignore[missing-attribute]  # of both kinds
-    ahead: collections.deque = collections.deque()
-    while True:
-        for chunk in itertools.islice(source, AHEAD * workers - len(ahead)):
-            ahead.append((chunk, pool.submit(encode, chunk.documents)))
-        if not ahead:
-            return
-        chunk, future = ahead.popleft()
-        try:
-            yield chunk, future.result()
-        except BrokenProcessPool:
-            problem = "a process that tokenizes was killed (out of memory?)"
-            raise OSError(errno.ENOMEM, problem) from None
+def task_of(text: str) -> tuple[int, int]:
+    """Raises ValueError."""
+    number, count = map(int, text.split("/"))
+    return number % max(1, count), max(1, count)  # a SLURM array may begin with 1
 
 
 def main(argv: list[str]) -> int:
-    _, cfg = config.from_command_line(argv, __doc__, config.argument_parser())
+    parser = config.argument_parser()
+    array = [os.environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("ID", "COUNT")]
+    default = "/".join(array) if all(array) else None
+    text = "prepare parts I, I + N, ... alone"
+    parser.add_argument("--task", metavar="I/N", type=task_of, default=default, help=text)
+    args, cfg = config.from_command_line(argv, __doc__, parser)
     for folder, _ in begin_all(cfg.data, cfg.model.vocab_size):
         if manifest_of(folder)["complete"]:
             print_error(f"{folder} is prepared: comparing its hashes")
             check_hashes(folder)
-    prepare(cfg.data, cfg.model.vocab_size)
+    prepare(cfg.data, cfg.model.vocab_size, task=args.task)
     return FINISHED

@@ -14,15 +14,14 @@ import config
 from config import ConfigError
 
 if TYPE_CHECKING:  # imported where they are used: reading needs no tokenizer, preparing no torch
-    from tools.prepare.tokenizer import Tokenizer
     from data.tokens import Span
+    from tools.prepare.tokenizer import Tokenizer
 
 LARGEST_ROW = 64 << 20  # bytes; tokenizing takes some 50 times as much memory
-HELD_OUT = 25  # one of so many documents, of those before the first border
+HELD_OUT = 25  # one of so many documents, of the first ones
 
-# of each document: whether its hash holds it out for validation; its ids as bytes; the bytes of its
-# text
-Encoded = list[tuple[bool, bytes, int]]
+# of each document: whether its hash holds it out for validation; its ids as bytes
+Encoded = list[tuple[bool, bytes]]
 
 
 def row_format(data: config.Data) -> "Texts":
@@ -37,8 +36,7 @@ def row_format(data: config.Data) -> "Texts":
 class Texts:
     """Rows with a column of text. Each is a document, and windows are cut from their stream."""
 
-    is_whole = False  # whether a document is held out whole or not at all, and windows are planned
-    # over all documents, so that all are prepared before the first step
+    part_bytes = 1 << 26  # of the source; in a minute or two, on one core
 
     def __init__(self, data: config.Data):
         self.data = data
@@ -113,7 +111,7 @@ def encode_texts(tokenizer: "Tokenizer", dtype: str, documents: list[str]) -> En
     encoded = []
     for text, ids in zip(documents, tokenizer.encode(documents)):
         tokens = array.array(typecode, [*tokenizer.bos, *ids, *tokenizer.eos])
-        encoded.append((is_held_out(text), tokens.tobytes(), len(text.encode())))
+        encoded.append((is_held_out(text), tokens.tobytes()))
     return encoded
 
 

@@ -5,11 +5,12 @@ import errno
 import glob
 import io
 import json
+import math
 import os
 import pathlib
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import IO, Any, NamedTuple
 
@@ -17,9 +18,10 @@ import config
 from config import ConfigError
 from data.folder import STDLIB
 from data.order import name_hash
+from system.files import TRANSIENT_ERRORS
+from system.processes import print_error
 from tools.prepare.row_format import row_format
 from tools.prepare.rows import READERS, is_plain_text, is_readable, read_rows
-from system.files import TRANSIENT_ERRORS
 
 HUB = "hf://"
 CONVERTED = "refs/convert/parquet"  # the hub's own copy of a dataset of other files
@@ -30,66 +32,68 @@ OTHER_SUFFIXES = (".gz", ".zst", ".zip", ".xz")
 # of a folder these are not read: scripts that load the data, caches of `datasets`, and what its
 # save_to_disk() writes next to rows
 NOT_IN_FOLDERS = re.compile(r".*\.py|cache-.*\.arrow|(state|dataset_info|dataset_dict)\.json")
+LOGGED_ROWS = 10  # of the wrong ones of a part
 
 
 class SourceFile(NamedTuple):
     """A manifest stores it as a list of these fields in this order."""
 
     path: str  # or hf://datasets/OWNER/NAME@COMMIT/...
-    size: int = 0  # bytes; of a dataset's file 0: its commit tells whether it has changed
-    time: int = 0  # mtime in ns
+    size: int = 0  # bytes
+    time: int = 0  # mtime in ns; of a dataset's file 0: its commit tells whether it has changed
 
 
-class Position(NamedTuple):
-    """Where reading stopped. A manifest stores it as a list of these fields in this order."""
+class Range(NamedTuple):
+    """The rows of a file that begin in these bytes of it; end=None: and all later ones."""
 
-    file: int = 0
-    row: int = 0  # the last that was read
+    file: SourceFile
+    begin: int = 0
+    end: int | None = None
 
 
-class SourceReader:
-    """The documents of a source, from a position on. After each, `position` is its own."""
-
-    def __init__(
-        self, data: config.Data, files: list[SourceFile], position: Position | None = None
-    ):
-        self.data = data
-        self.files = files
-        self.position = position or Position()
-        self.format = row_format(data)
-
-    def __iter__(self) -> Iterator[str]:
-        """Yields the documents that aren't empty. Raises ConfigError, which names file and row, and
-        OSError if a retry may help."""
-        for where, row in self._rows():
-            try:
-                if isinstance(row, ConfigError):
-                    raise row
-                if not isinstance(row, dict):
-                    raise ConfigError(f"must be an object, not {type(row).__name__}")
-                document = self.format.document(where, row)
-            except ConfigError as error:
+def documents(
+    data: config.Data, ranges: Iterable[Range], count: collections.Counter | None = None
+) -> Iterator[str]:
+    """Yields the documents that aren't empty. count: of "rows" and, with data.bad_rows, "wrong"
+    ones. Raises ConfigError, which names file and row, and OSError if a retry may help."""
+    count = collections.Counter() if count is None else count
+    rows = row_format(data)
+    for where, row in rows_of(ranges, rows.columns, data.text_field):
+        count["rows"] += 1
+        try:
+            if isinstance(row, ConfigError):
+                raise row
+            if not isinstance(row, dict):
+                raise ConfigError(f"must be an object, not {type(row).__name__}")
+            document = rows.document(where, row)
+        except ConfigError as error:
+            if data.bad_rows == "refuse":
                 raise ConfigError(f"{where}: {error}") from None
-            if document:
-                yield document
+            count["wrong"] += 1
+            if count["wrong"] <= LOGGED_ROWS:
+                print_error(f"{where}: {error}; left out, as data.bad_rows says")
+            continue
+        if document:
+            yield document
 
-    def _rows(self) -> Iterator[tuple[str, Any]]:
-        """Yields (where the row stands, the row) as the readers of rows.py do."""
-        for number in range(self.position.file, len(self.files)):
-            path = self.files[number].path
-            skip = self.position.row if number == self.position.file else 0
-            row_number = skip
-            try:
-                with open_file(path) as file:
-                    for row_number, row in read_rows(file, path, self.format.columns, skip):
-                        if is_plain_text(path) and isinstance(row, str):
-                            row = {self.data.text_field: row}
-                        self.position = Position(number, row_number)
-                        yield f"{path}: row {row_number}", row
-            except ConfigError as error:
-                raise ConfigError(f"{path}: {error}") from None
-            except Exception as error:
-                raise unreadable(path, error, f"rows from {row_number + 1} on: ") from None
+
+def rows_of(
+    ranges: Iterable[Range], columns: tuple[str, ...], text_field: str
+) -> Iterator[tuple[str, Any]]:
+    """Yields (where the row stands, the row) as the readers of rows.py do."""
+    for (path, *_), begin, end in ranges:
+        origin = f" from byte {begin} on" if begin else ""
+        number = 0
+        try:
+            with open_file(path) as file:
+                for number, row in read_rows(file, path, columns, begin, end or math.inf):
+                    if is_plain_text(path) and isinstance(row, str):
+                        row = {text_field: row}
+                    yield f"{path}: row {number}{origin}", row
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+        except Exception as error:
+            raise unreadable(path, error, f"rows from {number + 1}{origin}: ") from None
 
 
 def open_file(path: str) -> IO[bytes]:
@@ -210,7 +214,9 @@ def hub_files(data: config.Data, revision: str | None) -> tuple[list[SourceFile]
         import huggingface_hub
 
         revision = revision or match["revision"]
-        info = huggingface_hub.HfApi().dataset_info(repo, revision=revision, timeout=HUB_SECONDS)
+        api = huggingface_hub.HfApi()
+        info = api.dataset_info(repo, revision=revision, timeout=HUB_SECONDS, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         splits = dataset_splits(repo, data.subset, info.sha, is_converted=revision == CONVERTED)
     except Exception as error:
         raise ConfigError(
@@ -229,8 +235,9 @@ def hub_files(data: config.Data, revision: str | None) -> tuple[list[SourceFile]
                 f"[data] source = {data.source}: has {path}; of a dataset, {', '.join(READERS)} are "
                 f"read: try --data.source={repo}@{CONVERTED}"
             )
-    paths.sort(key=lambda path: name_hash(path.partition(f"{info.sha}/")[2]))
-    return [SourceFile(path) for path in paths], info.sha
+    names = {path: path.partition(f"{info.sha}/")[2] for path in paths}
+    paths.sort(key=lambda path: name_hash(names[path]))
+    return [SourceFile(path, sizes.get(names[path], 0)) for path in paths], info.sha
 
 
 def dataset_splits(

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import config
 from config import ConfigError
-from tools.prepare.source import SourceReader, list_files
 from system.processes import print_error
+from tools.prepare.source import Range, documents, list_files
 
 LONGEST_LINE = 1 << 14  # characters; a longer line is split for training
 
@@ -39,7 +39,7 @@ def first_documents(
     for data, weight in zip(sources, weights):
         share = characters * (weight / sum(weights))
         read = 0
-        for text in SourceReader(data, list_files(data)[0]):
+        for text in documents(data, map(Range, list_files(data)[0])):
             yield text
             read += len(text)
             if read >= share:

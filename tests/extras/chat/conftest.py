@@ -150,25 +150,9 @@ def theirs(tokenizer) -> Any:
     return transformers.AutoTokenizer.from_pretrained(tokenizer)
 
 
-class InThisProcess(Executor):
-    """In place of the processes that tokenize, which take a second to start."""
-
-    _max_workers = 1
-
-    # pyrefly: ignore[bad-override]  # as it is called
-    def submit(self, function: Callable, /, *arguments: Any) -> Future:
-        future = Future()
-        try:
-            future.set_result(function(*arguments))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
 def prepare_here(cfg: config.Config) -> pathlib.Path:
     """prepare() in this process. Returns the first source's folder."""
-    with mock.patch("data.prepare.start_pool", lambda *_: InThisProcess()):
-        return prepare(cfg.data, cfg.model.vocab_size)[0]
+    return prepare(cfg.data, cfg.model.vocab_size, cores=1)[0]
 
 
 def sections_of(

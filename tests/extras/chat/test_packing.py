@@ -17,7 +17,7 @@ import config
 from data.dataset import open_dataset
 from data.folder import manifest_of
 from data.loader import Loader, validation_batches
-from data.tokens import TokenFile
+from data.tokens import TokenFile, TokenStream
 from extras.chat.packing import Packed, pack
 from tests.conftest import data_rank, make_config, refuses
 from tests.extras.chat.conftest import TEMPLATES, conversations, prepare_here, sections_of, talk
@@ -85,9 +85,9 @@ def test_a_launch_logs_how_much_is_learned(tmp_path, count):
         is_learned[end - length : end] = False
     path = tmp_path / "train.bin"
     path.write_bytes(np.where(is_learned, 5, ~5).astype("<i4").tobytes())
-    file = TokenFile(path, np.dtype("<i4"), len(is_learned), ends=ends)
+    stream = TokenStream([TokenFile(path, "<i4", len(is_learned))], 300)
     members, starts = pack(lengths, 64, seed=0)
-    line = Packed(file, 300, 64, members, starts, 31, 1234, len(is_learned)).summary()
+    line = Packed(tmp_path, stream, ends, 64, members, starts, 31, 1234, len(is_learned)).summary()
     learned = [part.sum() for part in np.split(is_learned, ends[:-1])]
     true_share = 100 * is_learned.mean()
     true_count = learned.count(0)
@@ -143,7 +143,7 @@ def test_a_window_has_each_conversation_with_what_follows_from_it(chats):
         members = packed.conversations(window)
         numbers += [conversation.number for conversation in members]
         for (begin, past), conversation in zip(documents, members, strict=True):
-            stored = packed.file.read(conversation.begin, conversation.end)
+            stored = packed.stream.read(conversation.begin, conversation.end)
             assert (ids[begin - start : past - start] == stored).all()
         tokens += filled - start
         learned += int((ids >= 0).sum())
@@ -247,26 +247,26 @@ def test_of_few_conversations_the_last_are_held_out_whole(tokenizer, tmp_path, m
     cfg = make_config(**sections)
     manifest = manifest_of(prepare_here(cfg))
     packed = packed_of(cfg)
-    split, first, end, _ = manifest["validation"]
-    assert packed.file.ends is not None
-    ends = packed.file.ends.tolist()
-    assert split == "train" and end == manifest["tokens"]["train"] == ends[-1]
-    assert first in ends and 2 <= end - first < end // 10
-    count = sum(each > first for each in ends)
+    tokens = manifest["tokens"]
+    assert 2 <= tokens["heldout"] < sum(tokens.values()) // 10
     (held,) = open_dataset(cfg).validation
     assert isinstance(held, Packed)
-    assert sorted(held.members.tolist()) == [*range(60 - count, 60)]
-    assert sorted(packed.members.tolist()) == [*range(60 - count)]
+    assert len(held.members) + len(packed.members) == 60
+    assert held.ends[-1] == tokens["heldout"]
 
 
 @pytest.mark.parametrize(
     "rows, data, problem",
     [
-        ([talk("the cat", "sat")], {"validation": None}, "0 were left out, .* and 1 are held out"),
+        (
+            [talk("the cat", "sat")],
+            {"validation": None},
+            "0 were left out, .* and the others are held out",
+        ),
         (
             [talk("a"), talk("b")],
             {},
-            "2 were left out, .* and 1 are held out .*; bring more, or name",
+            "2 were left out, .* and the others are held out .*; bring more, or name",
         ),
     ],
 )
@@ -318,7 +318,10 @@ def test_a_mixture_of_jsonl_and_parquet(tokenizer, tmp_path):
 def test_another_template_or_format_is_other_data(chats, tokenizer):
     data = chats["data"]
     for changes, problem in (
-        ({"chat_template": str(tokenizer / "chatml-bare.jinja")}, "prepared with chat_template = "),
+        (
+            {"chat_template": str(tokenizer / "chatml-bare.jinja")},
+            "prepared with data.chat_template = ",
+        ),
         ({"messages_field": None}, "prepared with data.format = 'messages'"),
     ):
         other = {key: value for key, value in {**data, **changes}.items() if value is not None}
@@ -328,12 +331,12 @@ def test_another_template_or_format_is_other_data(chats, tokenizer):
 
 def test_an_id_outside_the_vocabulary_is_named(tokenizer, tmp_path):
     cfg = make_config(**sections_of(tokenizer, tmp_path, conversations(30)))
-    path = prepare_here(cfg) / "train.bin"
+    path = prepare_here(cfg) / "train-00000.bin"
     packed = packed_of(cfg)
     stored = np.fromfile(path, "<i4")
     stored[packed.conversations(0)[0].begin] = ~320
     path.write_bytes(stored.tobytes())
-    with refuses("train.bin: has id 320, but .* vocab_size = 320"):
+    with refuses("train-00000.bin: token .* has id -321, but .* vocab_size = 320"):
         packed.read(0, 129)
 
 

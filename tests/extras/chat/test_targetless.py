@@ -141,7 +141,7 @@ def plain_losses(cfg: config.Config) -> list[float | None]:
         losses = []
         for number in range(4 * (step - 1), 4 * step):
             for _, begin, end in packed.conversations(dataset.position(number).window):
-                stored = torch.tensor(packed.file.read(begin, end), dtype=torch.int64)
+                stored = torch.tensor(packed.stream.read(begin, end), dtype=torch.int64)
                 ids = torch.where(stored >= 0, stored, ~stored)
                 each = F.cross_entropy(model(ids[None])[0, :-1], ids[1:], reduction="none")
                 losses.append(each[stored[1:] >= 0])

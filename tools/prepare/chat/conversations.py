@@ -19,9 +19,6 @@ import re
 from typing import Any, NamedTuple
 
 from config import ConfigError
-from tools.prepare.row_format import Encoded, is_held_out
-from tools.prepare.tokenizer import SPACE, Tokenizer
-from tools.prepare.tokenizer_json import settings_of, token_name
 from tools.prepare.chat.messages import TOO_DEEP, Message, from_document, with_reasoning
 from tools.prepare.chat.template import (
     NONCHARACTERS,
@@ -31,6 +28,9 @@ from tools.prepare.chat.template import (
     find_template,
 )
 from tools.prepare.chat.turns import Rendering, Spans, Turns, no_end
+from tools.prepare.row_format import Encoded, is_held_out
+from tools.prepare.tokenizer import SPACE, Tokenizer
+from tools.prepare.tokenizer_json import settings_of, token_name
 
 
 class Tokens(NamedTuple):
@@ -458,7 +458,7 @@ def encode_conversations(folder: pathlib.Path, documents: list[str]) -> Encoded:
             raise ConfigError(f"{where}: {TOO_DEEP}") from None
         signed = [token if learned else ~token for token, learned in zip(ids, has_loss)]
         stored = array.array("i", signed).tobytes()
-        encoded.append((is_held_out(json.dumps(conversation.messages)), stored, 0))
+        encoded.append((is_held_out(json.dumps(conversation.messages)), stored))
     return encoded
 
 

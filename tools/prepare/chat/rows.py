@@ -4,16 +4,16 @@ import functools
 import pathlib
 from collections.abc import Callable, Iterator
 
-from tools.prepare.row_format import Encoded, Texts
-from tools.prepare.tokenizer import Tokenizer
 from data.tokens import Span
 from extras.chat.packing import Packed
 from tools.prepare.chat import messages, template
 from tools.prepare.chat.conversations import spelled
+from tools.prepare.row_format import Encoded, Texts
+from tools.prepare.tokenizer import Tokenizer
 
 
 class Conversations(Texts):
-    is_whole = True
+    part_bytes = 1 << 24  # Python renders them: one process, one core
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ def show_conversations(
 ) -> Iterator[str]:
     """Yields the lines of each conversation in a window."""
     for number, begin, end in stream.conversations(first // stream.seq_len):
-        ids = stream.file.read(begin, end)
+        ids = stream.stream.read(begin, end)
         learned = int((ids >= 0).sum())
         yield (
             f"--- conversation {number}, {end - begin} tokens, {learned} with a loss, between « "

@@ -1,0 +1,246 @@
+"""A source's files in parts. One process prepares a part, from its beginning, into files of its own.
+
+    train-00007.bin         token ids
+    train-00007.ends.bin    of each document, the position after its last token
+    train-00007.json        the part's record, written last: it is complete
+
+Which parts there are follows from the files' sizes. Nothing that is complete is ever written again,
+so that any number of processes and machines prepare parts at once, in any order, and one that is
+killed costs its part. Two that prepare the same part write equal bytes.
+"""
+
+import array
+import bisect
+import collections
+import functools
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import config
+from config import ConfigError
+from data.folder import short_hash
+from system import files, processes
+from tools.prepare.row_format import Encoded, row_format
+from tools.prepare.rows import is_divisible
+from tools.prepare.source import Range, SourceFile, documents
+
+HELD_OUT_OF = 1 << 22  # tokens: documents of the first ones are held out
+CHUNK_CHARACTERS = 1 << 18  # tokenized together, rounded up to full documents
+AHEAD = 3  # chunks per thread that are read ahead
+HASH_BYTES = 1 << 24  # read at a time
+
+
+class Part(NamedTuple):
+    """What one process prepares alone."""
+
+    folder: pathlib.Path
+    split: str  # "train" or "heldout"
+    number: int
+    ranges: list[Range]
+
+    def path(self, suffix: str, split: str = "") -> pathlib.Path:
+        return self.folder / f"{split or self.split}-{self.number:05}{suffix}"
+
+    @property
+    def size(self) -> int:
+        """Bytes of the source."""
+        return sum((end or file.size) - begin for file, begin, end in self.ranges)
+
+    def stamp(self) -> str:
+        """Tells the part's files, as they are now, from others."""
+        return short_hash([(file_now(file), begin, end) for file, begin, end in self.ranges])
+
+    def record(self) -> dict:
+        """Empty if the part is not complete, or its files were changed since."""
+        record = files.read_json(self.path(".json"))
+        return record if record and record["stamp"] == self.stamp() else {}
+
+
+def parts_of(
+    folder: pathlib.Path, split: str, source: Iterable[SourceFile], part_bytes: int
+) -> list[Part]:
+    """Of at least so many bytes each, if there are. Small files are read together, large ones in
+    ranges, if their rows can be told apart from anywhere."""
+    parts: list[Part] = []
+    size = part_bytes
+    for file in source:
+        count = max(1, file.size // part_bytes) if is_divisible(file.path) else 1
+        borders = [file.size * i // count for i in range(count)]
+        for begin, end in itertools.zip_longest(borders, borders[1:]):
+            if size >= part_bytes:
+                parts.append(Part(folder, split, len(parts), []))
+                size = 0
+            parts[-1].ranges.append(Range(file, begin, end))
+            size += (end or file.size) - begin
+    return parts
+
+
+def file_now(file: SourceFile) -> SourceFile:
+    """A file of a source with its size and time as of now; unchanged if it is a dataset's, or
+    gone."""
+    try:
+        status = os.stat(file.path)
+    except OSError:
+        return file
+    return SourceFile(file.path, status.st_size, status.st_mtime_ns)
+
+
+def prepare_part(part: Part, data: config.Data, dtype: str, threads: int) -> None:
+    """Writes its files, unless another process has. Raises ConfigError and OSError."""
+    if part.record():
+        return
+    stamp = part.stamp()
+    count = collections.Counter(rows=0, wrong=0, left_out=0)
+    # validation text is held out of the first part alone, so that no part depends on another
+    holds_out = part.split == "train" and not part.number and not data.validation
+    train = TokenWriter(part.path(".bin"), dtype)
+    heldout = TokenWriter(part.path(".bin", "heldout"), dtype) if holds_out else None
+    limit = (data.max_tokens if part.split == "train" else None) or float("inf")
+    encode = encoder(part.folder, data)
+    source = chunks(documents(data, part.ranges, count))
+    # templates of conversations are rendered in the main thread, which bounds their time
+    with InThisThread() if data.has_conversations else ThreadPoolExecutor(threads) as pool:
+        for is_held_out, ids in encoded_in_order(pool, encode, source, AHEAD * threads):
+            if train.tokens >= limit:
+                break
+            if not ids:  # a tokenizer may produce no tokens for some texts
+                count["left_out"] += 1
+            elif heldout and is_held_out and train.tokens < HELD_OUT_OF:
+                heldout.append(ids)
+            else:
+                train.append(ids)
+    read = train.tokens  # those that data.max_tokens counts
+    if heldout and heldout.tokens < 2:  # an input and its target
+        hold_out_end(train, heldout, whole_documents=data.has_conversations)
+    token_files = {part.split: train.publish()}
+    if heldout:
+        token_files["heldout"] = heldout.publish()
+    files.sync(part.folder)
+    record = {"stamp": stamp, "read": read, **count, "token_files": token_files}
+    files.write_atomic(part.path(".json"), json.dumps(record), temporary(part.path(".json")))
+
+
+@functools.lru_cache(1)
+def encoder(folder: pathlib.Path, data: config.Data) -> Callable[[list[str]], Encoded]:
+    return row_format(data).encoder(folder)
+
+
+def chunks(source: Iterator[str]) -> Iterator[list[str] | Exception]:
+    """Documents that are tokenized together; last the error that ends the source, if one does."""
+    chunk: list[str] = []
+    size = 0
+    error = None
+    try:
+        for document in source:
+            chunk.append(document)
+            size += len(document)
+            if size >= CHUNK_CHARACTERS:
+                yield chunk
+                chunk = []
+                size = 0
+    except (ConfigError, OSError) as wrong:
+        error = wrong
+    if chunk:
+        yield chunk
+    if error:
+        yield error
+
+
+def encoded_in_order(
+    pool: Executor,
+    encode: Callable[[list[str]], Encoded],
+    source: Iterator[list[str] | Exception],
+    most: int,
+) -> Iterator[tuple[bool, bytes]]:
+    """Yields the documents' ids. Raises the source's error after what comes before it. most: chunks
+    that are read ahead."""
+    ahead: collections.deque[Future] = collections.deque()
+    while True:
+        for chunk in itertools.islice(source, most - len(ahead)):
+            if isinstance(chunk, list):
+                ahead.append(pool.submit(encode, chunk))
+            else:
+                ahead.append(Future())
+                ahead[-1].set_exception(chunk)
+        if not ahead:
+            return
+        yield from ahead.popleft().result()
+
+
+class InThisThread(Executor):
+    def submit(self, fn, /, *args, **kwargs) -> Future:
+        future: Future = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class TokenWriter:
+    """A token file, under another name until publish()."""
+
+    def __init__(self, path: pathlib.Path, dtype: str):
+        self.path = path
+        self.dtype = dtype
+        self.width = {"uint16": 2, "int32": 4}[dtype]
+        self.file = temporary(path).open("w+b", 1 << 20)
+        self.ends = array.array("q")
+
+    @property
+    def tokens(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def append(self, ids: bytes) -> None:
+        """Adds a document."""
+        self.ends.append(self.tokens + len(ids) // self.width)
+        self.file.write(ids)
+
+    def publish(self) -> tuple[list, int, str]:
+        """Returns (what a manifest stores of the file, its documents, its hash). Raises OSError."""
+        self.file.flush()
+        files.sync_handle(self.file.fileno())
+        self.file.close()
+        temporary(self.path).replace(self.path)
+        ends = self.path.with_suffix(".ends.bin")
+        files.write_atomic(ends, self.ends.tobytes(), temporary(ends))
+        entry = [self.path.name, self.dtype, self.tokens, 0, ends.name, None]
+        return entry, len(self.ends), sha256(self.path)
+
+
+def hold_out_end(train: TokenWriter, heldout: TokenWriter, whole_documents: bool) -> None:
+    """Moves the last hundredth of the tokens; whole_documents: and what else of a document."""
+    first = max(0, train.tokens - last_hundredth(train.tokens))
+    borders = array.array("q", [0, *train.ends])
+    number = max(0, bisect.bisect_right(borders, first) - 1)  # of the document that is cut
+    first = borders[number] if whole_documents else first
+    for begin, end in itertools.pairwise([first, *train.ends[number:]]):
+        train.file.seek(begin * train.width)
+        heldout.append(train.file.read((end - begin) * train.width))
+    train.file.truncate(first * train.width)
+    del train.ends[number:]
+    if first > train.tokens:
+        train.ends.append(first)
+
+
+def last_hundredth(tokens: int) -> int:
+    """How many tokens at the end of a text are held out where nothing else is."""
+    return max(2, min(HELD_OUT_OF, tokens) // 100)
+
+
+def temporary(path: pathlib.Path) -> pathlib.Path:
+    return path.with_name(f".{path.name}.{processes.process_name()}.tmp")
+
+
+def sha256(path: pathlib.Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(HASH_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
