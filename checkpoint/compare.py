@@ -10,6 +10,7 @@ from checkpoint import catalog
 from checkpoint.catalog import path_of, read_state
 from config import ConfigError
 
+
 def starting_point(
     cfg: config.Config,
     evaluating: bool,

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 
-
 def set_default_timeout(timeout: datetime.timedelta) -> None:
     """Sets the timeout of the process groups that DeviceMesh creates.
 

@@ -225,7 +225,7 @@ def test_ranks_with_other_text_than_rank_zero_are_refused(world, corpus, prepare
         write_manifest(folder, manifest)
     data = {"source": str(corpus), "path": str(folder)}
     cfg = make_config(data=data, run={"output_dir": str(tmp_path)})
-    with refuses("sha256.train = \"another hash\"", "the same prepared data"):
+    with refuses('sha256.train = "another hash"', "the same prepared data"):
         train_run(cfg, world)
 
 
@@ -247,9 +247,7 @@ def test_ranks_with_other_text_than_rank_zero_are_refused(world, corpus, prepare
         ({"documents": {"train": 2, "heldout": 2}}, {}, (r"train\.bin", "sizes", "delete")),
     ],
 )
-def test_a_folder_that_cannot_be_trained_on_is_refused(
-    configure, changes, options, words
-):
+def test_a_folder_that_cannot_be_trained_on_is_refused(configure, changes, options, words):
     cfg = configure(**options)
     record(cfg, **changes)
     with refuses(*words):
