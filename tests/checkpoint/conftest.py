@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 import config
-from checkpoint import catalog, manifest
+from checkpoint import catalog
 from checkpoint.catalog import root_of
 from checkpoint.load import tensors_of
 from checkpoint.save import Saver
@@ -15,12 +15,6 @@ from data.mixture import Mixture
 from optim import build_optimizer
 from tests.conftest import build, hashes, make_config, seal, token_ids
 from tests.distributed import run_on_ranks
-
-
-@pytest.fixture(autouse=True)
-def no_waits(monkeypatch) -> None:
-    """Another try follows at once."""
-    monkeypatch.setattr(manifest, "WAITS", (0.0, 0.0, 0.0))
 
 
 def run_config(folder: pathlib.Path, **sections: dict) -> config.Config:

@@ -150,13 +150,13 @@ def test_options_of_removed_extras_are_refused_together(monkeypatch, tmp_path):
 
 @dataclass(frozen=True)
 class Forked:
-    bits: Literal[8, 4] | None = option(None, "of a weight", aka="n_bit")
+    bits: Literal[8, 4] | None = option(None, "of a weight")
     activation: Literal["silu", "relu2"] = option("silu", "of the feed-forward")
 
 
 @dataclass(frozen=True)
 class Fork:
-    model: Forked = section("output")
+    model: Forked = section("fixed")
 
 
 def test_an_option_is_one_declaration():
