@@ -22,7 +22,6 @@ from torch import Tensor
 import config
 from checkpoint import catalog, compare, load
 from config import ConfigError, run_tool
-from tools.prepare.tokenizer import Tokenizer
 from model.attention import BlockMask, attention
 from model.build import meta_model
 from model.llama import Llama
@@ -30,6 +29,7 @@ from parallel.fsdp import cast_residual_stream, unit_dtypes, unit_parameters, un
 from parallel.materialize import initialize_buffers, materialize
 from parallel.mesh import has_native_bfloat16
 from system.processes import printable
+from tools.prepare.tokenizer import Tokenizer
 
 
 class KVCache:

@@ -31,14 +31,14 @@ from torch import Tensor, nn
 import config
 from checkpoint import catalog, compare, load, manifest, save
 from config import ConfigError, together
-from extras.huggingface import hub
-from tools.prepare.tokenizer import TOKENIZERS, Tokenizer
 from extras.huggingface import config as hf_config
+from extras.huggingface import hub
 from extras.huggingface import weights as hf_weights
 from model.build import meta_model
 from optim import Progress
 from system import files, processes
 from tools.fast_tokenizer import fast_tokenizer_files, inexpressible, read_sentencepiece
+from tools.prepare.tokenizer import TOKENIZERS, Tokenizer
 from tools.reference import check_export
 
 GIB = 2**30

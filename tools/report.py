@@ -15,10 +15,10 @@ import json
 import math
 import os
 import pathlib
-import sys
 import re
 import shlex
 import statistics
+import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

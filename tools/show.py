@@ -11,12 +11,11 @@ from collections.abc import Iterator
 
 import config
 from config import ConfigError, run_tool
-
 from data.dataset import Dataset, open_dataset
-from tools.prepare.row_format import row_format
-from tools.prepare.tokenizer import Tokenizer
 from data.tokens import Span
 from system.processes import print_line, printable
+from tools.prepare.formats import row_format
+from tools.prepare.tokenizer import Tokenizer
 
 
 def samples(cfg: config.Config, step: int) -> Iterator[str]:

@@ -23,7 +23,6 @@ from argparse import Namespace
 
 import config
 from config import ConfigError
-
 from data.dataset import open_dataset
 from data.folder import is_prepared
 from system.machine import visible_gpus

@@ -29,8 +29,8 @@ from data.folder import (
     source_folders,
 )
 from system import files, processes
+from tools.prepare.formats import row_format
 from tools.prepare.parts import file_now, temporary
-from tools.prepare.row_format import row_format
 from tools.prepare.source import SourceFile, list_files, local_paths
 from tools.prepare.tokenizer import Tokenizer, tokenizer_files, tokenizer_hash
 from tools.prepare.tokenizer_training import train_on_sources

@@ -33,6 +33,7 @@ from system.files import read_json
 from system.machine import usable_cores
 from system.processes import FINISHED, die_with_parent, print_error
 from tools.prepare.begin import alone, begin_all, check_files, write_manifest
+from tools.prepare.formats import row_format
 from tools.prepare.parts import (
     InThisThread,
     Part,
@@ -42,7 +43,6 @@ from tools.prepare.parts import (
     prepare_part,
     sha256,
 )
-from tools.prepare.row_format import row_format
 from tools.prepare.source import SourceFile
 
 LOG_SECONDS = 10.0  # between lines of progress

@@ -24,15 +24,6 @@ HELD_OUT = 25  # one of so many documents, of the first ones
 Encoded = list[tuple[bool, bytes]]
 
 
-def row_format(data: config.Data) -> "Texts":
-    """The format of the rows of one source."""
-    if data.has_conversations:
-        from tools.prepare.chat.rows import Conversations
-
-        return Conversations(data)
-    return Texts(data)
-
-
 class Texts:
     """Rows with a column of text. Each is a document, and windows are cut from their stream."""
 

@@ -20,7 +20,7 @@ from data.folder import STDLIB
 from data.order import name_hash
 from system.files import TRANSIENT_ERRORS
 from system.processes import print_error
-from tools.prepare.row_format import row_format
+from tools.prepare.formats import row_format
 from tools.prepare.rows import READERS, is_plain_text, is_readable, read_rows
 
 HUB = "hf://"
