@@ -3,7 +3,7 @@
     python minimal.py configs/tiny.toml                                   one process
     torchrun --nproc-per-node 8 minimal.py configs/smollm2-135m.toml      one process per GPU
 
-Reads the TOML, the text that `./run_train.sh -m prepare CONFIG` prepared, and its newest checkpoint.
+Reads the TOML, the text of `./run_train.sh -m prepare CONFIG`, and its newest checkpoint.
 Shapes: B sequences of T tokens each, D model width, H query and K key/value heads of width E, F
 feed-forward width, V vocabulary. m, p, o, t: the sections [model], [parallel], [optim], [train].
 """
