@@ -47,8 +47,7 @@ from parallel.activation_checkpoint import (
     apply_activation_checkpointing,
     is_attention,
 )
-from parallel.parallelize import leave_to_compiler
-from parallel.parallelize import compile_block
+from parallel.parallelize import compile_block, leave_to_compiler
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 MODELS = ("llama1b", "llama3b", "llama8b", "llama70b")

@@ -28,7 +28,6 @@ from benchmarks import count
 from config import ConfigError
 from data.dataset import open_dataset
 from data.loader import Batch, Loader
-from tools.prepare.prepare import prepare
 from metrics import read_rows
 from model.build import meta_model
 from parallel.materialize import materialize
@@ -37,6 +36,7 @@ from parallel.parallelize import parallelize
 from run.rank import distributed
 from run.run import Run
 from run.watchdog import Watchdog
+from tools.prepare.prepare import prepare
 from train import train
 
 TINY = pathlib.Path(__file__).parent.parent / "configs/tiny.toml"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 

@@ -49,9 +49,9 @@ def report_wait_for_nodes() -> None:
     Test: parallel/test_torch_patches.py, test_torchrun_reports_that_it_waits_for_other_nodes.
     """
     from torch.distributed.elastic.rendezvous import RendezvousInfo
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
     from parallel.ranks import printed_if_long
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
     next_rendezvous = DynamicRendezvousHandler.next_rendezvous
 

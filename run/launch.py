@@ -34,7 +34,6 @@ import uuid
 import config
 from checkpoint import compare
 from config import Config, ConfigError, together
-
 from data.folder import is_prepared
 from run.begin import CONFIG, LAUNCH, resume_newest
 from run.command import Ranks, requeue

@@ -15,8 +15,6 @@ import torch.nn.functional as F
 import config
 import evaluate
 from data.dataset import open_dataset
-from tools.prepare.prepare import prepare
-from tools.prepare.row_format import is_held_out
 from evaluate import Evaluation
 from tests.conftest import (
     build,
@@ -29,6 +27,7 @@ from tests.conftest import (
 )
 from tests.distributed import distributed
 from tests.reference import fresh_model
+from tools.prepare.row_format import is_held_out
 
 ALPHABET = "ab \n\u00e9\u4e2d\U0001f600\u2581\ufffd"  # characters of one to four bytes
 

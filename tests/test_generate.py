@@ -9,8 +9,6 @@ import random
 import shutil
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,17 +18,16 @@ import config
 import tools.generate as tool
 from checkpoint import catalog, load
 from config import ConfigError
-from tools.prepare.tokenizer import Tokenizer
-from tools.generate import choose, encode, generate, print_stream
-from metrics import log
 from model.attention import attention
 from model.build import build_model
-from model.llama import Llama, named_parameters
+from model.llama import Llama
 from system.processes import printable
 from tests import forks
-from tests.conftest import build, full, make_config, mesh_for, run_tool, seal, token_ids, train_run
+from tests.conftest import build, make_config, run_tool, seal, token_ids, train_run
 from tests.distributed import distributed
 from tests.model.test_llama import SCALING, reference, with_weights_of
+from tools.generate import choose, encode, generate, print_stream
+from tools.prepare.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 MODELS = [

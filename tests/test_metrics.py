@@ -7,7 +7,6 @@ import json
 import math
 import os
 import pathlib
-import platform
 import resource
 import subprocess
 import sys
@@ -24,12 +23,10 @@ import torch
 import config
 import metrics
 import run.environment
-from data.loader import Loader
 from metrics import Recorder, Rows, console_line, read_rows
 from model.build import meta_model
-from model.llama import Block
-from run.environment import environment, start_logging
-from tests.conftest import make_config, mesh_for, rows, train_run
+from run.environment import environment
+from tests.conftest import make_config, mesh_for, rows
 from tests.distributed import distributed
 
 CPU = torch.device("cpu")

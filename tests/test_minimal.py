@@ -23,13 +23,13 @@ import config
 import minimal
 from config import flatten
 from data.folder import identity
-from tools.prepare.prepare import prepare
-from tools.prepare.row_format import is_held_out
 from model.llama import named_parameters
 from parallel.ranks import on_rank_zero
 from tests.conftest import REPO, build, is_near, mesh_for, tables, train_run, words
 from tests.data import order_model
 from tests.distributed import distributed, run_on_ranks
+from tools.prepare.prepare import prepare
+from tools.prepare.row_format import is_held_out
 
 # 4 ranks divide none of them. The embedding has two blocks of generators: ranks draw parts of them.
 MODEL = {"dim": 250, "n_layers": 2, "n_heads": 5, "n_kv_heads": 1, "ffn_dim": 75, "vocab_size": 323}

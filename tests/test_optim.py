@@ -1,15 +1,12 @@
 """The schedule in closed form, parameter groups, the gradient's norm, and updates that must not be made."""
 
 import math
-import statistics
 
 import pytest
 import torch
 
 import config
 import minimal
-import optim
-from data.loader import Loader
 from model.build import meta_model
 from model.llama import Llama
 from optim import (
@@ -27,10 +24,7 @@ from tests.conftest import (
     hashes,
     make_config,
     needs_extra,
-    rows,
-    saved_tensors,
     token_ids,
-    train_run,
 )
 from tests.distributed import distributed
 

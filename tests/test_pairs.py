@@ -20,10 +20,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 import config
-from tools.prepare.prepare import prepare
 from tests import cases, plain
 from tests.conftest import REPO, lacks, make_config, rows, words
 from tests.conftest import saved_tensors as weights
+from tools.prepare.prepare import prepare
 
 pytestmark = [pytest.mark.first, pytest.mark.slow]
 

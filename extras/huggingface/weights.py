@@ -21,8 +21,8 @@ from torch import Tensor
 
 import config
 from config import ConfigError, together, toml
-from extras.huggingface import hub
 from extras.huggingface import config as hf_config
+from extras.huggingface import hub
 from model.build import meta_model
 from model.llama import Llama
 from parallel.ranks import all_gather_objects, check_same_on_all_ranks, on_each_rank, rank_and_size

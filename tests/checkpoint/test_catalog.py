@@ -17,7 +17,7 @@ from checkpoint.catalog import root_of
 from checkpoint.checkpointer import Checkpointer
 from optim import Progress
 from tests.checkpoint.conftest import flip_last_byte, make_checkpoint, no_data, run_config
-from tests.conftest import content, make_config, refuses, seal
+from tests.conftest import make_config, refuses, seal
 from tests.distributed import distributed
 
 PART = 64 * 2**20

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
 
-from tools import generate
 from checkpoint import catalog
 from checkpoint.load import Reader, restore, tensors_of
 from checkpoint.manifest import entry_of, read_manifest, render_manifest
@@ -21,6 +20,7 @@ from optim import build_optimizer
 from tests.checkpoint.conftest import flip_last_byte
 from tests.conftest import REPO, build, hashes, make_config, mesh_for, refuses, seal
 from tests.distributed import distributed
+from tools import generate
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 import config
-from tools.prepare.prepare import prepare
 from tests.checkpoint.conftest import flip_last_byte
 from tests.conftest import content, launch, make_config, rows, train_run
 from tests.distributed import run_on_ranks
+from tools.prepare.prepare import prepare
 
 
 class Run:

@@ -12,8 +12,8 @@ import config
 from config import ConfigError
 from config.help import help_text
 from config.option import Schema, option, section
-from config.read import Given, suggestion
-from tests.conftest import REPO, make_config, refuses, shipped_configs, tables
+from config.read import Given
+from tests.conftest import make_config, refuses, shipped_configs, tables
 
 pytestmark = pytest.mark.quick
 

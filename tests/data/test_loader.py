@@ -3,9 +3,7 @@
 import functools
 import itertools
 import json
-import math
 import operator
-import os
 import pathlib
 import shutil
 import subprocess
@@ -21,9 +19,9 @@ from config import DIGEST_MODULUS, IGNORE
 from data.dataset import open_dataset
 from data.folder import identity, manifest_of
 from data.loader import Loader, sample_digest, validation_batches
-from tools.prepare.begin import write_manifest
 from tests.conftest import REPO, data_rank, loader_of, make_config, refuses, train_run
 from tests.distributed import distributed
+from tools.prepare.begin import write_manifest
 
 BORDER = 2**20  # the first
 

@@ -8,14 +8,14 @@ from fractions import Fraction
 import pytest
 import torch
 
-from config import LONGEST_PERIOD, read_toml
+from config import LONGEST_PERIOD
 from data.mixture import Mixture, integer_weights
 from data.order import (
     SourceOrder,
     permute,
     rank_samples,
 )
-from tests.conftest import REPO, make_config, refuses
+from tests.conftest import make_config, refuses
 from tests.data import order_model
 
 # tokens, tokens of a window

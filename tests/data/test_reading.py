@@ -19,11 +19,11 @@ from typing import IO, Any
 import pytest
 
 import config
+from system.processes import warn_once
+from tests.conftest import REPO, make_config, prepare_one, refuses, words
 from tools.prepare import row_format, rows
 from tools.prepare import source as source_module
 from tools.prepare.source import Range, list_files
-from system.processes import warn_once
-from tests.conftest import REPO, make_config, prepare_one, refuses, words
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

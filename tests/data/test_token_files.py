@@ -13,9 +13,9 @@ import pytest
 import config
 from data.dataset import Dataset, open_dataset
 from data.loader import Loader
-from tools.prepare.prepare import prepare
 from data.tokens import TokenStream
 from tests.conftest import data_rank, make_config, refuses
+from tools.prepare.prepare import prepare
 
 EOS = 2
 

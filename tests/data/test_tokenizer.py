@@ -11,11 +11,11 @@ import pytest
 
 import config
 from config import ConfigError
-from tools.prepare.begin import begin_all
 from data.folder import manifest_of
+from tests.conftest import make_config, needs_extra, refuses, sentencepiece_model, tables, words
+from tools.prepare.begin import begin_all
 from tools.prepare.tokenizer import Tokenizer
 from tools.prepare.tokenizer_training import train_tokenizer
-from tests.conftest import make_config, needs_extra, refuses, sentencepiece_model, tables, words
 
 TEXTS = [
     "",

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 import config
 from checkpoint import catalog
-from tools.generate import load_model
 from model.build import meta_model
 from model.init import Fill, constant, normal
 from model.llama import Llama
@@ -21,6 +20,7 @@ from tests import forks
 from tests.conftest import make_config, mesh_for, needs_extra, refuses, train_run
 from tests.distributed import distributed
 from tests.reference import fresh_model
+from tools.generate import load_model
 
 CPU = torch.device("cpu")
 

@@ -20,8 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -36,7 +34,6 @@ from parallel.torch_patches import (
 )
 from run.rank import distributed as run_environment
 from tests.conftest import REPO, make_config
-from tests.distributed import distributed
 
 
 @pytest.mark.quick

@@ -1,17 +1,14 @@
 """One run inside its ranks: its phases and steps, its folder, what it writes and when."""
 
 import dataclasses
-import errno
 import json
 import logging
 import os
 import pathlib
-import shutil
 import signal
 import time
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -22,7 +19,6 @@ from checkpoint.checkpointer import Checkpointer
 from checkpoint.load import Reader
 from data.loader import Loader
 from model.llama import Llama
-from parallel.ranks import all_gather_objects
 from run import environment
 from run.folder import FolderClaim, lock, read_status
 from run.run import Run

@@ -6,8 +6,8 @@ import shutil
 
 from safetensors.torch import load_file, save_file
 
-from tools import generate
 from tests.conftest import run_tool
+from tools import generate
 from tools import huggingface as hf
 
 

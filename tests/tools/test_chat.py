@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 
-from tools.prepare.chat.conversations import Chat
 from tests.conftest import REPO, make_config, needs_extra, refuses, run_tool, train_run, words
 from tests.distributed import distributed
 from tests.extras.chat.conftest import (
@@ -25,6 +24,7 @@ from tests.extras.chat.conftest import (
     talk,
 )
 from tools import chat as terminal
+from tools.prepare.chat.conversations import Chat
 
 
 @pytest.mark.parametrize(

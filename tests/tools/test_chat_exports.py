@@ -18,10 +18,10 @@ from transformers import (
 )
 
 import config
-from tools.prepare.prepare import prepare
 from tests import cases
 from tests.conftest import make_config, seal, words
 from tools import huggingface as convert
+from tools.prepare.prepare import prepare
 
 if not config.has_extra("chat") or not config.has_extra("lora"):
     pytest.skip("needs extras/chat and extras/lora", allow_module_level=True)

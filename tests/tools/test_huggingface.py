@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.__main__ import main as checkpoint_tool
 from checkpoint.load import restore
-from tools.prepare.tokenizer import Tokenizer
 from model import llama
 from tests.conftest import (
     REPO,
@@ -30,6 +29,7 @@ from tests.conftest import (
 from tests.distributed import distributed, run_on_ranks
 from tools import fast_tokenizer, huggingface
 from tools.fast_tokenizer import fast_tokenizer_files, read_sentencepiece
+from tools.prepare.tokenizer import Tokenizer
 
 transformers: Any = pytest.importorskip("transformers")
 pytestmark = pytest.mark.early

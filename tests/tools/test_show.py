@@ -6,10 +6,10 @@ import re
 import numpy as np
 import pytest
 
-from tools.prepare.begin import begin_all
-from tools.prepare.tokenizer import Tokenizer
 from tests.conftest import make_config, run_tool
 from tools import show
+from tools.prepare.begin import begin_all
+from tools.prepare.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.quick
 

@@ -3,16 +3,13 @@
 import json
 import pathlib
 import random
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
 from typing import Any
-from unittest import mock
 
 import pytest
 
 import config
-from tools.prepare.prepare import prepare
 from tests.conftest import words
+from tools.prepare.prepare import prepare
 
 CHATML = """{% for message in messages %}
 {{ '<|im_start|>' + message.role + '\n' -}}

@@ -7,11 +7,11 @@ import shutil
 import pytest
 
 import tools.prepare.chat.template
-from tools.prepare.tokenizer_training import train_tokenizer
-from tools.prepare.chat.conversations import Chat, spelled
-from tools.prepare.chat.messages import checked
 from tests.conftest import make_config, refuses, sentencepiece_model, words
 from tests.extras.chat.conftest import TEMPLATES, conversations, prepare_here, sections_of, talk
+from tools.prepare.chat.conversations import Chat, spelled
+from tools.prepare.chat.messages import checked
+from tools.prepare.tokenizer_training import train_tokenizer
 
 TOOL_CALL = {"function": {"name": "now", "arguments": {"at": "é"}}}
 TOOLS = [

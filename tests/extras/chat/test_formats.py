@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 
 import config
-
 from data.folder import manifest_of
-from tools.prepare.source import Range, documents, list_files
-from tools.prepare.chat.conversations import Chat
-from tools.prepare.chat.messages import from_document
 from tests.conftest import make_config, refuses
 from tests.extras.chat.conftest import conversations, prepare_here, talk
+from tools.prepare.chat.conversations import Chat
+from tools.prepare.chat.messages import from_document
+from tools.prepare.source import Range, documents, list_files
 
 # Renders tools, and whatever else it gets
 TEMPLATE = """{%- if tools %}

@@ -29,10 +29,10 @@ from benchmarks.chat_templates import (
     calls_tools,
     user,
 )
+from tests.conftest import REPO, refuses
 from tools.prepare.chat.conversations import Chat
 from tools.prepare.chat.messages import checked
 from tools.prepare.chat.template import find_template
-from tests.conftest import REPO, refuses
 
 pytestmark = [pytest.mark.early, pytest.mark.quick]
 

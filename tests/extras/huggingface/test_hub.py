@@ -14,13 +14,13 @@ from safetensors.torch import save
 
 import config
 from config import ConfigError
-from tools.prepare.tokenizer import tokenizer_files
 from extras.huggingface import config as hf_config
 from extras.huggingface.weights import hf_name, shapes
 from parallel.materialize import open_pretrained
 from tests.cases import process_group
 from tests.conftest import REPO, launch, make_config, refuses, rows
 from tests.hub import Hub
+from tools.prepare.tokenizer import tokenizer_files
 
 # What no one may read: it can run code, or is the same in another format
 OTHERS = {
