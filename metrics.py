@@ -19,6 +19,7 @@ import config
 from data.dataset import Dataset
 from model.build import meta_model
 from model.llama import Llama, flops_per_token, parameter_count
+from optim import Progress
 from parallel.mesh import World
 from parallel.ranks import all_gather_objects, on_rank_zero
 from system import files
@@ -60,20 +61,24 @@ class Recorder:
         cfg: config.Config,
         world: World,
         folder: pathlib.Path,
-        start: int,
+        progress: Progress,
         dataset: Dataset,
         seconds: dict[str, float],
     ):
-        """start: the step that training resumes after; seconds: Run.seconds, of which "data", the
-        wait for the loader, is part of the steps, and "evaluation" and "save" are not."""
+        """progress: as of the step that training resumes after; seconds: Run.seconds, of which
+        "data", the wait for the loader, is part of the steps, and "evaluation" and "save" are
+        not."""
         self.cfg = cfg
         self.world = world
         self.folder = folder
-        self.start = start
+        self.start = progress.step
+        remaining_steps = max(0, cfg.train.steps - progress.step)
+        # read when all steps are trained
+        self.samples = progress.samples + remaining_steps * cfg.train.global_batch_size
         self.dataset = dataset
         self.flops_per_token = flops_per_token(meta_model(cfg.model, cfg.lora), cfg.train.seq_len)
         self.seconds = seconds
-        self.rows = Rows(folder, cfg.log.tensorboard, start) if world.rank == 0 else None
+        self.rows = Rows(folder, cfg.log.tensorboard, self.start) if world.rank == 0 else None
         self._begin_row()
 
     def _begin_row(self) -> None:
@@ -99,8 +104,7 @@ class Recorder:
             origin = f"from the weights of {cfg.model.init_from}"
         else:
             origin = "from fresh weights"
-        epochs = self.dataset.epochs(steps * config.tokens_per_step(cfg.train))
-        origin = f"{shown_epochs(epochs)} in {steps:,} steps; {origin}"
+        origin = f"{shown_epochs(self.dataset.epochs(self.samples))}{steps:,} steps; {origin}"
         mesh = f"{world.dp_replicate} replicas x {world.dp_shard} shards"
         if world.cp * world.tp > 1:
             mesh += f" x cp {world.cp} x tp {world.tp}"
@@ -125,8 +129,7 @@ class Recorder:
 
     def log_step(
         self,
-        step: int,
-        tokens: int,
+        progress: Progress,
         batch: Any,
         sums: dict[str, torch.Tensor],
         scalars: dict[str, Any],
@@ -134,15 +137,16 @@ class Recorder:
         """Counts a step. If a row is due, waits for the device, gathers every rank's figures and
         writes the row.
 
-        tokens: trained on so far; batch: a data.loader.Batch; sums, scalars (or dictionaries of
+        progress: after the step; batch: a data.loader.Batch; sums, scalars (or dictionaries of
         them): as training_step() returns them.
         """
+        step = progress.step
         self.steps += 1
         if batch.valid_tokens:  # else the sum holds no loss, only a block's terms, if any
             self.loss = self.loss + sums["loss"]
             self.valid_tokens += batch.valid_tokens
         if self._is_due(step):
-            row = self._train_row(step, tokens, batch, sums, scalars)
+            row = self._train_row(progress, batch, sums, scalars)
             if self.rows:
                 self.rows.write(row)
                 is_first = step == self.start + 1  # which takes longer than those that follow
@@ -151,8 +155,7 @@ class Recorder:
 
     def _train_row(
         self,
-        step: int,
-        tokens: int,
+        progress: Progress,
         batch: Any,
         sums: dict[str, torch.Tensor],
         scalars: dict[str, Any],
@@ -175,17 +178,17 @@ class Recorder:
         peak = peak_flops(world.device)
         row = {
             "kind": "train",
-            "step": step,
+            "step": progress.step,
             # of this step: the loss and a block's terms, over its tokens
             **{name: ratio(totals[name], batch.valid_tokens) for name in sums},
             # of all steps since the last row, over their tokens
             "loss_mean": ratio(totals["losses since the row"], self.valid_tokens),
             **{name: as_numbers(value) for name, value in scalars.items()},  # grad_norm, lr
-            "tokens": tokens,
+            "tokens": progress.tokens,
             "tokens_per_second_per_device": rate,
             "mfu": rate * self.flops_per_token / peak if peak else None,
             **figures,  # of rank 0
-            "epochs": self.dataset.epochs(tokens),
+            "epochs": self.dataset.epochs(progress.samples),
         }
         row["batch_digest"] = digest % config.DIGEST_MODULUS
         return row
@@ -356,11 +359,14 @@ def console_line(row: dict, steps: int, shows_time_left: bool = True) -> str:
     return line
 
 
-def shown_epochs(epochs: float | dict[str, float]) -> str:
-    """0.62 epochs; of a mixture 1.2 epochs of web, 0.31 epochs of code."""
+def shown_epochs(epochs: float | dict[str, float] | None) -> str:
+    """0.62 epochs in; of a mixture 1.2 epochs of web, 0.31 epochs of code in; None: nothing."""
+    if epochs is None:
+        return ""
     if not isinstance(epochs, dict):
-        return f"{epochs:.3g} epochs"
-    return ", ".join(f"{count:.3g} epochs of {name}" for name, count in epochs.items())
+        return f"{epochs:.3g} epochs in "
+    texts = [f"{count:.3g} epochs of {name}" for name, count in epochs.items()]
+    return f"{', '.join(texts)} in "
 
 
 def duration(seconds: float) -> str:

@@ -173,7 +173,7 @@ def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device
 
 
 def read_sample(cfg: SimpleNamespace, files: list[Tensor], number: int) -> Tensor:
-    """The T+1 tokens of a sample, a function of its number: a resume needs the step alone."""
+    """The T+1 tokens of a sample, a function of its number: a resume needs that number alone."""
     # Window w of the text, which is in several files, is tokens w T ... w T + T.
     length = cfg.train.seq_len
     count = (sum(map(len, files)) - 1) // length
@@ -242,6 +242,7 @@ def train(cfg: SimpleNamespace, files: list[Tensor], device: torch.device) -> No
 
     weights = dict(model.named_parameters())
     state = {"model": weights, "optim": {name: optimizer.state[w] for name, w in weights.items()}}
+    state["samples"] = torch.zeros((), dtype=torch.int64)  # read so far
     folder = Path(cfg.run.output_dir, f"{cfg.run.name}-minimal", "checkpoints")
     newest = max(folder.glob("step-*"), default=None)
     if newest:
@@ -254,13 +255,14 @@ def train(cfg: SimpleNamespace, files: list[Tensor], device: torch.device) -> No
     for step in range(first_step, t.steps + 1):
         loss_sum = torch.zeros((), device=device)
         for begin in range(0, t.global_batch_size, micro_batch * ranks):
-            first = (step - 1) * t.global_batch_size + begin + rank * micro_batch
+            first = int(state["samples"]) + begin + rank * micro_batch
             samples = [read_sample(cfg, files, first + i) for i in range(micro_batch)]
             batch = torch.stack(samples).to(device)  # (B, T+1)
             loss = model(batch[:, :-1], batch[:, 1:])  # the target of a token is the next one
             # FSDP2 averages gradients over ranks: so scaled, to those of the global batch's mean.
             (loss * ranks / tokens_per_step).backward()
             loss_sum += loss.detach()
+        state["samples"] += t.global_batch_size
         dist.all_reduce(loss_sum)
         limit = math.inf if t.max_grad_norm == "off" else t.max_grad_norm
         norm = nn.utils.clip_grad_norm_(model.parameters(), limit, error_if_nonfinite=True)
@@ -323,7 +325,7 @@ def read_options(path: str) -> SimpleNamespace:
 def open_data(cfg: SimpleNamespace) -> list[Tensor]:
     """The training tokens, by file, of the one complete folder of these options."""
     names = ["source", "subset", "split", "text_field", "tokenizer", "max_tokens", "validation"]
-    identity = {f"data.{name}": getattr(cfg.data, name) for name in names} | {"version": 7}
+    identity = {f"data.{name}": getattr(cfg.data, name) for name in names} | {"version": 8}
     identity["model.vocab_size"] = None if cfg.data.tokenizer else cfg.model.vocab_size
     if cfg.data.source == "python-stdlib":
         identity["python"] = platform.python_version()

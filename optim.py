@@ -174,19 +174,21 @@ class UpdateGuard:
 
 @dataclass
 class Progress:
-    """What counts over a run. Each checkpoint has it, as it is; the data order is a function of the
-    step."""
+    """What counts over a run. Each checkpoint has it, as it is."""
 
     step: int = 0  # the last one trained
-    tokens: int = 0  # trained on; batch size and sequence length may have changed on the way
+    # trained on; batch size and sequence length may have changed on the way
+    samples: int = 0
+    tokens: int = 0
     skipped_steps: int = 0  # their gradient was not finite (UpdateGuard)
     skipped_in_a_row: int = 0
     targetless_steps: int = 0  # no token had a loss: nothing was updated
 
-    def count_step(self, step: int, tokens: int, valid_tokens: int) -> None:
+    def count_step(self, step: int, train: config.Train, valid_tokens: int) -> None:
         """valid_tokens: of the step's global batch, so that all ranks count the same."""
         self.step = step
-        self.tokens += tokens
+        self.samples += train.global_batch_size
+        self.tokens += config.tokens_per_step(train)
         self.targetless_steps += not valid_tokens
 
 

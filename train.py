@@ -69,10 +69,10 @@ def train(cfg: Config, world: World, run: Run) -> None:
     units = verify(model, optimizer, cfg.parallel, world)
 
     warnings = run.begin(checkpointer)  # takes the run's folder: from here on, things are written
-    recorder = Recorder(cfg, world, run.folder, start, dataset, run.seconds)
+    recorder = Recorder(cfg, world, run.folder, progress, dataset, run.seconds)
     recorder.log_start(model, unit_table(units), warnings)
     guard = UpdateGuard(optimizer, device, cfg.train.skip_nonfinite, progress)
-    loader = Loader(dataset, world, start + 1)
+    loader = Loader(dataset, cfg.train, world, start, progress.samples)
     evaluation = Evaluation(cfg, model, world, dataset, run)
     # the launch before may have been stopped after this step's save, before its evaluation
     evaluation.after(start, recorder)
@@ -83,14 +83,15 @@ def train(cfg: Config, world: World, run: Run) -> None:
         unshard_first_units(model, cfg.parallel)
         with run.phase("data"):
             batch = next(loader)
+        # one all-reduce on the host: the targets of all ranks, and whether a signal asks one of
+        # them to stop: after it, all stop after this step
+        batch.valid_tokens = run.agree(batch.valid_tokens)
         sums, scalars = training_step(model, optimizer, guard, batch, step, cfg, world)
 
         # The host waits for the device only in steps in which a metrics row, an evaluation or a
         # checkpoint is due.
-        progress.count_step(step, config.tokens_per_step(cfg.train), batch.valid_tokens)
-        recorder.log_step(step, progress.tokens, batch, sums, scalars)
-        # after a signal to any rank all stop after the same step, this one or the next
-        run.agree_to_continue()
+        progress.count_step(step, cfg.train, batch.valid_tokens)
+        recorder.log_step(progress, batch, sums, scalars)
         evaluation.after(step, recorder)
         # every save_every_steps, at the last step, and when stopping
         if checkpointer.is_due(step, run.stops):
@@ -123,8 +124,7 @@ def training_step(
     set_learning_rate(optimizer, lr)
     # FSDP2 averages gradients over ranks. Multiplying by the number of ranks gives the sum;
     # dividing by the step's valid tokens, over all ranks and micro-batches, gives the mean over
-    # tokens. Each rank's loader counts them without a collective: the order of the data is a
-    # function of the step.
+    # tokens.
     scale = world.fsdp_size / max(1, batch.valid_tokens)
     sums: dict[str, Tensor] = {}
     for number, micro_batch in enumerate(batch.micro_batches, 1):

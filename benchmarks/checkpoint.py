@@ -36,7 +36,6 @@ from checkpoint import catalog, manifest  # noqa: E402
 from checkpoint.checkpointer import Checkpointer  # noqa: E402
 from checkpoint.load import restore, tensors_of  # noqa: E402
 from data.dataset import Dataset  # noqa: E402
-from data.mixture import Mixture  # noqa: E402
 from model.build import meta_model  # noqa: E402
 from model.llama import parameter_count  # noqa: E402
 from optim import Progress, build_optimizer  # noqa: E402
@@ -129,12 +128,17 @@ def print_problem(step: int, problem: str | None) -> None:
         print(problem)
 
 
+class NoData(Dataset):
+    def identities(self) -> list[dict]:
+        return []
+
+
 def measure(
     cfg: config.Config, world: World, repeat: int
 ) -> tuple[dict[str, list[float]], Subject]:
     """(seconds by name, what was saved)."""
     async_save = dataclasses.replace(cfg.checkpoint, async_save=True)
-    no_data = Dataset(cfg.data, cfg.train, [], Mixture([1]), [], [])
+    no_data = NoData()
     blocking = Checkpointer(cfg, world, no_data, report=print_problem)
     cfg_async = dataclasses.replace(cfg, checkpoint=async_save)
     asynchronous = Checkpointer(cfg_async, world, no_data, report=print_problem)

@@ -11,6 +11,7 @@ without evaluations and saves. Fails where the two loops' losses differ.
 """
 
 import argparse
+import itertools
 import math
 import pathlib
 import random
@@ -113,8 +114,8 @@ def measure(cfg: config.Config, world: World) -> dict[int, list[tuple[float, flo
     if the run failed, ArithmeticError if the loops did not compute the same."""
     dataset = open_dataset(cfg)
     last = cfg.train.steps
-    loader = Loader(dataset, world, 1)
-    bare = BareLoop(cfg, world, {step: loader.batch(step) for step in range(1, last + 1)})
+    loader = Loader(dataset, cfg.train, world)
+    bare = BareLoop(cfg, world, dict(enumerate(itertools.islice(loader, last), 1)))
     loader.close()
     run_folder = config.run_folder(cfg)
     run_folder.mkdir(parents=True, exist_ok=True)

@@ -122,7 +122,7 @@ def measure(
     micro_batch_size = config.micro_batch_size(cfg.train, world.dp_size)
     if real:
         dataset = open_dataset(cfg)
-        batches = loader = Loader(dataset, world, 1)
+        batches = loader = Loader(dataset, cfg.train, world)
     else:
         batches = itertools.repeat(random_batch(cfg, world, accumulation))
 
@@ -132,6 +132,8 @@ def measure(
         began = synchronize(world.device)
         unshard_first_units(model, cfg.parallel)
         batch = next(batches)
+        if real:
+            batch.valid_tokens *= world.dp_size  # of this rank; the others have as many, or about
         sums, _ = training_step(model, optimizer, guard, batch, step, cfg, world)
         seconds.append(synchronize(world.device) - began)
     guard.check()

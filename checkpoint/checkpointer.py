@@ -44,7 +44,7 @@ class Checkpointer:
         self.evaluating = evaluating
         self.report = report
         self.root = catalog.root_of(cfg)
-        check_same_on_all_ranks("prepared data", compare.by_source(dataset.identities))
+        check_same_on_all_ranks("prepared data", compare.by_source(dataset.identities()))
         self._choose()
         self.saver: Saver | None = None
         if cfg.checkpoint and not evaluating:
@@ -63,10 +63,10 @@ class Checkpointer:
         )
         self.folder = catalog.path_of(self.root, self.start)  # there is none of a new run
         settings = self.cfg.checkpoint
-        data = self.dataset
+        data = self.dataset.identities()
         if not self.evaluating:
-            on_rank_zero(lambda: compare.check_same_data(self.folder, settings, data.identities))
-        on_rank_zero(lambda: compare.check_same_tokenizer(self.folder, data.identities))
+            on_rank_zero(lambda: compare.check_same_data(self.folder, settings, data))
+        on_rank_zero(lambda: compare.check_same_tokenizer(self.folder, data))
 
     def _problems_on_all_ranks(self, path: pathlib.Path) -> list[str]:
         """The problems of a checkpoint, of which each rank hashes its share."""
@@ -151,7 +151,7 @@ class Checkpointer:
         content = {
             **asdict(progress),
             "config": config.to_dict(self.cfg),
-            "data": self.dataset.identities,
+            "data": self.dataset.identities(),
             "base": self.base,
             "ranks": self.world.size,
             "torch": torch.__version__,

@@ -1,29 +1,68 @@
-"""A run's data, opened: what it trains on and is evaluated on.
+"""What a run reads: Dataset, the protocol, and PreparedDataset, the folders of prepared sources.
 
-open_dataset() opens the folder of each source, which must be the configuration's. Dataset.span()
-says which tokens of which stream a sample is.
+A fork's own data is a class of Dataset with three methods: sample(), validation(), identities().
+docs/fork.md has one.
+
+T: tokens of a sample (train.seq_len).
 """
 
 import math
 import pathlib
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 import config
 from config import ConfigError
-from data.folder import (
-    TOKEN_BYTES,
-    check_identity,
-    identity,
-    manifest_of,
-    prepare_command,
-    source_folders,
-)
+from data.folder import check_identity, identity, manifest_of, prepare_command, source_folders
 from data.mixture import Mixture
 from data.order import SamplePosition, SourceOrder
 from data.tokens import Span, TextStream, stream_of
+
+
+class Sample(NamedTuple):
+    """A window of text: T inputs and their targets, shifted by one."""
+
+    # (T+1) int64. A token without a loss is stored as its complement -1 - id, padding as -1
+    ids: np.ndarray
+    # (T+1) the number of each token's document, rising; None without data.document_mask
+    documents: np.ndarray | None = None
+
+
+class Dataset(Protocol):
+    """What the loader, evaluation and checkpoints need of a run's data. Each rank opens it; what
+    it returns must not depend on the rank."""
+
+    tokenizer_files: Sequence[pathlib.Path] = ()  # for the run's folder and each checkpoint
+    source_names: Sequence[str] = ()  # of a mixture
+
+    def sample(self, number: int) -> Sample:
+        """Sample 0, 1, ... of the run: each is trained on once, in this order. Called in a thread.
+        Raises ConfigError."""
+        ...
+
+    def validation(self) -> list[Sequence[Sample]]:
+        """The samples of the validation text of each source; without a mixture there is one."""
+        ...
+
+    def identities(self) -> list[dict]:
+        """What tells the data from another run's, by source, as JSON. A checkpoint stores it, and a
+        resume with other data is refused. "tokenizer" is compared by evaluations, too."""
+        ...
+
+    def text_bytes(self, source: int, samples: int) -> float:
+        """The UTF-8 bytes of the text of a source's first validation samples; NaN if unknown."""
+        return math.nan
+
+    def epochs(self, samples: int) -> float | dict[str, float] | None:
+        """How often the text has been read after so many samples; of a mixture, by source. None if
+        it has no end."""
+        return None
+
+    def notes(self) -> list[str]:
+        """Lines for a launch's log."""
+        return []
 
 
 class Source:
@@ -60,7 +99,6 @@ class Source:
             self.stream = stream_of(*args, "train", vocab_size)
             self.validation = stream_of(*args, "heldout", vocab_size)
         self.order = SourceOrder(seed, number, seq_len, self.stream.length)
-        self.token_bytes = token_bytes(folder, vocab_size)
 
     def require_size(self, mixture: Mixture, batch_size: int) -> None:
         """Raises ConfigError if there is too little text for the source's share of a batch.
@@ -76,81 +114,95 @@ class Source:
             )
 
 
-def token_bytes(folder: pathlib.Path, vocab_size: int) -> np.ndarray:
-    """(2, vocab_size): the bytes of text that each id stands for, and what is to be added to those
-    of the target where it is the input. NaN where they are unknown."""
-    path = folder / TOKEN_BYTES
-    if not path.exists():
-        return np.full((2, vocab_size), math.nan)
-    sizes = np.fromfile(path, "<i2").reshape(2, -1)
-    return np.pad(sizes.astype(np.float64), ((0, 0), (0, vocab_size - sizes.shape[1])))
+class Windows(Sequence[Sample]):
+    """A stream's windows in their order. The last one may be shorter, and is padded."""
+
+    def __init__(self, stream: TextStream, seq_len: int, document_mask: bool):
+        self.stream = stream
+        self.seq_len = seq_len
+        self.document_mask = document_mask
+
+    def __len__(self) -> int:
+        return max(0, math.ceil((self.stream.length - 1) / self.seq_len))
+
+    def span(self, number: int) -> Span:
+        start = number * self.seq_len
+        return Span(self.stream, start, min(start + self.seq_len + 1, self.stream.length))
+
+    def __getitem__(self, number: int) -> Sample:  # pyrefly: ignore[bad-override]  # no slices
+        if not number < len(self):
+            raise IndexError(number)
+        stream, start, stop = self.span(number)
+        ids = np.full(self.seq_len + 1, -1)
+        ids[: stop - start] = stream.read(start, stop)
+        if not self.document_mask:
+            return Sample(ids)
+        documents = np.zeros_like(ids)
+        for document, (begin, _) in enumerate(stream.documents(start, stop)):
+            documents[begin - start :] = document
+        return Sample(ids, documents)
 
 
-@dataclass
-class Dataset:
-    """The opened data of a run. Each list is by source; without a mixture there is one."""
+class PreparedDataset(Dataset):
+    """The folders of a configuration's sources."""
 
-    data: config.Data
-    train: config.Train
-    sources: list[Source]
-    mixture: Mixture
-    names: list[str]  # of a mixture's sources; of their folders if two sources have one name
-    tokenizer_files: list[pathlib.Path]
+    def __init__(self, cfg: config.Config, train: bool = True):
+        """Raises ConfigError if the data is not prepared, was prepared for another configuration,
+        or is known to be too small for one batch. train=False: to evaluate."""
+        self.data = cfg.data
+        self.seq_len = cfg.train.seq_len
+        self.mixture = Mixture([source.weight for source in cfg.data.sources] or [1.0])
+        self.sources: list[Source] = []
+        folders = source_folders(cfg.data, cfg.model.vocab_size)
+        for number, (folder, options) in enumerate(folders):
+            source = Source(
+                folder, options, number, cfg.model.vocab_size, self.seq_len, cfg.run.seed
+            )
+            if train:
+                source.require_size(self.mixture, cfg.train.global_batch_size)
+            self.sources.append(source)
+            self.tokenizer_files = [
+                *sorted(folder.glob("tokenizer*")),
+                *folder.glob("chat_template.jinja"),
+            ]
+        self.source_names = [str(entry.source) for entry in cfg.data.sources]
+        if len(set(self.source_names)) < len(self.source_names):
+            self.source_names = [folder.name for folder, _ in folders]
+
+    def windows(self, stream: TextStream) -> Windows:
+        return Windows(stream, self.seq_len, self.data.document_mask)
 
     def position(self, number: int) -> SamplePosition:
         """Which window a sample of the run is."""
         source, index = self.mixture(number)
         return self.sources[source].order.locate(index)
 
-    def span(self, number: int) -> Span:
-        """The tokens of a sample of the run: seq_len inputs and their targets, shifted by one."""
+    def sample(self, number: int) -> Sample:
         position = self.position(number)
-        start = position.window * self.train.seq_len
-        stream = self.sources[position.source].stream
-        return Span(stream, start, start + self.train.seq_len + 1)
+        return self.windows(self.sources[position.source].stream)[position.window]
+
+    def validation(self) -> list[Sequence[Sample]]:
+        return [self.windows(source.validation) for source in self.sources]
+
+    def identities(self) -> list[dict]:
+        return [source.identity for source in self.sources]
+
+    def text_bytes(self, source: int, samples: int) -> float:
+        stream = self.sources[source].validation
+        return stream.text_bytes(min(samples * self.seq_len + 1, stream.length))
+
+    def epochs(self, samples: int) -> float | dict[str, float]:
+        epochs = []
+        for number, source in enumerate(self.sources):
+            epochs.append(self.mixture.count(number, samples) / source.order.epoch_length)
+        return dict(zip(self.source_names, epochs)) if self.source_names else epochs[0]
 
     def notes(self) -> list[str]:
-        """Lines for a launch's log."""
         streams: list[Any] = [source.stream for source in self.sources]
         return [stream.summary() for stream in streams] if self.data.has_conversations else []
 
-    def epochs(self, tokens: int) -> float | dict[str, float]:
-        """How often the text has been read once the run has read so many tokens; of a mixture, by
-        source."""
-        periods = tokens / self.train.seq_len / self.mixture.period
-        epochs = []
-        for source, weight in zip(self.sources, self.mixture.weights):
-            epochs.append(periods * weight / source.order.epoch_length)
-        return dict(zip(self.names, epochs)) if self.names else epochs[0]
-
-    @property
-    def validation(self) -> list[TextStream]:
-        """The validation text of each source."""
-        return [source.validation for source in self.sources]
-
-    @property
-    def identities(self) -> list[dict]:
-        """What tells the data from another run's, by source: a checkpoint holds it."""
-        return [source.identity for source in self.sources]
-
 
 def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
-    """Raises ConfigError if the data is not prepared, was prepared for another configuration, or is
-    known to be too small for one batch. train=False: to evaluate."""
-    data = cfg.data
-    mixture = Mixture([source.weight for source in data.sources] or [1.0])
-    folders = source_folders(data, cfg.model.vocab_size)
-    sources = []
-    tokenizer_paths = []
-    for number, (folder, options) in enumerate(folders):
-        source = Source(
-            folder, options, number, cfg.model.vocab_size, cfg.train.seq_len, cfg.run.seed
-        )
-        if train:
-            source.require_size(mixture, cfg.train.global_batch_size)
-        sources.append(source)
-        tokenizer_paths = sorted([*folder.glob("tokenizer*"), *folder.glob("chat_template.jinja")])
-    names = [str(entry.source) for entry in data.sources]
-    if len(set(names)) < len(names):
-        names = [folder.name for folder, _ in folders]
-    return Dataset(data, cfg.train, sources, mixture, names, tokenizer_paths)
+    """The run's data: a fork's own is opened here. train=False: to evaluate. Raises ConfigError and
+    OSError."""
+    return PreparedDataset(cfg, train)

@@ -11,7 +11,8 @@ prepared/{source}-{hash of the options that determine it}/. The record:
     complete          whether all text is prepared, and the record final:
 
     token_files       of "train" and "heldout", in order: [path, dtype, tokens, bytes before the
-                      first, path of the documents' ends, id that ends documents] of each
+                      first, path of the documents' ends, id that ends documents, path of the
+                      bytes of the documents' texts] of each; the last three may be null
     tokens            of "train" and "heldout"
     left_out          rows of which the tokenizer made nothing; rows, wrong: with data.bad_rows
     sha256            of the hashes of all token files
@@ -30,8 +31,7 @@ from config import ConfigError
 from system import files
 
 MANIFEST = "manifest.json"
-TOKEN_BYTES = "token_bytes.bin"  # int16 (2, vocab_size): dataset.token_bytes()
-FORMAT = 7  # version of the files; part of the identity
+FORMAT = 8  # version of the files; part of the identity
 STDLIB = "python-stdlib"
 
 

@@ -1,5 +1,5 @@
-"""Which text each sample of a run is: a closed form of the sample's number, so that the step is the
-only state. Nothing depends on the number of ranks.
+"""Which text each sample of a run is: a closed form of the sample's number, so that the number of
+samples read is the only state. Nothing depends on the number of ranks.
 
 The mixture (data/mixture.py) says which source a sample comes from, and that it is the source's
 sample k. An epoch of a source is a permutation of its windows. Window w of a stream is tokens w*S
@@ -70,11 +70,11 @@ def mix(x: int) -> int:
     return x ^ x >> 31
 
 
-def rank_samples(step: int, batch: int, micro: int, rank: int, ranks: int) -> list[range]:
-    """The sample numbers of each micro-batch of a data rank in a step (from 1).
+def rank_samples(first: int, batch: int, micro: int, rank: int, ranks: int) -> list[range]:
+    """The sample numbers of each micro-batch of a data rank, of the global batch that begins with
+    sample `first`.
 
     batch, micro: samples of the global batch and of a micro-batch. rank, ranks: of the data ranks.
     """
-    first = (step - 1) * batch + rank * micro
-    starts = range(first, step * batch, micro * ranks)
+    starts = range(first + rank * micro, first + batch, micro * ranks)
     return [range(start, start + micro) for start in starts]

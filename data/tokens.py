@@ -7,6 +7,7 @@ TextStream is what the loader reads: TokenStream or, for conversations, Packed
 import bisect
 import functools
 import itertools
+import math
 import os
 import pathlib
 from collections.abc import Iterator
@@ -36,9 +37,9 @@ class TextStream(Protocol):
         alone, in order. Raises ConfigError."""
         ...
 
-    def targets_without_loss(self, start: int, stop: int) -> int:
-        """With a document mask: how many of a window's targets, tokens start+1 ... stop-1, have no
-        loss. Raises ConfigError."""
+    def text_bytes(self, tokens: int) -> float:
+        """The UTF-8 bytes of the text of the stream's first tokens; NaN if they were not counted.
+        Raises ConfigError."""
         ...
 
 
@@ -65,6 +66,8 @@ class TokenFile:
     # a file with the position after each document's last token; None: eos_id ends documents
     ends: pathlib.Path | None = None
     eos_id: int | None = None
+    # a file with the UTF-8 bytes of each document's text
+    text_bytes: pathlib.Path | None = None
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Ids of tokens start ... stop-1. Raises ConfigError if the file was cut."""
@@ -78,7 +81,7 @@ class TokenFile:
     def later_documents(self, start: int, stop: int) -> np.ndarray:
         """The first tokens of the documents that begin at start+1 ... stop-1."""
         if self.ends:
-            ends = mapped_ends(self)
+            ends = mapped(self.ends)
             first = bisect.bisect_right(ends, start)
             last = bisect.bisect_left(ends, stop)
             # an empty document ends where the one before it does
@@ -97,12 +100,12 @@ def handle(file: TokenFile) -> IO[bytes]:
 
 
 @functools.lru_cache(OPEN_FILES)
-def mapped_ends(file: TokenFile) -> np.ndarray:
-    assert file.ends
+def mapped(path: pathlib.Path) -> np.ndarray:
+    """A file with a number for each document."""
     try:
-        return np.memmap(file.ends, "<i8", "r")
+        return np.memmap(path, "<i8", "r")
     except (FileNotFoundError, ValueError) as error:
-        raise damaged(file.ends, f"cannot be read: {error}") from None
+        raise damaged(path, f"cannot be read: {error}") from None
 
 
 class TokenStream:
@@ -138,15 +141,27 @@ class TokenStream:
             position += end - first
         return list(itertools.pairwise([*begins, stop]))
 
-    def targets_without_loss(self, start: int, stop: int) -> int:
-        """The first tokens of documents: the document before does not predict them."""
-        return len(self.documents(start, stop)) - 1
+    def text_bytes(self, tokens: int) -> float:
+        """Counted by document when the text was prepared. Of one that is cut, its tokens' share."""
+        total = 0.0
+        for file, _, stop in self._ranges(0, tokens):
+            if not (file.ends and file.text_bytes):
+                return math.nan
+            ends = mapped(file.ends)
+            sizes = mapped(file.text_bytes)
+            number = bisect.bisect_right(ends, stop)  # of the document that is cut
+            total += int(sizes[:number].sum())
+            begin = int(ends[number - 1]) if number else 0
+            if begin < stop:
+                total += int(sizes[number]) * (stop - begin) / int(ends[number] - begin)
+        return total
 
     def document_ends(self) -> np.ndarray:
         """One past the last token of each document. Reads all files of them."""
         ends = [np.empty(0, np.int64)]
         for file, file_end in zip(self.files, self.file_ends):
-            of_file = mapped_ends(file)
+            assert file.ends, "those of conversations are in a file"
+            of_file = mapped(file.ends)
             ends.append(of_file[of_file <= file.length] + (file_end - file.length))
         return np.concatenate(ends)
 
@@ -171,9 +186,10 @@ def stream_of(folder: pathlib.Path, manifest: dict, split: str, vocab_size: int)
             f"{manifest['vocab_size']} entries"
         )
     files = []
-    for path, dtype, length, offset, ends, eos_id in manifest["token_files"][split]:
+    for path, dtype, length, offset, ends, eos_id, text_bytes in manifest["token_files"][split]:
         ends_path = folder / ends if ends else None
-        files.append(TokenFile(folder / path, dtype, length, offset, ends_path, eos_id))
+        bytes_path = folder / text_bytes if text_bytes else None
+        files.append(TokenFile(folder / path, dtype, length, offset, ends_path, eos_id, bytes_path))
     return TokenStream(files, vocab_size)
 
 

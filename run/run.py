@@ -139,8 +139,7 @@ class Run:
             from extras.profiler.profiler import Profiler
 
             traced = Profiler(self.cfg.profile, self.folder, self.world, first).traced
-        self.agreement.begin()
-        self.agree_to_continue()  # a signal may have come before
+        self.agreement.all_reduce()  # a signal may have come before
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -148,7 +147,6 @@ class Run:
             if self.stops:
                 break
             self._enter("first step" if step == first else "step", step)  # the first compiles
-            self.agreement.begin()
             with traced(step):
                 yield step
             self.step = step
@@ -159,10 +157,11 @@ class Run:
                 gc.collect()
         self._enter("end")
 
-    def agree_to_continue(self) -> None:
-        """Finishes the step's all-reduce. It began with the step and overlaps it, so a signal
-        during a step may count one step later. Collective."""
-        self.agreement.finish()
+    def agree(self, valid_tokens: int) -> int:
+        """Once a step: returns the targets of all data ranks, given this rank's, and finds whether
+        any rank was asked to stop. Collective."""
+        # cp and tp ranks have the same samples
+        return self.agreement.all_reduce(valid_tokens) // (self.world.cp * self.world.tp)
 
     def log_save(self, step: int, problem: str | None) -> None:
         """Logs how the save of a step ended, on rank 0. problem: why it failed, None if it

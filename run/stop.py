@@ -9,14 +9,16 @@ which is what srun hands to its tasks:
 2. After that the launcher forwards the first signal to its child. torchrun hands it to its ranks,
    and waits for them (TORCH_ELASTIC_SHUTDOWN_TIMEOUT).
 3. In a rank, Agreement.note() keeps the signal's number in `received`. Each step all-reduces it, on
-   the host and overlapped with the step: a rank that stopped alone would leave the others hanging.
-4. When the all-reduce ends, `stops` is true on all ranks, after the same step. train() saves, and
+   the host, with the step's count of targets: a rank that stopped alone would leave the others
+   hanging.
+4. After that `stops` is true on all ranks, in the same step. train() trains it and saves, and
    Run.steps() ends. Run.end() writes the state "preempted", with the signal's name.
 5. The launcher reads the exit code 75 in a rank's last report. In a SLURM job, USR1 requeues it.
 
 A second Ctrl-C to the launcher kills all processes at once.
 """
 
+import signal
 from typing import Any
 
 import torch
@@ -24,14 +26,12 @@ import torch.distributed as dist
 
 
 class Agreement:
-    """All ranks agree in each step whether to stop after it. One all-reduce on the host, which never
-    waits for the device."""
+    """What all ranks agree on in each step: one all-reduce on the host, which never waits for the
+    device."""
 
     def __init__(self) -> None:
         self.received = 0  # the signal that this rank knows of, by its number
-        self.signal = 0  # the signal that all stop by, as of the last finish()
-        self.flag = torch.zeros(1)  # what is being all-reduced
-        self.work: Any = None  # its all-reduce
+        self.signal = 0  # the signal that all stop by
 
     @property
     def stops(self) -> bool:
@@ -42,12 +42,16 @@ class Agreement:
         """The signal handler of a rank."""
         self.received = self.received or number
 
-    def begin(self) -> None:
-        """Starts the all-reduce."""
-        self.flag = torch.tensor([self.received])
-        self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True)
-
-    def finish(self) -> None:
-        """Waits for the all-reduce. A signal after its begin() counts at the next."""
-        self.work.wait()
-        self.signal = max(self.signal, int(self.flag))
+    def all_reduce(self, count: int = 0) -> int:
+        """Returns the sum of all ranks' counts. A signal that a rank receives later counts at the
+        next call. Collective."""
+        # [0]: the count; [n]: how many ranks received signal n
+        sums = torch.zeros(signal.NSIG, dtype=torch.int64)
+        sums[0] = count
+        if self.received:
+            sums[self.received] = 1
+        dist.all_reduce(sums)
+        received = sums[1:].nonzero()
+        if len(received):
+            self.signal = int(received[-1]) + 1
+        return int(sums[0])

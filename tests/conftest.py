@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 # One thread a process: the models are tiny, and on busy cores threads that wait for each other are twenty times slower.
@@ -34,6 +35,7 @@ from torch.distributed.tensor import DTensor
 
 import config
 from config import ConfigError
+from data.folder import identity
 from model import loss as loss_module
 from model.build import meta_model
 from model.llama import Llama, named_parameters
@@ -122,13 +124,41 @@ def corpus(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def prepared(corpus, tmp_path_factory) -> pathlib.Path:
-    """The corpus as token files."""
-    from tools.prepare.prepare import prepare
-
+    """The corpus as token files: an id a byte, and 2 at a document's end."""
     folder = tmp_path_factory.mktemp("prepared") / "words"
     cfg = make_config(data={"source": str(corpus), "path": str(folder)})
-    prepare(cfg.data, cfg.model.vocab_size)
+    texts = [json.loads(line)["text"].encode() for line in corpus.open()]
+    documents = [np.array([*(byte + 3 for byte in text), 2]) for text in texts]
+    write_prepared(cfg, documents[20:], documents[:20])
     return folder
+
+
+def write_prepared(
+    cfg: config.Config, train: list[np.ndarray], heldout: list[np.ndarray], **changes: object
+) -> None:
+    """The folder of a configuration's source, of these documents' ids. changes: of its manifest."""
+    folder = pathlib.Path(cfg.data.path or "")
+    folder.mkdir(parents=True, exist_ok=True)
+    token_files = {}
+    for split, documents in {"train": train, "heldout": heldout}.items():
+        ends = np.cumsum([len(ids) for ids in documents], dtype="<i8")
+        ends.tofile(folder / f"{split}.ends.bin")
+        (np.diff(ends, prepend=0) - 1).tofile(folder / f"{split}.sizes.bin")
+        np.concatenate(documents).astype("<u2").tofile(folder / f"{split}.bin")
+        names = [f"{split}.ends.bin", None, f"{split}.sizes.bin"]
+        token_files[split] = [[f"{split}.bin", "uint16", int(ends[-1]), 0, *names]]
+    manifest = {
+        "identity": identity(cfg.data, cfg.model.vocab_size),
+        "revision": None,
+        "tokenizer": "a hash",
+        "vocab_size": 320,
+        "complete": True,
+        "token_files": token_files,
+        "sha256": hashlib.sha256(
+            b"".join(path.read_bytes() for path in sorted(folder.glob("*.bin")))
+        ).hexdigest(),
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest | changes))
 
 
 def tables(**sections: dict | None) -> dict:
@@ -322,14 +352,13 @@ def data_rank(rank: int = 0, ranks: int = 1, cp: int = 1) -> SimpleNamespace:
     )
 
 
-def loader_of(
-    cfg: config.Config, rank: int = 0, ranks: int = 1, first_step: int = 1, cp: int = 1
-) -> Any:
-    """The Loader of a data rank."""
+def loader_of(cfg: config.Config, rank: int = 0, ranks: int = 1, step: int = 0, cp: int = 1) -> Any:
+    """The Loader of a data rank after a step."""
     from data.dataset import open_dataset
     from data.loader import Loader
 
-    return Loader(open_dataset(cfg), data_rank(rank, ranks, cp), first_step)
+    samples = step * cfg.train.global_batch_size
+    return Loader(open_dataset(cfg), cfg.train, data_rank(rank, ranks, cp), step, samples)
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def main(argv: list[str]) -> int:
             inside = ends[(ends > first) & (ends < stop)]
             np.append(inside - first, stop - first).astype("<i8").tofile(args.folder / name)
         begin = offset + first * np.dtype(dtype).itemsize
-        listed[split].append([str(path), dtype, stop - first, begin, name, args.eos_id])
+        listed[split].append([str(path), dtype, stop - first, begin, name, args.eos_id, None])
         tokens[split] += stop - first
 
     for split, pattern in (("train", args.files), ("heldout", args.validation)):

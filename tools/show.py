@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import config
 from config import ConfigError, run_tool
-from data.dataset import Dataset, open_dataset
+from data.dataset import PreparedDataset
+from data.order import SamplePosition
 from data.tokens import Span
 from system.processes import print_line, printable
 from tools.prepare.formats import row_format
@@ -20,23 +21,25 @@ from tools.prepare.tokenizer import Tokenizer
 
 def samples(cfg: config.Config, step: int) -> Iterator[str]:
     """Yields the text to print for each sample of a step (from 1). Raises ConfigError."""
-    dataset = open_dataset(cfg)
+    dataset = PreparedDataset(cfg)
     if not dataset.tokenizer_files:
         raise ConfigError("[data] tokenizer: is needed to print token files as text")
     tokenizer = Tokenizer(dataset.tokenizer_files[0].parent)
     rows = row_format(cfg.data)
     batch_size = cfg.train.global_batch_size
     for number in range((step - 1) * batch_size, step * batch_size):
-        span = dataset.span(number)
-        lines = [heading(dataset, step, number, span)]
+        position = dataset.position(number)
+        span = dataset.windows(dataset.sources[position.source].stream).span(position.window)
+        lines = [heading(dataset, step, number, position, span)]
         for line in rows.lines(span, tokenizer):
             lines.append(printable(line))
         yield "\n".join(lines)
 
 
-def heading(dataset: Dataset, step: int, number: int, span: Span) -> str:
+def heading(
+    dataset: PreparedDataset, step: int, number: int, position: SamplePosition, span: Span
+) -> str:
     """Names a sample: where the order took it from."""
-    position = dataset.position(number)
     sources = dataset.data.sources
     of_source = f" of {sources[position.source].source}" if sources else ""
     last = span.stop - 1  # a target only

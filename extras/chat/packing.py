@@ -12,6 +12,7 @@ S: sequence length.
 
 import hashlib
 import itertools
+import math
 import pathlib
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -162,12 +163,8 @@ class Packed:
         ends = itertools.accumulate(lengths, initial=start)
         return list(itertools.pairwise([*ends, stop]))
 
-    def targets_without_loss(self, start: int, stop: int) -> int:
-        """Of one window: tokens that are not the assistant's, padding, and each conversation's
-        first token."""
-        has_loss = self.read(start, stop) >= 0
-        has_loss[[begin - start for begin, _ in self.documents(start, stop)]] = False
-        return self.seq_len - int(has_loss.sum())
+    def text_bytes(self, tokens: int) -> float:
+        return math.nan  # its rendering is no text that anybody wrote
 
     def summary(self) -> str:
         """The line that a launch logs."""

@@ -23,7 +23,7 @@ from argparse import Namespace
 
 import config
 from config import ConfigError
-from data.dataset import open_dataset
+from data.dataset import PreparedDataset
 from data.folder import is_prepared
 from system.machine import visible_gpus
 from system.processes import FINISHED, print_error, print_line
@@ -114,13 +114,13 @@ def samples_per_epoch(cfg: config.Config) -> float | None:
     if not is_prepared(cfg.data, cfg.model.vocab_size):
         return None
     try:
-        dataset = open_dataset(cfg, train=False)
+        dataset = PreparedDataset(cfg, train=False)
     except ConfigError:  # token files that are on another machine
         return None
     # a source gives `weight` of every `period` samples
     samples = []
     for source, weight in zip(dataset.sources, dataset.mixture.weights):
-        samples.append((source.order.epoch_length or 0) * dataset.mixture.period / weight)
+        samples.append(source.order.epoch_length * dataset.mixture.period / weight)
     return max(samples)
 
 

@@ -13,13 +13,10 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
-
 import config
 from config import ConfigError
 from data.folder import (
     MANIFEST,
-    TOKEN_BYTES,
     check_identity,
     common_tokenizer,
     identity,
@@ -127,9 +124,6 @@ def _begin(folder: pathlib.Path, data: config.Data, vocab_size: int) -> None:
     begun.mkdir()
     for name, content in (contents | row_format(data).files()).items():
         files.write_atomic(begun / name, content)
-    if not data.has_conversations:
-        with contextlib.suppress(ConfigError):  # else the bytes of its tokens are unknown
-            np.array(Tokenizer(begun).token_bytes(), "<i2").tofile(begun / TOKEN_BYTES)
     write_manifest(begun, manifest)
     try:
         files.publish(begun, folder)

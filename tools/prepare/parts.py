@@ -2,6 +2,7 @@
 
     train-00007.bin         token ids
     train-00007.ends.bin    of each document, the position after its last token
+    train-00007.sizes.bin   of each document of validation text, the UTF-8 bytes of its text
     train-00007.json        the part's record, written last: it is complete
 
 Which parts there are follows from the files' sizes. Nothing that is complete is ever written again,
@@ -106,28 +107,29 @@ def prepare_part(part: Part, data: config.Data, dtype: str, threads: int) -> Non
     source = chunks(documents(data, part.ranges, count))
     # templates of conversations are rendered in the main thread, which bounds their time
     with InThisThread() if data.has_conversations else ThreadPoolExecutor(threads) as pool:
-        for is_held_out, ids in encoded_in_order(pool, encode, source, AHEAD * threads):
+        for document in encoded_in_order(pool, encode, source, AHEAD * threads):
             if train.tokens >= limit:
                 break
-            if not ids:  # a tokenizer may produce no tokens for some texts
+            if not document.ids:  # a tokenizer may produce no tokens for some texts
                 count["left_out"] += 1
-            elif heldout and is_held_out and train.tokens < HELD_OUT_OF:
-                heldout.append(ids)
+            elif heldout and document.is_held_out and train.tokens < HELD_OUT_OF:
+                heldout.append(document.ids, document.text_bytes)
             else:
-                train.append(ids)
+                train.append(document.ids, document.text_bytes)
     read = train.tokens  # those that data.max_tokens counts
     if heldout and heldout.tokens < 2:  # an input and its target
         hold_out_end(train, heldout, whole_documents=data.has_conversations)
-    token_files = {part.split: train.publish()}
+    counts_bytes = part.split == "heldout" and not data.has_conversations
+    token_files = {part.split: train.publish(counts_bytes)}
     if heldout:
-        token_files["heldout"] = heldout.publish()
+        token_files["heldout"] = heldout.publish(not data.has_conversations)
     files.sync(part.folder)
     record = {"stamp": stamp, "read": read, **count, "token_files": token_files}
     files.write_atomic(part.path(".json"), json.dumps(record), temporary(part.path(".json")))
 
 
 @functools.lru_cache(1)
-def encoder(folder: pathlib.Path, data: config.Data) -> Callable[[list[str]], Encoded]:
+def encoder(folder: pathlib.Path, data: config.Data) -> Callable[[list[str]], list[Encoded]]:
     return row_format(data).encoder(folder)
 
 
@@ -154,11 +156,11 @@ def chunks(source: Iterator[str]) -> Iterator[list[str] | Exception]:
 
 def encoded_in_order(
     pool: Executor,
-    encode: Callable[[list[str]], Encoded],
+    encode: Callable[[list[str]], list[Encoded]],
     source: Iterator[list[str] | Exception],
     most: int,
-) -> Iterator[tuple[bool, bytes]]:
-    """Yields the documents' ids. Raises the source's error after what comes before it. most: chunks
+) -> Iterator[Encoded]:
+    """Yields the tokenized documents. Raises the source's error after what comes before it. most: chunks
     that are read ahead."""
     ahead: collections.deque[Future] = collections.deque()
     while True:
@@ -192,26 +194,34 @@ class TokenWriter:
         self.width = {"uint16": 2, "int32": 4}[dtype]
         self.file = temporary(path).open("w+b", 1 << 20)
         self.ends = array.array("q")
+        self.text_bytes = array.array("q")
 
     @property
     def tokens(self) -> int:
         return self.ends[-1] if self.ends else 0
 
-    def append(self, ids: bytes) -> None:
-        """Adds a document."""
+    def append(self, ids: bytes, text_bytes: int) -> None:
+        """Adds a document. text_bytes: of its text, in UTF-8."""
         self.ends.append(self.tokens + len(ids) // self.width)
+        self.text_bytes.append(text_bytes)
         self.file.write(ids)
 
-    def publish(self) -> tuple[list, int, str]:
-        """Returns (what a manifest stores of the file, its documents, its hash). Raises OSError."""
+    def publish(self, counts_bytes: bool) -> tuple[list, int, str]:
+        """Returns (what a manifest stores of the file, its documents, its hash). counts_bytes: also
+        writes the bytes of the texts. Raises OSError."""
         self.file.flush()
         files.sync_handle(self.file.fileno())
         self.file.close()
         temporary(self.path).replace(self.path)
-        ends = self.path.with_suffix(".ends.bin")
-        files.write_atomic(ends, self.ends.tobytes(), temporary(ends))
-        entry = [self.path.name, self.dtype, self.tokens, 0, ends.name, None]
+        entry = [self.path.name, self.dtype, self.tokens, 0, self._write(".ends.bin", self.ends)]
+        entry += [None, self._write(".sizes.bin", self.text_bytes) if counts_bytes else None]
         return entry, len(self.ends), sha256(self.path)
+
+    def _write(self, suffix: str, by_document: array.array) -> str:
+        """Returns the name of the file."""
+        path = self.path.with_suffix(suffix)
+        files.write_atomic(path, by_document.tobytes(), temporary(path))
+        return path.name
 
 
 def hold_out_end(train: TokenWriter, heldout: TokenWriter, whole_documents: bool) -> None:
@@ -220,9 +230,12 @@ def hold_out_end(train: TokenWriter, heldout: TokenWriter, whole_documents: bool
     borders = array.array("q", [0, *train.ends])
     number = max(0, bisect.bisect_right(borders, first) - 1)  # of the document that is cut
     first = borders[number] if whole_documents else first
-    for begin, end in itertools.pairwise([first, *train.ends[number:]]):
+    moved = itertools.pairwise([first, *train.ends[number:]])
+    for (begin, end), size in zip(moved, train.text_bytes[number:]):
+        if begin == first:  # of a document that is cut, the tokens' share
+            size = round(size * (end - begin) / (end - borders[number]))
         train.file.seek(begin * train.width)
-        heldout.append(train.file.read((end - begin) * train.width))
+        heldout.append(train.file.read((end - begin) * train.width), size)
     train.file.truncate(first * train.width)
     del train.ends[number:]
     if first > train.tokens:

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import pathlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import config
 from config import ConfigError
@@ -20,8 +20,13 @@ if TYPE_CHECKING:  # imported where they are used: reading needs no tokenizer, p
 LARGEST_ROW = 64 << 20  # bytes; tokenizing takes some 50 times as much memory
 HELD_OUT = 25  # one of so many documents, of the first ones
 
-# of each document: whether its hash holds it out for validation; its ids as bytes
-Encoded = list[tuple[bool, bytes]]
+
+class Encoded(NamedTuple):
+    """A tokenized document."""
+
+    is_held_out: bool  # for validation, by its hash
+    ids: bytes  # empty: it is left out
+    text_bytes: int = 0  # in UTF-8; of a conversation unknown
 
 
 class Texts:
@@ -48,7 +53,7 @@ class Texts:
         check_text(text)
         return text
 
-    def encoder(self, folder: pathlib.Path) -> Callable[[list[str]], Encoded]:
+    def encoder(self, folder: pathlib.Path) -> Callable[[list[str]], list[Encoded]]:
         """Documents -> ids, with the tokenizer of a folder; runs in any thread."""
         from tools.prepare.tokenizer import Tokenizer
 
@@ -96,13 +101,13 @@ def check_text(text: str) -> None:
         raise ConfigError(f"is longer than {LARGEST_ROW >> 20} MiB; split it")
 
 
-def encode_texts(tokenizer: "Tokenizer", dtype: str, documents: list[str]) -> Encoded:
+def encode_texts(tokenizer: "Tokenizer", dtype: str, documents: list[str]) -> list[Encoded]:
     """Tokenizes documents, each between BOS and EOS. Raises ConfigError."""
     typecode = "i" if dtype == "int32" else "H"
     encoded = []
     for text, ids in zip(documents, tokenizer.encode(documents)):
         tokens = array.array(typecode, [*tokenizer.bos, *ids, *tokenizer.eos])
-        encoded.append((is_held_out(text), tokens.tobytes()))
+        encoded.append(Encoded(is_held_out(text), tokens.tobytes(), len(text.encode())))
     return encoded
 
 

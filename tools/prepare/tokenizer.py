@@ -95,36 +95,11 @@ class Tokenizer:
                 encoded[i] = ids
         return encoded
 
-    def token_bytes(self) -> list[list[int]]:
-        """[the UTF-8 bytes of text that each id stands for, those to add where it is the input: the
-        space that Llama 2's tokenizer puts in front of a document is not part of its text].
-
-        Raises ConfigError for a kind of tokenizer whose texts are not the sum of their ids.
-        """
-        if isinstance(self.model, JsonModel):
-            lengths = self.model.byte_lengths()
-        else:
-            lengths = [self._entry_length(i) for i in range(self.vocab_size)]
-        (ids,) = self.encode(["a"])
-        added = sum(lengths[i] for i in ids) - len(self.decode(ids).encode())
-        before = self.bos or self.eos
-        return [lengths, [-added if [i] == before else 0 for i in range(self.vocab_size)]]
-
-    def _entry_length(self, i: int) -> int:
-        """byte_lengths() of one entry of a sentencepiece model."""
-        if self.model.is_control(i) or self.model.is_unused(i):
-            return 0
-        if self.model.is_byte(i):
-            return 1
-        if self.model.is_unknown(i):
-            return len(self.model.decode([i]).encode())
-        return len(self.model.id_to_piece(i).replace(SPACE, " ").encode())
-
     def _load_sentencepiece(self, content: bytes) -> None:
         """content: of tokenizer.model. Raises ConfigError."""
         import sentencepiece
 
-        # one thread: data/prepare.py tokenizes in a thread on each core that the ranks leave
+        # one thread: preparing runs a process, or a thread, on each core
         self.model = sentencepiece.SentencePieceProcessor(num_threads=1)
         try:
             self.model.LoadFromSerializedProto(content)

@@ -439,7 +439,7 @@ def load_chat(folder: pathlib.Path) -> Chat:
     return Chat(folder)
 
 
-def encode_conversations(folder: pathlib.Path, documents: list[str]) -> Encoded:
+def encode_conversations(folder: pathlib.Path, documents: list[str]) -> list[Encoded]:
     """tools.prepare.row_format.encode_texts() for conversations.
 
     An id without a loss is complemented. A conversation that is left out has no ids. Raises
@@ -458,7 +458,7 @@ def encode_conversations(folder: pathlib.Path, documents: list[str]) -> Encoded:
             raise ConfigError(f"{where}: {TOO_DEEP}") from None
         signed = [token if learned else ~token for token, learned in zip(ids, has_loss)]
         stored = array.array("i", signed).tobytes()
-        encoded.append((is_held_out(json.dumps(conversation.messages)), stored))
+        encoded.append(Encoded(is_held_out(json.dumps(conversation.messages)), stored))
     return encoded
 
 
