@@ -25,6 +25,7 @@ import metrics
 import run.environment
 from metrics import Recorder, Rows, console_line, read_rows
 from model.build import meta_model
+from optim import Progress
 from run.environment import environment
 from tests.conftest import make_config, mesh_for, rows
 from tests.distributed import distributed
@@ -36,10 +37,11 @@ ALONE = {"rank": 0, "size": 1, "dp_replicate": 1, "dp_shard": 1, "dp_size": 1, "
 def recorder_of(
     cfg: config.Config, folder: pathlib.Path, start: int = 0, seconds: Any = None, **world: object
 ) -> Recorder:
-    """A recorder of a rank, by default the only one, on a CPU. An epoch has 1,000 tokens."""
+    """A recorder of a rank, by default the only one, on a CPU. An epoch has 100 samples, a step one."""
     ours: Any = SimpleNamespace(**{**ALONE, "device": CPU, **world})
-    dataset: Any = SimpleNamespace(epochs=lambda tokens: tokens / 1000, notes=lambda: ["a note"])
-    return Recorder(cfg, ours, folder, start, meta_model(cfg.model), dataset, seconds or Counter())
+    dataset: Any = SimpleNamespace(epochs=lambda samples: samples / 100, notes=lambda: ["a note"])
+    progress = Progress(step=start, samples=start)
+    return Recorder(cfg, ours, folder, progress, dataset, seconds or Counter())
 
 
 def log_step(
@@ -48,7 +50,8 @@ def log_step(
     """Counts a step with this sum of its tokens' losses on this rank."""
     batch = SimpleNamespace(digest=digest, valid_tokens=valid_tokens)
     scalars = {"grad_norm": torch.tensor(0.5), "lr": 0.1}
-    recorder.log_step(step, 10 * step, batch, {"loss": torch.tensor(loss)}, scalars)
+    progress = Progress(step, samples=step, tokens=10 * step)
+    recorder.log_step(progress, batch, {"loss": torch.tensor(loss)}, scalars)
 
 
 def figures_of(folder: pathlib.Path, *names: str) -> list[tuple]:

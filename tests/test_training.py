@@ -166,7 +166,7 @@ def test_terms_of_a_block_are_exact_on_any_mesh(
         expected = plain_loop(make_config(**plain), last)
         model = Llama(make_config(**plain).model)
         model.load_state_dict({name.removeprefix("model."): p for name, p in last.items()})
-        (stream,) = open_dataset(make_config(**plain)).validation
+        stream = open_dataset(make_config(**plain)).sources[0].validation
         ids = torch.from_numpy(stream.read(0, 8 * 32 + 1))
         with torch.no_grad():
             logits = model(ids[:-1].view(8, 32)).flatten(0, 1)

@@ -2,7 +2,17 @@
 
 import pathlib
 
+import pytest
+
 import config
+from tests.conftest import make_config, prepare_one
 
 HERE = pathlib.Path(__file__).parent
 collect_ignore = [path.name for path in HERE.iterdir() if not config.has_extra(path.name)]
+
+
+@pytest.fixture(scope="session")
+def prepared(corpus, tmp_path_factory) -> pathlib.Path:
+    """The corpus, prepared with a tokenizer that is trained on it."""
+    path = tmp_path_factory.mktemp("prepared") / "words"
+    return prepare_one(make_config(data={"source": str(corpus), "path": str(path)}))

@@ -22,10 +22,9 @@ from model.llama import Llama
 from run import environment
 from run.folder import FolderClaim, lock, read_status
 from run.run import Run
-from run.stop import Agreement
 from run.watchdog import LINE_BYTES, Watchdog, read_reports, report_killed
 from system import files
-from tests.conftest import make_config, refuses, rows, train_run
+from tests.conftest import make_config, mesh_for, refuses, rows, train_run
 from tests.distributed import distributed
 
 
@@ -118,49 +117,28 @@ def test_time_of_a_phase_is_counted_and_of_a_failed_one_it_stays(world, tmp_path
 # Steps
 
 
-class Text:
-    """A loader whose text comes after so many questions."""
-
-    def __init__(self, questions: int, error: Exception | None = None):
-        self.left = questions
-        self.error = error
-        self.source = SimpleNamespace(
-            changed=time.monotonic(), folder="prepared/x", progress=lambda: "1 of 2 tokens"
-        )
-
-    def missing(self, step: int, evaluates: bool) -> SimpleNamespace | None:
-        self.left -= 1
-        if self.left < 0 and self.error:
-            raise self.error
-        return self.source if self.left >= 0 else None
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 @distributed(ranks=2)
 def test_signal_to_one_rank_stops_all_after_the_same_step(world, tmp_path, rank):
     run = run_of(world, tmp_path)
     steps = []
-    run.wait_for_text(1, Text(0))
     for step in run.steps(1, 9):
         steps.append(step)
+        run.agree(0)
         if step == 3 and world.rank == rank:
             run.agreement.note(signal.SIGUSR1, None)
             run.agreement.note(signal.SIGTERM, None)  # the first counts
-        run.agree_to_continue()
     assert steps == [1, 2, 3, 4] and run.agreement.signal == signal.SIGUSR1
 
 
 @pytest.mark.quick
-@distributed(ranks=1)
-def test_signal_after_an_agreement_began_counts_at_the_next(world):
-    agreement = Agreement()
-    agreement.begin()
-    agreement.note(signal.SIGTERM, None)
-    agreement.finish()
-    assert not agreement.stops
-    agreement.begin()
-    agreement.finish()
-    assert agreement.stops
+@pytest.mark.parametrize("parallel, data_ranks", [({}, 4), ({"tp": 2}, 2), ({"tp": 2, "cp": 2}, 1)])
+@distributed(ranks=4)
+def test_targets_of_a_step_are_those_of_all_data_ranks(world, parallel, data_ranks, tmp_path):
+    cfg = make_config(parallel=parallel)
+    run = run_of(mesh_for(cfg, world), tmp_path, parallel=parallel)
+    assert run.agree(10 + run.world.dp_rank) == sum(range(10, 10 + data_ranks))
+    assert not run.stops
 
 
 # What a run writes

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 import config
 from data.dataset import open_dataset
 from data.folder import manifest_of
-from data.loader import Loader, validation_batches
+from data.loader import validation_batches
 from data.tokens import TokenFile, TokenStream
 from extras.chat.packing import Packed, pack
-from tests.conftest import data_rank, make_config, refuses
+from tests.conftest import data_rank, loader_of, make_config, refuses
 from tests.extras.chat.conftest import TEMPLATES, conversations, prepare_here, sections_of, talk
 
 # Planning
@@ -128,7 +128,7 @@ def test_a_window_has_each_conversation_with_what_follows_from_it(chats):
     cfg = make_config(**chats)
     dataset = open_dataset(cfg)
     packed = packed_of(cfg)
-    (heldout,) = dataset.validation
+    heldout = dataset.sources[0].validation
     assert isinstance(heldout, Packed) and len(heldout.members) > 2
     assert len(packed.members) + len(heldout.members) == 120
     assert dataset.notes() == [packed.summary()]
@@ -153,14 +153,13 @@ def test_a_window_has_each_conversation_with_what_follows_from_it(chats):
 
 def test_validation_reads_each_window_once_on_any_ranks(chats):
     cfg = make_config(**chats)
-    (heldout,) = open_dataset(cfg).validation
+    (samples,) = open_dataset(cfg).validation()
     counts = []
     for ranks in (1, 2):
         count = 0
         for rank in range(ranks):
-            for tensors in validation_batches(
-                heldout, cfg.train, cfg.eval, True, data_rank(rank, ranks)
-            ):
+            world = data_rank(rank, ranks)
+            for tensors in validation_batches(samples, len(samples), cfg.train, world):
                 count += int((tensors[1] >= 0).sum())
         counts.append(count)
     assert counts[0] == counts[1] > 20
@@ -176,16 +175,15 @@ def test_valid_tokens_and_digests_are_those_of_the_step_on_any_rank(chats, learn
         monkeypatch.setattr(TokenFile, "read", lambda *args: np.abs(read(*args)))
     steps = set()
     for ranks in (1, 2, 4):
-        targets = digest = 0
-        valid = set()
+        targets = digest = valid = 0
         for rank in range(ranks):
-            loader = Loader(open_dataset(cfg), data_rank(rank, ranks), 1)
+            loader = loader_of(cfg, rank, ranks)
             batch = next(loader)
             loader.close()
             targets += sum(int((tensors[1] >= 0).sum()) for tensors in batch.micro_batches)
             digest += batch.digest
-            valid.add(batch.valid_tokens)
-        assert valid == {targets} and targets > 50
+            valid += batch.valid_tokens
+        assert valid == targets > 50
         steps.add((digest % config.DIGEST_MODULUS, targets))
     assert len(steps) == 1
 
@@ -219,7 +217,7 @@ def test_each_token_s_loss_is_that_of_transformers(tokenizer, theirs, name, tmp_
             logits = model(ids[None]).logits[0, :-1]
         losses = F.cross_entropy(logits, ids[1:], reduction="none")
         expected[tuple(ids.tolist())] = losses[mask[1:]]
-    loader = Loader(open_dataset(cfg), data_rank(), 1)
+    loader = loader_of(cfg)
     for _ in range(packed_of(cfg).windows // cfg.train.global_batch_size):
         for inputs, targets, positions, documents in next(loader).micro_batches:
             with torch.no_grad():
@@ -249,7 +247,7 @@ def test_of_few_conversations_the_last_are_held_out_whole(tokenizer, tmp_path, m
     packed = packed_of(cfg)
     tokens = manifest["tokens"]
     assert 2 <= tokens["heldout"] < sum(tokens.values()) // 10
-    (held,) = open_dataset(cfg).validation
+    held = open_dataset(cfg).sources[0].validation
     assert isinstance(held, Packed)
     assert len(held.members) + len(packed.members) == 60
     assert held.ends[-1] == tokens["heldout"]
@@ -310,7 +308,7 @@ def test_a_mixture_of_jsonl_and_parquet(tokenizer, tmp_path):
     assert [len(packed_of(cfg, source).members) for source in (0, 1)] == [20, 9]
     dataset = open_dataset(cfg)
     assert len(dataset.notes()) == 2
-    loader = Loader(dataset, data_rank(), 1)
+    loader = loader_of(cfg)
     assert next(loader).valid_tokens > 50
     loader.close()
 

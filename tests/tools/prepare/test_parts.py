@@ -447,14 +447,3 @@ def test_parts_that_are_missing_or_cut_are_named(configure):
         stream.read(end - 5, end)
     with refuses("train-00003.bin: is missing"):
         stream.read(end, end + 1)
-
-
-@pytest.mark.quick
-def test_bytes_of_tokens_are_those_of_the_text(configure):
-    (folder,) = prepare(*configure(), cores=1)
-    sizes = np.fromfile(folder / "token_bytes.bin", "<i2").reshape(2, -1)
-    found = streams(folder)
-    documents_found = found["train"] + found["heldout"]
-    total = sum(int(sizes[0][text].sum()) for text in documents_found)
-    total += sum(int(sizes[1][text[:-1]].sum()) for text in documents_found)
-    assert total == sum(len(text.encode()) for text in TEXTS)
