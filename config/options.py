@@ -246,7 +246,7 @@ class Data(Section):
 class Train(Section):
     steps: PositiveInt = option(MISSING, "optimizer steps")
     seq_len: PositiveInt = option(2048, "tokens per sequence", resume="fixed")
-    global_batch_size: PositiveInt = option(8, "sequences per step", resume="fixed")
+    global_batch_size: PositiveInt = option(8, "sequences per step", resume="logged")
     micro_batch_size: PositiveInt | None = option(
         None, "sequences per pass; absent: all, no gradient accumulation", resume="free"
     )

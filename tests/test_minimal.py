@@ -25,11 +25,9 @@ from config import flatten
 from data.folder import identity
 from model.llama import named_parameters
 from parallel.ranks import on_rank_zero
-from tests.conftest import REPO, build, is_near, mesh_for, tables, train_run, words
+from tests.conftest import REPO, build, is_near, mesh_for, tables, train_run, write_prepared
 from tests.data import order_model
 from tests.distributed import distributed, run_on_ranks
-from tools.prepare.prepare import prepare
-from tools.prepare.row_format import is_held_out
 
 # 4 ranks divide none of them. The embedding has two blocks of generators: ranks draw parts of them.
 MODEL = {"dim": 250, "n_layers": 2, "n_heads": 5, "n_kv_heads": 1, "ffn_dim": 75, "vocab_size": 323}
@@ -92,36 +90,32 @@ CASES = {
         "train": {"micro_batch_size": 1},
     },
     "narrow stream": {"parallel": {"output_dtype": "bfloat16"}},
-    "epochs": {  # of 23 windows; with order = "growing" the first has seven segments
+    "epochs": {  # of 23 windows
         "model": SMALL,
         "train": {"steps": 4, "seq_len": 1000, "global_batch_size": 12, "micro_batch_size": 1},
         "checkpoint": {"save_every_steps": 2},
     },
-    "held out": {  # the last hundredth of the first tokens; an epoch ends in the eighth step
+    "few": {  # an epoch, of 76 windows, ends in the eighth step
         "model": SMALL,
         "train": {"steps": 12, "seq_len": 30, "global_batch_size": 10, "micro_batch_size": 1},
     },
 }
-TEXT_OF = {"held out": "few"}
+TEXT_OF = {"few": "few"}
 RANKS = {1: ["plain", "tied", "bfloat16", "epochs"], 2: [*CASES], 4: ["plain", "tied, recomputed"]}
 # relative differences of tensors in checkpoints
 NARROW = {"exp_avg": 2**-6, "exp_avg_sq": 2**-6}
 
 
 @pytest.fixture(scope="module")
-def texts(corpus, tmp_path_factory) -> dict[str, dict]:
-    """[data] of two prepared texts. "few" has no document that is held out."""
+def texts(tmp_path_factory) -> dict[str, dict]:
+    """[data] of two prepared texts: of three files, and of one that is read several times."""
     folder = tmp_path_factory.mktemp("texts")
-    few = [text for text in (words(number, 60) for number in range(40)) if not is_held_out(text)]
-    (folder / "few.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in few))
     sections = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tools.prepare.parts.HELD_OUT_OF", 1 << 10)
-        patch.setattr("tools.prepare.row_format.Texts.part_bytes", 40_000)
-        for name, source in {"words": corpus, "few": folder / "few.jsonl"}.items():
-            sections[name] = {"source": str(source), "path": str(folder / name)}
-            cfg = config.from_dict(tables(model=MODEL, data=sections[name]), "test.toml")
-            prepare(cfg.data, cfg.model.vocab_size, cores=1)
+    for name, documents, parts in (("three files", 235, 3), ("few", 23, 1)):
+        sections[name] = {"source": f"{name}.jsonl", "path": str(folder / name)}
+        cfg = config.from_dict(tables(model=MODEL, data=sections[name]), "test.toml")
+        ids = np.random.default_rng(0).integers(0, 323, (documents, 100))
+        write_prepared(cfg, [*ids], [ids[0]], parts)
     return sections
 
 
@@ -167,7 +161,7 @@ ROWS = [(ranks, case) for ranks, cases in RANKS.items() for case in cases]
 @pytest.mark.parametrize("ranks, case", ROWS)
 @distributed()
 def test_train_computes_what_minimal_does(world, texts, tmp_path, ranks, case):
-    data = texts[TEXT_OF.get(case, "words")]
+    data = texts[TEXT_OF.get(case, "three files")]
     path = tmp_path / "x.toml"
     on_rank_zero(lambda: toml(tmp_path, {"data": data}, CASES[case]))
     cfg = config.load(str(path))
@@ -217,15 +211,18 @@ def test_fresh_weights_are_equal_bit_for_bit(world, tmp_path, ranks, case):
 
 
 @pytest.mark.slow
-def test_a_run_of_one_process_resumes_on_two(texts, corpus, tmp_path):
-    """By its own commands, on data that it finds in prepared/: as train.py without a break."""
-    shutil.copytree(texts["words"]["path"], tmp_path / "prepared" / "words")
+def test_a_run_of_one_process_resumes_on_two_with_another_batch_size(texts, tmp_path):
+    """By its own commands, on data that it finds in prepared/: as train.py on one process."""
+    data = {"source": texts["three files"]["source"]}
+    shutil.copytree(texts["three files"]["path"], tmp_path / "prepared" / "three files")
+    (tmp_path / "theirs").mkdir()
     schedule = {"optim": {"schedule_steps": 12}, "checkpoint": {"save_every_steps": 5}}
     ours = []
+    theirs = []
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    for steps, command in (7, []), (12, torchrun):
-        data = {"data": {"source": str(corpus)}}
-        path = toml(tmp_path, schedule, data, {"train": {"steps": steps}})
+    for steps, batch_size, command in (7, 8, []), (12, 4, torchrun):
+        train = {"steps": steps, "global_batch_size": batch_size, "micro_batch_size": 2}
+        path = toml(tmp_path, schedule, {"data": data, "train": train})
         done = subprocess.run(
             [sys.executable, *command, REPO / "minimal.py", path],
             cwd=tmp_path,
@@ -235,9 +232,8 @@ def test_a_run_of_one_process_resumes_on_two(texts, corpus, tmp_path):
         )
         assert done.returncode == 0, done.stderr
         ours += [json.loads(line) for line in done.stdout.splitlines()]
-    (tmp_path / "whole").mkdir()
-    whole = toml(tmp_path / "whole", schedule, {"data": texts["words"], "train": {"steps": 12}})
-    (theirs,) = run_on_ranks(1, lambda world: train_run(config.load(str(whole)), world))
+        path = toml(tmp_path / "theirs", schedule, {"data": texts["three files"], "train": train})
+        (theirs,) = run_on_ranks(1, lambda world: train_run(config.load(str(path)), world))
     check_rows(ours, theirs)
     saved = sorted(path.name for path in (tmp_path / "x-minimal/checkpoints").iterdir())
     assert saved == [f"step-{step:08d}" for step in (5, 7, 10, 12)]
@@ -246,7 +242,7 @@ def test_a_run_of_one_process_resumes_on_two(texts, corpus, tmp_path):
 @distributed(ranks=2)
 def test_a_gradient_that_is_not_finite_ends_the_run(world, texts, tmp_path, monkeypatch):
     path = tmp_path / "x.toml"
-    on_rank_zero(lambda: toml(tmp_path, {"data": texts["words"]}))
+    on_rank_zero(lambda: toml(tmp_path, {"data": texts["three files"]}))
     monkeypatch.setattr(minimal, "learning_rate", lambda *arguments: math.nan)
     with pytest.raises(RuntimeError, match="non-finite"):  # in the second step
         run_minimal(path)
@@ -330,7 +326,7 @@ def write_folder(name: str, identity: dict, complete: bool = True) -> None:
     folder = pathlib.Path("prepared", name)
     folder.mkdir(parents=True)
     np.array([7, 7, 7], np.uint16).tofile(folder / "train-00000.bin")
-    listed = {"train": [["train-00000.bin", "uint16", 3, 0, None, None]]}
+    listed = {"train": [["train-00000.bin", "uint16", 3, 0, None, None, None]]}
     manifest = {"identity": identity, "complete": complete, "token_files": listed}
     (folder / "manifest.json").write_text(json.dumps(manifest))
 

@@ -48,7 +48,7 @@ def configure(long_text, tmp_path) -> Callable[..., config.Config]:
             **sections,
         )
         heldout = [long_text[:300], long_text[300:1000]]
-        write_prepared(cfg, [long_text], heldout, **changes or {})
+        write_prepared(cfg, [*long_text.reshape(4, -1)], heldout, **changes or {})
         return cfg
 
     return configure_folder
@@ -134,7 +134,7 @@ def test_under_a_document_mask_positions_and_documents_come_along(prepared, corp
     train = {"seq_len": 1000, "micro_batch_size": 4}
     data = {"source": str(corpus), "path": str(prepared), "document_mask": True}
     cfg = make_config(data=data, train=train)
-    file = np.fromfile(prepared / "train.bin", np.uint16).tolist()
+    file = np.fromfile(prepared / "train-0.bin", np.uint16).tolist()
     loader = loader_of(cfg)
     for first in (0, 8, 16):
         batch = loader.batch(first)
@@ -242,8 +242,8 @@ def test_a_folder_that_cannot_be_trained_on_is_refused(configure, changes, optio
 @pytest.mark.parametrize(
     "damage, words",
     [
-        (lambda path: path.unlink(), ("train.bin", "is missing", "delete")),
-        (lambda path: path.write_bytes(path.read_bytes()[:-100_000]), ("train.bin", "was cut")),
+        (lambda path: path.unlink(), ("train-0.bin", "is missing", "delete")),
+        (lambda path: path.write_bytes(path.read_bytes()[:-100_000]), ("train-0.bin", "was cut")),
         (lambda path: path.write_bytes(b"\xff" * path.stat().st_size), ("id 65535", "vocab_size")),
     ],
 )

@@ -8,7 +8,7 @@ from tests.conftest import make_config, prepare_one
 from tests.extras.chat.conftest import tokenizer
 from tests.extras.lora.conftest import adapter, base, bases, run
 
-__all__ = ["prepared", "adapter", "base", "bases", "run", "tokenizer"]
+__all__ = ["adapter", "base", "bases", "prepared", "run", "tokenizer"]
 
 
 @pytest.fixture(scope="session")
