@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from config.option import ConfigError
+from config.option import ConfigError, Problems
 from config.options import Config
 from config.read import load, load_resolved, nearest
 from system.processes import INPUT_IS_WRONG, print_error
@@ -91,9 +91,9 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
     """
     try:
         sys.exit(main(sys.argv[1:]))
-    except ConfigError as error:
+    except Problems as error:
         print_error(str(error))
-        sys.exit(INPUT_IS_WRONG)
+        sys.exit(INPUT_IS_WRONG if isinstance(error, ConfigError) else 1)
     except OSError as error:
         from system.files import TRANSIENT_ERRORS  # here: locks, which no option needs
 
