@@ -91,9 +91,9 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
     """
     try:
         sys.exit(main(sys.argv[1:]))
-    except Problems as error:
+    except ConfigError as error:
         print_error(str(error))
-        sys.exit(INPUT_IS_WRONG if isinstance(error, ConfigError) else 1)
+        sys.exit(INPUT_IS_WRONG)
     except OSError as error:
         from system.files import TRANSIENT_ERRORS  # here: locks, which no option needs
 
@@ -101,6 +101,9 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
             raise
         hint = "; the same command may work later" if error.errno in TRANSIENT_ERRORS else ""
         print_error(f"{error.filename}: {error.strerror}{hint}")
+        sys.exit(1)
+    except Problems as error:  # of a disk: the input may be right
+        print_error(str(error))
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

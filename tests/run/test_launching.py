@@ -7,7 +7,6 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,17 +205,9 @@ def test_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch, make, word
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("order, prepared, job", [("global", False, "7"), ("growing", True, "")])
-def test_job_does_not_prepare_text_for_which_its_ranks_would_wait(
-    monkeypatch, order, prepared, job
-):
-    monkeypatch.setattr(launch, "is_prepared", lambda *_: prepared)
-    data = make_config(data={"order": order}).data
-    if not job:
-        launch.check_prepared(data, 320, job, ["c.toml"])
-        return
-    with refuses("run ./run_train.sh -m data.prepare c.toml --run.seed=3 on the login node"):
-        launch.check_prepared(data, 320, job, ["c.toml", "--run.seed=3"])
+def test_job_does_not_prepare_text_for_which_its_ranks_would_wait():
+    with refuses("run ./run_train.sh -m prepare c.toml --run.seed=3 on the login node"):
+        launch.prepare(make_config(), "7", ["c.toml", "--run.seed=3"])
 
 
 @pytest.mark.quick
@@ -254,13 +245,12 @@ class FakeRanks:
 
 
 def outcome(
-    folder: pathlib.Path, *attempts: tuple[list[tuple[dict, str]], int], restarts: int = 0, text=0
+    folder: pathlib.Path, *attempts: tuple[list[tuple[dict, str]], int], restarts: int = 0
 ) -> tuple[int, dict]:
     """(exit code, status) of a launch whose ranks end so."""
     cfg = make_config(run={"name": "r", "output_dir": str(folder)}, checkpoint={"resume": 7})
-    preparer: Any = SimpleNamespace(has_failed=lambda: False, exit_code=text)
     ranks: Any = FakeRanks([*attempts], restarts)
-    code = launch.Attempts(cfg, ranks, [], preparer).train()
+    code = launch.Attempts(cfg, ranks, []).train()
     status = folder / "r/status.json"
     return code, json.loads(status.read_text()) if status.exists() else {}
 

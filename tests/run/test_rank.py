@@ -176,7 +176,7 @@ def test_rank_reads_what_the_launcher_resolved(monkeypatch, write_config, tmp_pa
     folder = tmp_path / ".launch-1"
     folder.mkdir()
     (folder / "config.toml").write_text(path.read_text().replace("steps = 5", "steps = 6"))
-    monkeypatch.setattr("run.command.die_with_parent", lambda parent: None)
+    monkeypatch.setattr("run.begin.die_with_parent", lambda parent: None)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     monkeypatch.setattr(sys, "argv", ["train.py", str(path), "--optim.lr=0.25"])
     monkeypatch.delenv("TRAINER_LAUNCH", raising=False)

@@ -118,29 +118,11 @@ def test_time_of_a_phase_is_counted_and_of_a_failed_one_it_stays(world, tmp_path
 # Steps
 
 
-class Text:
-    """A loader whose text comes after so many questions."""
-
-    def __init__(self, questions: int, error: Exception | None = None):
-        self.left = questions
-        self.error = error
-        self.source = SimpleNamespace(
-            changed=time.monotonic(), folder="prepared/x", progress=lambda: "1 of 2 tokens"
-        )
-
-    def missing(self, step: int, evaluates: bool) -> SimpleNamespace | None:
-        self.left -= 1
-        if self.left < 0 and self.error:
-            raise self.error
-        return self.source if self.left >= 0 else None
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 @distributed(ranks=2)
 def test_signal_to_one_rank_stops_all_after_the_same_step(world, tmp_path, rank):
     run = run_of(world, tmp_path)
     steps = []
-    run.wait_for_text(1, Text(0))
     for step in run.steps(1, 9):
         steps.append(step)
         if step == 3 and world.rank == rank:
@@ -232,25 +214,18 @@ def _no_log(path: pathlib.Path | str) -> logging.Handler:
 
 
 @distributed(ranks=1)
-def test_each_launch_is_recorded_and_other_code_is_named(world, write_config, monkeypatch, capfd):
-    path = write_config(checkpoint={}, train={"steps": 2})
-    train_run(load(path), world)
-    capfd.readouterr()
-    path = write_config(checkpoint={}, train={"steps": 3})
-    train_run(load(path), world)
-    assert "other code" not in capfd.readouterr().out
-    code = environment.code()
-    assert {"train.py", "model/llama.py", "run/run.py"} <= code.keys()
-    monkeypatch.setattr(
-        environment, "code", lambda: code | {"model/llama.py": "0", "optim.py": "1"}
-    )
-    path = write_config(checkpoint={}, train={"steps": 4})
-    train_run(load(path), world)
-    line = "other code than the launch before: model/llama.py, optim.py"
-    assert line in capfd.readouterr().out
-    recorded = json.loads((config.run_folder(load(path)) / "environment.json").read_text())
-    assert [each["code"]["optim.py"] for each in recorded["earlier"]] == [code["optim.py"]] * 2
-    assert recorded["code"]["optim.py"] == "1"
+def test_each_launch_is_recorded_and_another_commit_is_named(
+    world, write_config, monkeypatch, capfd
+):
+    warned = []
+    for steps, commit in enumerate(["a", "a", "b"], 2):
+        monkeypatch.setattr(environment, "git", lambda *words, commit=commit: commit)
+        cfg = load(write_config(checkpoint={}, train={"steps": steps}))
+        train_run(cfg, world)
+        warned.append("another commit than the launch before: b" in capfd.readouterr().out)
+    assert warned == [False, False, True]
+    recorded = json.loads((config.run_folder(cfg) / "environment.json").read_text())
+    assert [each["commit"] for each in [*recorded["earlier"], recorded]] == ["a", "a", "b"]
 
 
 # The folder
