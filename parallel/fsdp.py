@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor
 import config
 from model.llama import Llama
 from parallel.mesh import World, fsdp_mesh
-from parallel.torch_patches import IS_TORCH_2_11, allow_integer_parameters, share_classes
+from parallel.torch_patches import IS_TORCH_2_11, accept_integer_parameters, share_classes
 
 
 def units(model: Llama) -> list[tuple[str, list[nn.Module]]]:
@@ -86,18 +86,18 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
         # Copies between a GPU and pinned host memory do not block the host.
         offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
 
-    with allow_integer_parameters():
-        for name, modules in units(model):
-            # Don't reshard the unit with the head after forward: backward begins with it.
-            reshard = p.reshard_after_forward and model.head not in modules
-            fully_shard(
-                modules,
-                mesh=mesh,
-                reshard_after_forward=reshard,
-                mp_policy=mixed_precision(p, name),
-                offload_policy=offload,
-                ignored_params=replicated,
-            )
+    accept_integer_parameters()
+    for name, modules in units(model):
+        # Don't reshard the unit with the head after forward: backward begins with it.
+        reshard = p.reshard_after_forward and model.head not in modules
+        fully_shard(
+            modules,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=mixed_precision(p, name),
+            offload_policy=offload,
+            ignored_params=replicated,
+        )
     # The root comes last, and adopts the units.
     fully_shard(
         model,

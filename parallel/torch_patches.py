@@ -8,9 +8,8 @@ import datetime
 import functools
 import logging
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -46,25 +45,22 @@ def shorten_nccl_timeout(seconds: float) -> None:
                 backend._set_default_timeout(datetime.timedelta(seconds=seconds))
 
 
-@contextlib.contextmanager
-def allow_integer_parameters() -> Iterator[None]:
-    """Within this context fully_shard() accepts frozen integer parameters, such as NF4 codes.
+def accept_integer_parameters() -> None:
+    """Has fully_shard() accept frozen integer parameters, such as NF4 codes.
 
     torch 2.11 creates every sharded parameter with requires_grad=True, which fails for integers,
     before it copies the original's flag. Later versions do not need this.
     Test: parallel/test_torch_patches.py, test_frozen_integers_are_sharded.
     """
     if not IS_TORCH_2_11:
-        yield
         return
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
         return nn.Parameter(data, requires_grad and data.is_floating_point())
 
-    patched_nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)
-    with mock.patch.object(_fsdp_param, "nn", patched_nn):
-        yield
+    # pyrefly: ignore[bad-assignment]  # what of torch.nn that file uses
+    _fsdp_param.nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)
 
 
 def share_classes(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import config
 from run import launch
+from run.agent import report_wait
 from run.command import Ranks, first_host, requeue
 from run.watchdog import EXITED, Report
 from system.files import lock
@@ -151,6 +152,27 @@ def test_ranks_share_the_cores_and_keep_what_the_user_has_set(environment, monke
     assert variables["OMP_NUM_THREADS"] == "5"
     assert variables["PYTORCH_ALLOC_CONF"] == "backend:native"
     assert variables["SRUN_CPUS_PER_TASK"] == "64"
+
+
+def test_torchrun_reports_that_it_waits_for_other_nodes():
+    """In all versions it waits without a word."""
+    soon = "import parallel.ranks; parallel.ranks.NOTICE_SECONDS = 0.1"
+    torchrun = [sys.executable, "-c", f"{soon}; from run.agent import main; main()"]
+    nodes = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:29481"]
+    nodes += ["--rdzv-conf=join_timeout=10", "train.py"]
+    with subprocess.Popen(
+        [*torchrun, *nodes], cwd=REPO, stderr=subprocess.PIPE, text=True
+    ) as waits:
+        assert waits.stderr
+        assert any("waiting for torchrun on the other nodes" in line for line in waits.stderr)
+        waits.kill()
+
+
+def test_torchrun_whose_ranks_have_started_reports_no_wait(capfd):
+    with subprocess.Popen(["sleep", "60"]) as rank:
+        report_wait()
+        rank.kill()
+    assert not capfd.readouterr().err
 
 
 # What is refused before the ranks
