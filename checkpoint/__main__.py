@@ -9,8 +9,9 @@ verify.
 import argparse
 import pathlib
 
-from checkpoint.catalog import checkpoints_of, problems_of
+from checkpoint.catalog import problems_of
 from checkpoint.manifest import read_manifest
+from checkpoint.newest import checkpoints_of
 from config import Problems, run_tool
 from system.processes import print_line
 

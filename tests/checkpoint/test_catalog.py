@@ -12,7 +12,7 @@ import pytest
 
 import config
 from checkpoint import __main__ as verify
-from checkpoint import catalog, manifest, save
+from checkpoint import catalog, manifest, newest, save
 from checkpoint.catalog import root_of
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.manifest import UnreadableCheckpoint
@@ -33,7 +33,7 @@ def choose(cfg: config.Config) -> tuple[int, dict[int, list[str]]]:
 
 
 def found(path: pathlib.Path) -> str:
-    return catalog.read_newest(path, lambda folder: folder.name)
+    return newest.read_newest(path, lambda folder: folder.name)
 
 
 def names_in(cfg: config.Config) -> list[str]:
