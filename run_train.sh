@@ -100,7 +100,7 @@ has_packages='import sys, importlib.metadata as packages
 assert sys.version_info >= (3, 10), "needs Python 3.10 or later"
 versions = [packages.version(name) for name in sys.argv[1:]]'
 has_supported_torch="$has_packages
-assert (2, 12) <= tuple(map(int, versions[0].split('.')[:2])) <= (2, 15)"
+assert (2, 11) <= tuple(map(int, versions[0].split('.')[:2])) <= (2, 15)"
 
 choose_python() {
     local problem required

@@ -1,15 +1,12 @@
 """Kills a training run with SIGKILL again and again, half of the times inside a save, and restarts
 it each time.
 
-    python -m benchmarks.kill_storm --kills 100 [--seed S] [--folder F] [--growing]
+    python -m benchmarks.kill_storm --kills 100 [--seed S] [--folder F]
 
 After each kill no process of the run may be alive, every checkpoint must be good, and the next
 launch must resume from the newest. In the end weights, optimizer and metrics must be, bit for bit,
 those of an undisturbed run, and no temporary file may remain. Exits with 0 only then. Linux; one
 process on the CPU.
-
---growing: on text that nothing has prepared. The processes that prepare it are killed too, each
-time. In the end its files must be those of the other run's folder, byte for byte.
 """
 
 import argparse
@@ -35,7 +32,6 @@ import config
 from benchmarks import count
 from checkpoint import catalog
 from checkpoint.load import Reader
-from data.folder import read_manifest
 
 REPO = pathlib.Path(__file__).parent.parent
 SAVE_EVERY = 2  # steps
@@ -57,12 +53,8 @@ class Storm:
     problems: list[str] = dataclasses.field(default_factory=list)
 
 
-def configure(folder: pathlib.Path, name: str, kills: int, growing: bool) -> config.Config:
-    """2.4 million parameters: a checkpoint of 29 MB takes about as long as the steps between two.
-
-    growing: a small model, which reads some segments of a text. Each run prepares the text in a
-    folder of its own.
-    """
+def configure(folder: pathlib.Path, name: str, kills: int) -> config.Config:
+    """2.4 million parameters: a checkpoint of 29 MB takes about as long as the steps between two."""
     model = {
         "dim": 256,
         "n_layers": 3,
@@ -72,9 +64,6 @@ def configure(folder: pathlib.Path, name: str, kills: int, growing: bool) -> con
         "vocab_size": 320,
     }
     data = {"source": str(folder / "texts.jsonl"), "path": str(folder / "prepared")}
-    if growing:
-        model |= {"dim": 64, "n_layers": 1, "ffn_dim": 128}
-        data |= {"order": "growing", "path": str(folder / f"{name}-text")}
     return config.from_dict(
         {
             "model": model,
@@ -82,8 +71,8 @@ def configure(folder: pathlib.Path, name: str, kills: int, growing: bool) -> con
             "data": data,
             "train": {
                 "steps": SAVE_EVERY * (kills + 1) * MAX_SAVES,
-                "seq_len": 512 if growing else 16,
-                "global_batch_size": 8 if growing else 2,
+                "seq_len": 16,
+                "global_batch_size": 2,
             },
             "parallel": {"param_dtype": "float32"},
             "checkpoint": {"save_every_steps": SAVE_EVERY, "keep_last": 2},
@@ -287,22 +276,13 @@ def storm(
             for problem in catalog.problems_of(catalog.path_of(root, step)):
                 events.problems.append(f"kill {number}: {problem}")
         way = "async" if asynchronous else "sync"
-        text = f"kill {number:3}  {way:5}  {moment:16}  newest is {newest}"
-        if cfg.data.order == "growing":
-            text += f"  {recorded_tokens(cfg):,} tokens"
-        print(text, flush=True)
+        print(f"kill {number:3}  {way:5}  {moment:16}  newest is {newest}", flush=True)
 
     code = start(cfg, kills + 1, False).wait()
     if code:
         sys.exit(f"the last launch exited with {code}:\n{log_of(cfg, kills + 1).read_text()}")
     check_start(events, cfg, kills + 1, newest, set())
     return events
-
-
-def recorded_tokens(cfg: config.Config) -> int:
-    """How far the text is prepared."""
-    manifest = read_manifest(pathlib.Path(str(cfg.data.path)))
-    return manifest["tokens"]["train"] if manifest and manifest["complete"] else 0
 
 
 def tensors(cfg: config.Config) -> dict[str, bytes]:
@@ -357,28 +337,6 @@ def differences(killed: config.Config, straight: config.Config) -> list[str]:
     return problems
 
 
-def differences_of_text(killed: config.Config, straight: config.Config) -> list[str]:
-    """Prepares what is missing, and compares."""
-    for cfg in (killed, straight):
-        path = pathlib.Path(cfg.run.output_dir) / f"{cfg.run.name}.toml"
-        subprocess.run([sys.executable, "-m", "data.prepare", path], cwd=REPO, check=True)
-    ours = text_files(killed)
-    expected = text_files(straight)
-    problems = []
-    for name in sorted(ours.keys() | expected.keys()):
-        if ours.get(name) != expected.get(name):
-            problems.append(f"{name} of the text differs, or is in one folder")
-    for name in ours:
-        if name.startswith("."):
-            problems.append(f"{name} is left")
-    return problems
-
-
-def text_files(cfg: config.Config) -> dict[str, bytes]:
-    folder = pathlib.Path(str(cfg.data.path))
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=count, required=True)
@@ -386,7 +344,6 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=pathlib.Path, help="an empty one, which stays; absent: a temporary one"
     )
-    parser.add_argument("--growing", action="store_true", help="prepare the text meanwhile")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.folder or pathlib.Path(temporary)).absolute()
@@ -394,12 +351,11 @@ def main() -> int:
         if list(folder.iterdir()):
             parser.error(f"{folder} is not empty")
         with (folder / "texts.jsonl").open("w") as file:
-            # 2 MB for each kill: some seconds' work
-            for i in range(10_000 * args.kills if args.growing else 400):
+            for i in range(400):
                 text = " ".join(random.Random(i).choices(WORDS.split(), k=60))
                 file.write(json.dumps({"text": text}) + "\n")
-        straight = configure(folder, "straight", args.kills, args.growing)
-        killed = configure(folder, "killed", args.kills, args.growing)
+        straight = configure(folder, "straight", args.kills)
+        killed = configure(folder, "killed", args.kills)
 
         began = time.monotonic()
         first_save, saves = undisturbed(straight)
@@ -413,8 +369,6 @@ def main() -> int:
         events = storm(killed, args.kills, first_save, save_seconds, random.Random(args.seed))
         seconds = time.monotonic() - began
         problems = events.problems + differences(killed, straight)
-        if args.growing:
-            problems += differences_of_text(killed, straight)
         for problem in problems:
             print(problem)
         moments = ", ".join(f"{count} {moment}" for moment, count in events.moments.most_common())

@@ -9,9 +9,10 @@ verify.
 import argparse
 import pathlib
 
-from checkpoint.catalog import checkpoints_of, problems_of
+from checkpoint.catalog import problems_of
 from checkpoint.manifest import read_manifest
-from config import ConfigError, run_tool
+from checkpoint.newest import checkpoints_of
+from config import Problems, run_tool
 from system.processes import print_line
 
 
@@ -37,7 +38,7 @@ def verify(folder: pathlib.Path) -> int:
             problems = problems_of(path)
             if not problems:
                 sizes = [entry["size"] for entry in read_manifest(path).values()]
-        except ConfigError as error:  # unreadable here, but not necessarily corrupt
+        except Problems as error:  # unreadable here, but not necessarily corrupt
             problems = [*error.problems]
         if problems:
             print_line("\n  ".join([f"{path}: BAD", *problems]))

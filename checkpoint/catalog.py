@@ -11,13 +11,11 @@ import pathlib
 import re
 import shutil
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import config
 from checkpoint import manifest
 from checkpoint.manifest import STATE, CorruptCheckpoint
 from config import ConfigError
-from system.processes import print_error
 
 NAME = re.compile(r"step-(\d{8,})")
 TEMPORARY = re.compile(r"\.step-(\d{8,})(\.\d+)?\.tmp")
@@ -228,46 +226,3 @@ def remove_unfinished(root: pathlib.Path) -> list[str]:
         if TEMPORARY.fullmatch(entry.name):
             problems += remove_folder(entry)
     return problems
-
-
-# How tools find and read a checkpoint: verify, generate, export.
-
-
-def checkpoints_of(path: pathlib.Path) -> list[pathlib.Path]:
-    """The folder itself if it is a checkpoint, good or bad, else the checkpoints of the run in it,
-    in ascending order. Raises ConfigError if there is none, or the folder cannot be read."""
-    is_checkpoint = (path / STATE).exists() or (path / manifest.METADATA).exists()
-    if path.is_dir() and (NAME.fullmatch(path.name) or is_checkpoint):
-        return [path]
-    for root in (path / "checkpoints", path):
-        folders = [path_of(root, step) for step in steps(root)]
-        if folders:
-            return folders
-    raise ConfigError(f"{path}: is neither a checkpoint nor a run with one")
-
-
-def read_newest(path: pathlib.Path, read: Callable[[pathlib.Path], Any]) -> Any:
-    """read(`path`) if that is a checkpoint, else read(its run's newest good one). Verifies it, and
-    prints to stderr which ones it skips. Raises ConfigError if there is none, or none is good."""
-    for folder in reversed(checkpoints_of(path)):
-        problems = problems_of(folder)
-        if not problems:
-            return read(folder)
-        for problem in problems:
-            print_error(f"corrupt, skipped: {problem}")
-    raise ConfigError(f"{path}: no good checkpoint")
-
-
-def read_config(folder: pathlib.Path, base: str | None = None) -> config.Config:
-    """The configuration that a checkpoint was trained with, for using its weights. Drops
-    model.init_from, which may be gone or changed, unless adapters need it as their base. `base`:
-    the current path of that base. Raises ConfigError."""
-    tables = read_state(folder)["config"]
-    if base and not tables.get("lora"):
-        raise ConfigError(f"--base: {folder} has no [lora]: its weights are whole")
-    model = tables.get("model")
-    if isinstance(model, dict) and base:
-        model["init_from"] = base
-    elif isinstance(model, dict) and not tables.get("lora"):
-        model.pop("init_from", None)
-    return config.from_dict(tables, str(folder / STATE), saved=True)

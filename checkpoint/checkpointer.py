@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import config
 from checkpoint import catalog, compare
 from checkpoint.load import restore, tensors_of
-from checkpoint.save import SaveFailed, Saver
+from checkpoint.save import SaveFailed, Saver, try_disk
 from config import ConfigError
 from data.dataset import Dataset
 from optim import Progress
@@ -82,7 +82,7 @@ class Checkpointer:
     def tidy(self) -> list[str]:
         """Renames checkpoints that are corrupt or later than `start`, and removes unfinished saves.
         Returns warnings. Rank 0 only, under the run's lock. Raises ConfigError if another run has
-        saved here since `start` was chosen."""
+        saved here since `start` was chosen, and SaveFailed if the disk cannot hold a checkpoint."""
         if catalog.steps(self.root) != self.saved:
             raise ConfigError(
                 f"{self.root}: another run has used this folder in the meantime; start again"
@@ -92,6 +92,8 @@ class Checkpointer:
         warnings += compare.changes_since(self.cfg, self.folder)
         catalog.set_aside(self.root, self.start, self.corrupt)
         warnings += catalog.remove_unfinished(self.root)
+        if self.saver and self.start < self.cfg.train.steps:
+            try_disk(self.root)
         if not self.cfg.checkpoint:
             warnings.append(
                 "no [checkpoint]: nothing will be saved; --checkpoint.save_every_steps=100 adds one"

@@ -132,7 +132,8 @@ def check_same_data(
     checkpoint was trained on, unless checkpoint.allow_changed allows it."""
     for name in allowed_changes(settings):
         # the tokenizer that is trained by default has the vocabulary's size
-        if name.startswith("data.") or name == "model.vocab_size":
+        is_of_data = name.startswith("data.") or name == "model.vocab_size"
+        if is_of_data and name != "data.document_mask":
             return
     trained_on = read_state(folder).get("data") if folder.is_dir() else None
     if trained_on is None:

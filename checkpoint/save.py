@@ -30,6 +30,7 @@ from checkpoint.load import first_cause
 from checkpoint.manifest import MANIFEST, METADATA, STATE, HashedFile, entry_of, render_manifest
 from config import Problems
 from parallel.ranks import all_gather_objects, on_each_rank, on_rank_zero
+from parallel.torch_patches import IS_TORCH_2_11
 from system import files
 
 ROOM = (
@@ -117,7 +118,10 @@ class Saver:
         writer = Writer(folder)
         # The tensors are flat. The plan of a run's first save is reused: making one takes rank 0
         # ten seconds for Llama 3 8B on 512 ranks, while all wait.
-        planner = DefaultSavePlanner(flatten_state_dict=False, enable_plan_caching=True)
+        # torch 2.11 would also reuse a plan that failed.
+        planner = DefaultSavePlanner(
+            flatten_state_dict=False, enable_plan_caching=not IS_TORCH_2_11
+        )
         with ThreadPoolExecutor(1) as pool:  # overlaps the NaN/Inf check with the write
             finite = pool.submit(all_finite, tensors)
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
@@ -154,6 +158,21 @@ def save_or_fail(work: Callable[[], Any]) -> Any:
         raise SaveFailed(first_cause(error)) from None
     except Exception as error:
         raise SaveFailed(f"rank {dist.get_rank()}: {type(error).__name__}: {error}") from None
+
+
+def try_disk(root: pathlib.Path) -> None:
+    """Publishes and removes a small folder as a save does, so that a disk that refuses this is found
+    before the first step. Raises SaveFailed."""
+    try:
+        folder = make_folder(root, 0)
+        (folder / STATE).write_text("{}")
+        files.sync(folder / STATE)
+        trial = catalog.temporary_of(root, 0)
+        files.publish(folder, trial)
+        shutil.rmtree(trial)
+    except OSError as error:
+        problem = "its disk cannot write, sync, rename and remove a folder, as a checkpoint needs"
+        raise SaveFailed(f"{root}: {problem}: {error.strerror}") from None
 
 
 def make_folder(root: pathlib.Path, step: int) -> pathlib.Path:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from config.option import ConfigError
+from config.option import ConfigError, Problems
 from config.options import Config
 from config.read import load, load_resolved, nearest
 from system.processes import INPUT_IS_WRONG, print_error
@@ -101,6 +101,9 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
             raise
         hint = "; the same command may work later" if error.errno in TRANSIENT_ERRORS else ""
         print_error(f"{error.filename}: {error.strerror}{hint}")
+        sys.exit(1)
+    except Problems as error:  # of a disk: the input may be right
+        print_error(str(error))
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor
 import config
 from model.llama import Llama
 from parallel.mesh import World, fsdp_mesh
-from parallel.torch_patches import share_classes
+from parallel.torch_patches import IS_TORCH_2_11, accept_integer_parameters, share_classes
 
 
 def units(model: Llama) -> list[tuple[str, list[nn.Module]]]:
@@ -86,6 +86,7 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
         # Copies between a GPU and pinned host memory do not block the host.
         offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
 
+    accept_integer_parameters()
     for name, modules in units(model):
         # Don't reshard the unit with the head after forward: backward begins with it.
         reshard = p.reshard_after_forward and model.head not in modules
@@ -198,7 +199,8 @@ def all_gather_dtype(param: Tensor, param_dtype: torch.dtype) -> torch.dtype:
     local = param._local_tensor if isinstance(param, DTensor) else param
     if hasattr(local, "all_gather_dtype"):  # FSDP2's extensions: extras/float8/all_gather.py
         return local.all_gather_dtype
-    return param_dtype if param.is_floating_point() else param.dtype
+    # 2.11 casts integers, too. Every param_dtype represents bytes exactly.
+    return param_dtype if param.is_floating_point() or IS_TORCH_2_11 else param.dtype
 
 
 # Called in each step

@@ -9,11 +9,15 @@ import functools
 import logging
 import signal
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
+
+# pyrefly: ignore[unsupported-operation]  # TorchVersion allows it
+IS_TORCH_2_11 = torch.__version__ < (2, 12)
 
 
 def set_default_timeout(timeout: datetime.timedelta) -> None:
@@ -39,6 +43,24 @@ def shorten_nccl_timeout(seconds: float) -> None:
             backend = group._get_backend(torch.device("cuda"))
             if isinstance(backend, dist.ProcessGroupNCCL):
                 backend._set_default_timeout(datetime.timedelta(seconds=seconds))
+
+
+def accept_integer_parameters() -> None:
+    """Has fully_shard() accept frozen integer parameters, such as NF4 codes.
+
+    torch 2.11 creates every sharded parameter with requires_grad=True, which fails for integers,
+    before it copies the original's flag. Later versions do not need this.
+    Test: parallel/test_torch_patches.py, test_frozen_integers_are_sharded.
+    """
+    if not IS_TORCH_2_11:
+        return
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+    # pyrefly: ignore[bad-assignment]  # what of torch.nn that file uses
+    _fsdp_param.nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)
 
 
 def share_classes(model: nn.Module) -> None:

@@ -11,6 +11,9 @@ import pathlib
 import platform
 import signal
 import sys
+import threading
+
+from system.processes import print_error
 
 
 def main() -> None:
@@ -20,12 +23,16 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
 
+    from parallel.ranks import NOTICE_SECONDS
     from run.begin import LAUNCH, PARENT
     from run.watchdog import report_killed
 
     for name in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    report_wait_for_nodes()
+    notice = threading.Timer(NOTICE_SECONDS, report_wait)
+    notice.daemon = True
+    if "--standalone" not in sys.argv:
+        notice.start()
     os.environ[PARENT] = str(os.getpid())
     try:
         run()
@@ -42,23 +49,10 @@ def main() -> None:
         sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
 
 
-def report_wait_for_nodes() -> None:
-    """Has torchrun report that it waits for the torchrun of other nodes.
-
-    In all versions it waits without a word, for up to ten minutes.
-    Test: parallel/test_torch_patches.py, test_torchrun_reports_that_it_waits_for_other_nodes.
-    """
-    from torch.distributed.elastic.rendezvous import RendezvousInfo
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
-
-    from parallel.ranks import printed_if_long
-
-    next_rendezvous = DynamicRendezvousHandler.next_rendezvous
-
-    def reported(self: DynamicRendezvousHandler) -> RendezvousInfo:
-        nodes = self.settings.min_nodes
-        text = f"waiting for torchrun on the other nodes: this is {platform.node()}, one of {nodes}"
-        with printed_if_long(text):
-            return next_rendezvous(self)
-
-    DynamicRendezvousHandler.next_rendezvous = reported
+def report_wait() -> None:
+    """Prints that this torchrun has not started its ranks: it waits for those of other nodes, without
+    a word and for up to ten minutes."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        print_error(f"{platform.node()}: waiting for torchrun on the other nodes")

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 import config
-from checkpoint.save import SaveFailed
-from config import Config, ConfigError
+from config import Config, ConfigError, Problems
 from metrics import log
 from parallel.mesh import World, build_mesh, has_native_bfloat16
 from parallel.ranks import (
@@ -184,12 +183,23 @@ def describe(error: BaseException, run: Run | None) -> tuple[int, str, bool]:
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
         # After the first step a restart may help: another process used the device.
         is_first = run is None or run.step == run.start
-        return 1, f"out of memory: {text}\n--dry-run says what would fit", is_first
-    if isinstance(error, SaveFailed):
+        return 1, f"out of memory: {text}\nwhat would fit: {plan_command()}", is_first
+    if isinstance(error, Problems):  # a disk's, which may pass
         return 1, text, False
     if isinstance(error, OSError) and error.filename:
         return 1, f"{error.filename}: {error.strerror}", False
     return 1, "".join(traceback.format_exception(error)).rstrip(), False
+
+
+def plan_command() -> str:
+    """The command that plans this run for the memory of this GPU."""
+    _, _, size = rank_and_size()
+    words = [word for word in sys.argv[1:] if word != "--eval-only"]
+    words += ["--dry-run", f"--world-size={size}"]
+    if torch.cuda.is_initialized():
+        _, total = torch.cuda.mem_get_info()
+        words.append(f"--gpu-memory-gib={total / 2**30:.1f}")
+    return config.command(*words)
 
 
 def exit_immediately(code: int) -> NoReturn:

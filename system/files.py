@@ -14,30 +14,15 @@ from system.processes import print_error, warn_once
 
 # Errors of syncing a parent folder that we cannot have created.
 NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL)
-# Errors of a disk, a machine or a network, not of a file: a retry may help. On NFS a read fails
+# Errors of a disk, a machine or a network, not of a file: they may pass. On NFS a read fails
 # (ESTALE) where another machine has replaced the file since it was opened; a client of Lustre or
 # FUSE that has lost its server says that its endpoint is shut down or not connected.
-TRANSIENT_ERRORS = (
-    errno.EIO,
-    getattr(errno, "EREMOTEIO", errno.EIO),  # not on macOS
-    errno.ESTALE,
-    errno.EAGAIN,
-    errno.EBUSY,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EHOSTDOWN,
-    errno.EHOSTUNREACH,
-    errno.ENETDOWN,
-    errno.ENETUNREACH,
-    errno.ECONNRESET,
-    errno.ENOTCONN,
-    errno.ESHUTDOWN,
-    errno.ETIMEDOUT,
+TRANSIENT_NAMES = (
+    "EIO EREMOTEIO ESTALE EAGAIN EBUSY EMFILE ENFILE ENOMEM ENOSPC EDQUOT EROFS EHOSTDOWN "
+    "EHOSTUNREACH ENETDOWN ENETUNREACH ECONNRESET ENOTCONN ESHUTDOWN ETIMEDOUT"
 )
+# macOS has no EREMOTEIO
+TRANSIENT_ERRORS = {getattr(errno, name, errno.EIO) for name in TRANSIENT_NAMES.split()}
 # Errors of syncing a folder on a file system that syncs files alone: CIFS, gocryptfs.
 NO_FOLDERS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 

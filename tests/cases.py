@@ -326,11 +326,7 @@ def host_reads(sections: dict, output: str) -> tuple[list[list[str]], list[str]]
 
 
 def train_with_units(steps: int, sections: dict, output: str, units: list[bool]) -> str:
-    """train_to(), or with steps = 0 evaluates, where rank i's device has bfloat16 units or not; the dtype that the
-    model computed in."""
-    from evaluate import evaluate_newest
-    from run.rank import resolve_param_dtype
-
+    """train_to(), where rank i's device has bfloat16 units or not; the dtype that the model computed in."""
     computed, forward = set(), torch.nn.functional.linear
 
     def noting(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -339,7 +335,7 @@ def train_with_units(steps: int, sections: dict, output: str, units: list[bool])
 
     sections = {
         **sections,
-        "train": {**sections["train"], "steps": steps or 1},
+        "train": {**sections["train"], "steps": steps},
         "run": {"name": "r", "output_dir": output},
     }
     cfg = make_config(**sections)
@@ -348,11 +344,7 @@ def train_with_units(steps: int, sections: dict, output: str, units: list[bool])
         mock.patch("torch.nn.functional.linear", noting),
         mock.patch("run.rank.has_native_bfloat16", lambda device: units[world.rank]),
     ):
-        if steps:
-            run_training(cfg, world)
-        else:
-            cfg = resolve_param_dtype(cfg, world)
-            evaluate_newest(cfg, world, Run(cfg, world, Watchdog(world.rank, None), None))
+        run_training(cfg, world)
     return " and ".join(computed)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import config
 import tools.generate as tool
-from checkpoint import catalog, load
+from checkpoint import catalog, load, newest
 from config import ConfigError
 from model.attention import attention
 from model.build import build_model
@@ -264,7 +264,7 @@ def test_tool_writes_from_a_checkpoint_and_from_its_run(checkpoint, capsys):
 @pytest.mark.parametrize("changes", [{}, {"tokens": 9}, {"temperature": 1.7}, {"seed": 3}], ids=str)
 def test_tool_samples_as_each_option_says(checkpoint, capsys, changes):
     """Alone among the defaults, each gives the text that recomputing every token gives."""
-    tokenizer, model = Tokenizer(checkpoint), Llama(catalog.read_config(checkpoint).model)
+    tokenizer, model = Tokenizer(checkpoint), Llama(newest.read_config(checkpoint).model)
     load.restore(checkpoint, model, None)
     options = {"tokens": 128, "temperature": 0.8, "seed": 0, **changes}
     ids = encode(tokenizer, "the cat")
@@ -288,10 +288,10 @@ def test_tool_ends_a_text_at_any_eos_token_of_an_imported_folder(
 
 
 def test_tool_refuses_an_id_that_the_model_has_no_row_for(checkpoint, capsys, monkeypatch):
-    cfg, largest = catalog.read_config(checkpoint), max(encode(Tokenizer(checkpoint), "the cat"))
+    cfg, largest = newest.read_config(checkpoint), max(encode(Tokenizer(checkpoint), "the cat"))
     for rows, refused in ((largest, True), (largest + 1, False)):
         small = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=rows))
-        monkeypatch.setattr("checkpoint.catalog.read_config", lambda *_, found=small: found)
+        monkeypatch.setattr("checkpoint.newest.read_config", lambda *_, found=small: found)
         # its rows are not those of the checkpoint
         code, text, errors = run(capsys, checkpoint, "--prompt", "the cat")
         assert code == 2 and text == ""

@@ -267,15 +267,3 @@ def test_a_gradient_whose_square_float32_cannot_hold_has_a_finite_norm():
     p.grad = torch.full_like(p, 1e17)
     expected = 1e17 * math.sqrt(41 * 4099)
     assert gradient_norm([p]).item() == pytest.approx(expected, rel=1e-5)
-
-
-# Spikes
-
-
-SPIKE_STEP = 12
-SPIKY = {
-    "adamw": {},
-    "bfloat16 states": {"state_dtype": "bfloat16"},
-    "muon": {"name": "muon"},  # not fused: the host waits
-}
-SPIKE_RUNS = [(ranks, name) for name in SPIKY for ranks in (1, 2, 4)]

@@ -12,7 +12,6 @@ import pathlib
 import shutil
 from collections.abc import Callable
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -183,8 +182,7 @@ def prepared_once(sections: dict, folder: pathlib.Path, made: dict[str, str]) ->
     text = {key: value for key, value in sections["data"].items() if key != "document_mask"}
     path = made.setdefault(repr(text), str(folder / f"data-{len(made)}"))
     cfg = make_config(**{**sections, "data": {**sections["data"], "path": path}})
-    with mock.patch("data.prepare.worker_count", lambda: 1):
-        prepare(cfg.data, cfg.model.vocab_size)
+    prepare(cfg.data, cfg.model.vocab_size)
     return path
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import config
-from checkpoint import catalog, compare, load
+from checkpoint import compare, load, newest
 from config import ConfigError, run_tool
 from model.attention import BlockMask, attention
 from model.build import meta_model
@@ -233,11 +233,11 @@ def print_stream(tokenizer: Tokenizer, ids: list[int], steps: Iterator[int]) -> 
 
 def main(argv: list[str]) -> int:
     args = parse_arguments(argv)
-    return catalog.read_newest(args.checkpoint, lambda folder: sample(folder, args))
+    return newest.read_newest(args.checkpoint, lambda folder: sample(folder, args))
 
 
 def sample(folder: pathlib.Path, args: argparse.Namespace) -> int:
-    cfg = catalog.read_config(folder, args.base)
+    cfg = newest.read_config(folder, args.base)
     context = cfg.train.seq_len
     tokenizer = load_tokenizer(folder)
     ids = encode(tokenizer, args.prompt)

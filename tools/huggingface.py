@@ -29,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import config
-from checkpoint import catalog, compare, load, manifest, save
+from checkpoint import catalog, compare, load, manifest, newest, save
 from config import ConfigError, together
 from extras.huggingface import config as hf_config
 from extras.huggingface import hub
@@ -497,7 +497,7 @@ def check_output(out: Path, is_export: bool) -> None:
 
 def export_command(args: argparse.Namespace, checkpoint: Path, folder: Path) -> None:
     """Writes a checkpoint's Hugging Face folder. Raises ConfigError."""
-    cfg = catalog.read_config(checkpoint, args.base)
+    cfg = newest.read_config(checkpoint, args.base)
     saved = SavedModel(checkpoint, cfg, meta_model(cfg.model, cfg.lora), load.Reader(checkpoint))
     # merged adapters are weights like others
     check_export(cfg if args.adapter else replace(cfg, lora=None))
@@ -522,7 +522,7 @@ def main(argv: list[str]) -> int:
         check_output(out, is_export)
         with published(out) as folder:
             if is_export:
-                catalog.read_newest(args.source, lambda path: export_command(args, path, folder))
+                newest.read_newest(args.source, lambda path: export_command(args, path, folder))
             else:
                 import_folder(str(args.source), folder)
     except OSError as error:

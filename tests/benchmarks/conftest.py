@@ -2,5 +2,5 @@
 
 import config
 
-NEEDED = ("float8", "huggingface", "lora", "migrate", "optimizers", "reports")
+NEEDED = ("float8", "huggingface", "lora", "optimizers")
 collect_ignore_glob = [] if all(map(config.has_extra, NEEDED)) else ["test_*.py"]

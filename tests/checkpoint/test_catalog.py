@@ -12,9 +12,10 @@ import pytest
 
 import config
 from checkpoint import __main__ as verify
-from checkpoint import catalog, manifest, save
+from checkpoint import catalog, manifest, newest, save
 from checkpoint.catalog import root_of
 from checkpoint.checkpointer import Checkpointer
+from checkpoint.manifest import UnreadableCheckpoint
 from optim import Progress
 from tests.checkpoint.conftest import flip_last_byte, make_checkpoint, no_data, run_config
 from tests.conftest import make_config, refuses, seal
@@ -32,7 +33,7 @@ def choose(cfg: config.Config) -> tuple[int, dict[int, list[str]]]:
 
 
 def found(path: pathlib.Path) -> str:
-    return catalog.read_newest(path, lambda folder: folder.name)
+    return newest.read_newest(path, lambda folder: folder.name)
 
 
 def names_in(cfg: config.Config) -> list[str]:
@@ -212,27 +213,40 @@ def test_run_never_silently_starts_over(tmp_path):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
-@pytest.mark.parametrize("failures", [1, 3, 99])
-def test_error_of_the_disk_is_not_corruption(tmp_path, monkeypatch, error, failures):
-    """Reading is tried again; an error that stays is a refusal."""
+def test_error_of_the_disk_is_not_corruption(tmp_path, error):
+    """It ends the attempt; the next one reads again."""
     cfg = run_config(tmp_path)
     make_checkpoint(cfg, 10)
     make_checkpoint(cfg, 20)
     opened = os.open
-    left = [failures]
 
     def failing(path, *arguments, **options):
-        if str(path).endswith("00000020/state.json") and left[0]:
-            left[0] -= 1
+        if str(path).endswith("00000020/state.json"):
             raise OSError(error, os.strerror(error))
         return opened(path, *arguments, **options)
 
-    monkeypatch.setattr(os, "open", failing)
-    if failures > len(manifest.WAITS):
-        with refuses("state.json: cannot be read", os.strerror(error)):
+    with mock.patch.object(os, "open", failing):
+        with pytest.raises(UnreadableCheckpoint, match=f"cannot be read: {os.strerror(error)}"):
             choose(cfg)
-    else:
-        assert choose(cfg) == (20, {})
+        assert verify.main(["verify", str(tmp_path / "r")]) == 1
+    assert choose(cfg) == (20, {})
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("function", ["mkdir", "fsync", "rename", "rmdir"])
+@distributed(ranks=1)
+def test_disk_that_cannot_hold_a_checkpoint_is_found_before_training(world, tmp_path, function):
+    cfg = run_config(tmp_path, train={"steps": 4})
+    folder = config.run_folder(cfg)
+    folder.mkdir()
+    Checkpointer(cfg, world, no_data(cfg)).tidy()
+    assert names_in(cfg) == []  # of a good disk
+    refused = mock.patch.object(os, function, side_effect=OSError(errno.ENOTSUP, "not supported"))
+    with refused, pytest.raises(save.SaveFailed, match="its disk cannot .*: not supported"):
+        Checkpointer(cfg, world, no_data(cfg)).tidy()
+    make_checkpoint(cfg, 4)
+    with refused:
+        Checkpointer(cfg, world, no_data(cfg)).tidy()  # which saves no more
 
 
 @pytest.mark.quick
@@ -323,7 +337,7 @@ def test_checkpoint_of_another_run_meanwhile_is_not_set_aside(world, tmp_path):
 def test_progress_is_restored(world, tmp_path, monkeypatch):
     cfg = run_config(tmp_path)
     assert Checkpointer(cfg, world, no_data(cfg)).restore(None, None) == Progress()
-    progress = Progress(10, tokens=77, skipped_steps=3, targetless_in_a_row=2)
+    progress = Progress(10, tokens=77, skipped_steps=3, skipped_in_a_row=2)
     make_checkpoint(cfg, **dataclasses.asdict(progress))
     monkeypatch.setattr("checkpoint.checkpointer.restore", lambda *unused: None)
     assert Checkpointer(cfg, world, no_data(cfg)).restore(None, None) == progress

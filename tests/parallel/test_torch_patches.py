@@ -6,20 +6,18 @@ That of set_default_timeout() is in tests/run/test_rank.py, what share_classes()
 import datetime
 import logging
 import os
-import re
 import subprocess
 import sys
-import time
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -27,13 +25,29 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from parallel.mesh import fsdp_mesh
 from parallel.torch_patches import (
+    accept_integer_parameters,
     share_classes,
     shorten_nccl_timeout,
     silence_advice_on_policies,
 )
 from run.rank import distributed as run_environment
 from tests.conftest import REPO, make_config
+from tests.distributed import distributed
+
+
+@pytest.mark.quick
+@distributed(ranks=2, fake=True)
+def test_frozen_integers_are_sharded(world):
+    module = nn.Linear(8, 4, device="meta")
+    codes = torch.empty(4, 4, dtype=torch.uint8, device="meta")
+    module.codes = nn.Parameter(codes, requires_grad=False)
+    accept_integer_parameters()
+    fully_shard(module, mesh=fsdp_mesh(world))
+    assert isinstance(module.codes, DTensor)
+    assert module.codes.to_local().shape == (2, 4)
+    assert not module.codes.requires_grad and module.weight.requires_grad
 
 
 @pytest.mark.quick
@@ -145,19 +159,6 @@ def test_a_run_that_compiles_shields_its_compilers(compiles):
     ):
         for start in (cpp_builder.run_compile_cmd, SubprocPool.__init__):
             assert ("shielded" in start.__code__.co_name) == compiles
-
-
-def test_torchrun_reports_that_it_waits_for_other_nodes(monkeypatch, capfd):
-    monkeypatch.setattr("parallel.ranks.NOTICE_SECONDS", 0.1)
-    monkeypatch.setattr(DynamicRendezvousHandler, "next_rendezvous", lambda self: time.sleep(0.4))
-    from run.agent import report_wait_for_nodes
-
-    report_wait_for_nodes()
-    handler: Any = DynamicRendezvousHandler.__new__(DynamicRendezvousHandler)
-    handler._settings = SimpleNamespace(min_nodes=2)
-    handler.next_rendezvous()
-    line = "^waiting for torchrun on the other nodes: .*, one of 2$"
-    assert re.search(line, capfd.readouterr().err)
 
 
 @pytest.mark.quick

@@ -104,8 +104,7 @@ def launched() -> Iterator[Callable[..., Launch]]:
 
 
 # Appended to files of a copy of the repository.
-# PAUSE: the moment in which each process waits for two seconds, once it has made the file PAUSED; "text": the first
-# segments are small, and preparing waits for PAUSED after two.
+# PAUSE: the moment in which each process waits for two seconds, once it has made the file PAUSED.
 # FAULT: "kind rank step", once; FAULTED is the file that says that it has been.
 PAUSES = {
     "model/llama.py": """
@@ -132,22 +131,6 @@ def learning_rate(o, end, step, learning_rate=learning_rate):
     faults.pause("first step" if step == 1 else "step" if step == 3 else "")
     faults.begin_step(step)
     return learning_rate(o, end, step)
-""",
-    "data/order.py": """
-import os
-if os.environ.get("PAUSE") == "text":
-    FIRST_BORDER, BORDER_STEP = 1 << 12, 1 << 13
-""",
-    "data/prepare.py": """
-if os.environ.get("PAUSE") == "text":
-    BATCH_CHARACTERS = 1 << 10
-
-class Preparation(Preparation):
-    def write(self, *arguments):
-        super().write(*arguments)
-        paused = pathlib.Path(os.environ["PAUSED"])
-        while self.manifest["tokens"]["train"] > 3 << 12 and not paused.exists():
-            time.sleep(0.05)
 """,
     "faults.py": """
 import os, pathlib, signal, threading, time

@@ -62,7 +62,7 @@ def test_out_of_memory_in_the_first_step_is_final(launched, pausing, write_confi
     assert code == 1 and output.count("failed first") == 1, output
     last = output.splitlines()[-1]
     assert last.startswith("what would fit: ")
-    assert last.endswith("/run_train.sh r.toml --optim.lr=0.001 --dry-run --world-size=1")
+    assert last.endswith("r.toml --optim.lr=0.001 --dry-run --world-size=1")
 
 
 def test_restart_resumes_with_the_configuration_of_the_launch(

@@ -7,13 +7,13 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import config
 from run import launch
+from run.agent import report_wait
 from run.command import Ranks, first_host, requeue
 from run.watchdog import EXITED, Report
 from system.files import lock
@@ -154,6 +154,27 @@ def test_ranks_share_the_cores_and_keep_what_the_user_has_set(environment, monke
     assert variables["SRUN_CPUS_PER_TASK"] == "64"
 
 
+def test_torchrun_reports_that_it_waits_for_other_nodes():
+    """In all versions it waits without a word."""
+    soon = "import parallel.ranks; parallel.ranks.NOTICE_SECONDS = 0.1"
+    torchrun = [sys.executable, "-c", f"{soon}; from run.agent import main; main()"]
+    nodes = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:29481"]
+    nodes += ["--rdzv-conf=join_timeout=10", "train.py"]
+    with subprocess.Popen(
+        [*torchrun, *nodes], cwd=REPO, stderr=subprocess.PIPE, text=True
+    ) as waits:
+        assert waits.stderr
+        assert any("waiting for torchrun on the other nodes" in line for line in waits.stderr)
+        waits.kill()
+
+
+def test_torchrun_whose_ranks_have_started_reports_no_wait(capfd):
+    with subprocess.Popen(["sleep", "60"]) as rank:
+        report_wait()
+        rank.kill()
+    assert not capfd.readouterr().err
+
+
 # What is refused before the ranks
 
 
@@ -206,17 +227,9 @@ def test_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch, make, word
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("order, prepared, job", [("global", False, "7"), ("growing", True, "")])
-def test_job_does_not_prepare_text_for_which_its_ranks_would_wait(
-    monkeypatch, order, prepared, job
-):
-    monkeypatch.setattr(launch, "is_prepared", lambda *_: prepared)
-    data = make_config(data={"order": order}).data
-    if not job:
-        launch.check_prepared(data, 320, job, ["c.toml"])
-        return
-    with refuses("run ./run_train.sh -m data.prepare c.toml --run.seed=3 on the login node"):
-        launch.check_prepared(data, 320, job, ["c.toml", "--run.seed=3"])
+def test_job_does_not_prepare_text_for_which_its_ranks_would_wait():
+    with refuses("run ./run_train.sh -m prepare c.toml --run.seed=3 on the login node"):
+        launch.prepare(make_config(), "7", ["c.toml", "--run.seed=3"])
 
 
 @pytest.mark.quick
@@ -254,13 +267,12 @@ class FakeRanks:
 
 
 def outcome(
-    folder: pathlib.Path, *attempts: tuple[list[tuple[dict, str]], int], restarts: int = 0, text=0
+    folder: pathlib.Path, *attempts: tuple[list[tuple[dict, str]], int], restarts: int = 0
 ) -> tuple[int, dict]:
     """(exit code, status) of a launch whose ranks end so."""
     cfg = make_config(run={"name": "r", "output_dir": str(folder)}, checkpoint={"resume": 7})
-    preparer: Any = SimpleNamespace(has_failed=lambda: False, exit_code=text)
     ranks: Any = FakeRanks([*attempts], restarts)
-    code = launch.Attempts(cfg, ranks, [], preparer).train()
+    code = launch.Attempts(cfg, ranks, []).train()
     status = folder / "r/status.json"
     return code, json.loads(status.read_text()) if status.exists() else {}
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import config
+from checkpoint.manifest import UnreadableCheckpoint
 from checkpoint.save import SaveFailed
 from config import ConfigError
 from model.build import meta_model
@@ -142,6 +143,7 @@ def test_deterministic_algorithms_are_used_on_request(deterministic):
         (ConfigError("lr is wrong"), 5, 2, "lr is wrong", True),
         (FloatingPointError("step 3"), 5, 1, "step 3", True),
         (SaveFailed("no room"), 5, 1, "no room", False),
+        (UnreadableCheckpoint("a: stale"), 0, 1, "a: stale", False),
         (OSError(28, "No space left", "a/b"), 5, 1, "a/b: No space left", False),
         (ValueError("odd"), 5, 1, "ValueError: odd", False),
         (torch.OutOfMemoryError("CUDA out of memory"), 4, 1, "out of memory: CUDA", True),
@@ -154,9 +156,8 @@ def test_errors_are_described_by_what_a_person_can_do(
     monkeypatch, error, step, code, words, is_final
 ):
     monkeypatch.setattr(sys, "argv", ["train.py", "a b.toml", "--optim.lr=1e-3"])
-    run: Any = SimpleNamespace(
-        start=4, step=step, world=SimpleNamespace(size=8, device=torch.device("cpu"))
-    )
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    run: Any = SimpleNamespace(start=4, step=step)
     found, text, final = describe(error, run)
     assert (found, final) == (code, is_final)
     assert words in text
@@ -175,7 +176,7 @@ def test_rank_reads_what_the_launcher_resolved(monkeypatch, write_config, tmp_pa
     folder = tmp_path / ".launch-1"
     folder.mkdir()
     (folder / "config.toml").write_text(path.read_text().replace("steps = 5", "steps = 6"))
-    monkeypatch.setattr("run.command.die_with_parent", lambda parent: None)
+    monkeypatch.setattr("run.begin.die_with_parent", lambda parent: None)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     monkeypatch.setattr(sys, "argv", ["train.py", str(path), "--optim.lr=0.25"])
     monkeypatch.delenv("TRAINER_LAUNCH", raising=False)

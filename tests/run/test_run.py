@@ -210,25 +210,18 @@ def _no_log(path: pathlib.Path | str) -> logging.Handler:
 
 
 @distributed(ranks=1)
-def test_each_launch_is_recorded_and_other_code_is_named(world, write_config, monkeypatch, capfd):
-    path = write_config(checkpoint={}, train={"steps": 2})
-    train_run(load(path), world)
-    capfd.readouterr()
-    path = write_config(checkpoint={}, train={"steps": 3})
-    train_run(load(path), world)
-    assert "other code" not in capfd.readouterr().out
-    code = environment.code()
-    assert {"train.py", "model/llama.py", "run/run.py"} <= code.keys()
-    monkeypatch.setattr(
-        environment, "code", lambda: code | {"model/llama.py": "0", "optim.py": "1"}
-    )
-    path = write_config(checkpoint={}, train={"steps": 4})
-    train_run(load(path), world)
-    line = "other code than the launch before: model/llama.py, optim.py"
-    assert line in capfd.readouterr().out
-    recorded = json.loads((config.run_folder(load(path)) / "environment.json").read_text())
-    assert [each["code"]["optim.py"] for each in recorded["earlier"]] == [code["optim.py"]] * 2
-    assert recorded["code"]["optim.py"] == "1"
+def test_each_launch_is_recorded_and_another_commit_is_named(
+    world, write_config, monkeypatch, capfd
+):
+    warned = []
+    for steps, commit in enumerate(["a", "a", "b"], 2):
+        monkeypatch.setattr(environment, "git", lambda *words, commit=commit: commit)
+        cfg = load(write_config(checkpoint={}, train={"steps": steps}))
+        train_run(cfg, world)
+        warned.append("another commit than the launch before: b" in capfd.readouterr().out)
+    assert warned == [False, False, True]
+    recorded = json.loads((config.run_folder(cfg) / "environment.json").read_text())
+    assert [each["commit"] for each in [*recorded["earlier"], recorded]] == ["a", "a", "b"]
 
 
 # The folder
