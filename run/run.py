@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,11 @@ class Run:
         self.step = 0  # the last step trained, by this launch or an earlier one
         self.checkpointer: Checkpointer | None = None  # from begin() on
         self.claim: FolderClaim | None = None  # on rank 0, from begin() on
+        self.profiler: Any = None  # its class
+        if cfg.profile:
+            from extras.profiler.profiler import Profiler
+
+            self.profiler = Profiler
 
     @property
     def stops(self) -> bool:
@@ -136,9 +142,7 @@ class Run:
         """Yields each step to train, up to `last` or until all ranks agree to stop. Collective."""
         traced = contextlib.nullcontext
         if self.cfg.profile:
-            from extras.profiler.profiler import Profiler
-
-            traced = Profiler(self.cfg.profile, self.folder, self.world, first).traced
+            traced = self.profiler(self.cfg.profile, self.folder, self.world, first).traced
         self.agreement.begin()
         self.agree_to_continue()  # a signal may have come before
         gc.collect()

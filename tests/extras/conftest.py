@@ -2,7 +2,7 @@
 
 import pathlib
 
-import config
+from tests.conftest import has_extra
 
 HERE = pathlib.Path(__file__).parent
-collect_ignore = [path.name for path in HERE.iterdir() if not config.has_extra(path.name)]
+collect_ignore = [path.name for path in HERE.iterdir() if not has_extra(path.name)]
