@@ -130,8 +130,8 @@ case ${1:-} in
 esac
 for word in "$@"; do
     case $word in
-    --help | -h)
-        if [[ ${!#} == -* ]]; then # else the last word is the section or the option that is asked for
+    --help | -h | --help=*)
+        if [[ ${!#} == -* && ${!#} != --help=* ]]; then # else the last word is the section or the option that is asked for
             sed -n '/^# Sets up/,/^set /s/^# \{0,1\}//p' "$repo/run_train.sh" || true # a closed pipe is no error
             if [[ -e $repo/tools/__main__.py ]]; then (hand_over tools) || true; fi
         fi

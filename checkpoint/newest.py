@@ -48,4 +48,4 @@ def read_config(folder: pathlib.Path, base: str | None = None) -> config.Config:
         model["init_from"] = base
     elif isinstance(model, dict) and not tables.get("lora"):
         model.pop("init_from", None)
-    return config.from_dict(tables, str(folder / STATE), saved=True)
+    return config.from_resolved(tables, str(folder / STATE))

@@ -1,15 +1,16 @@
 """The command line: CONFIG, flags, --section.key=value, --help."""
 
 import argparse
+import contextlib
 import os
 import pathlib
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from config.option import ConfigError, Problems
+from config.option import ConfigError, Problems, removed_extra
 from config.options import Config
 from config.read import load, load_resolved, nearest
 from system.processes import INPUT_IS_WRONG, print_error
@@ -70,16 +71,26 @@ def from_command_line(
     Prints every problem and exits with 2 if the command line or the configuration is invalid. Exits
     with 0 after --help.
     """
-    try:
-        if "--help" in argv or "-h" in argv:
+    with exits_if_input_is_wrong():
+        if any(word in ("--help", "-h") or word.startswith("--help=") for word in argv):
             from config.help import print_help
 
             print_help(argv, usage)
             sys.exit()
         args = parse_arguments(argv, parser)
         return args, load_resolved(args.config) if resolved else load(args.config, args.overrides)
-    except ConfigError as error:
-        print_error(str(error))
+
+
+@contextlib.contextmanager
+def exits_if_input_is_wrong() -> Iterator[None]:
+    """Exits with 2, and prints a line for each problem, if its body finds invalid input, or needs
+    an extra that was removed."""
+    try:
+        yield
+    except (ConfigError, ModuleNotFoundError) as error:
+        if isinstance(error, ModuleNotFoundError) and not removed_extra(error):
+            raise
+        print_error(removed_extra(error) or str(error))
         sys.exit(INPUT_IS_WRONG)
 
 
@@ -90,10 +101,8 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
     with 1, and Ctrl-C with 130, as in a shell. None prints a traceback.
     """
     try:
-        sys.exit(main(sys.argv[1:]))
-    except ConfigError as error:
-        print_error(str(error))
-        sys.exit(INPUT_IS_WRONG)
+        with exits_if_input_is_wrong():
+            sys.exit(main(sys.argv[1:]))
     except OSError as error:
         from system.files import TRANSIENT_ERRORS  # here: locks, which no option needs
 

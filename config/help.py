@@ -8,17 +8,18 @@ from dataclasses import MISSING, is_dataclass
 
 from config.option import ConfigError, Option, Schema
 from config.options import SCHEMA
-from config.read import describe, suggestion
-from config.show import toml
+from config.read import describe, search, suggestion
+from config.show import is_in, toml
 from system.processes import print_line
 
 HELP_COLUMN = 32  # where the meanings of options begin
 
 
 def print_help(argv: list[str], usage: str) -> None:
-    """--help: the usage and all options; --help optim, or --help lr: a section, or an option. Raises
-    ConfigError if there is none of that name."""
-    following = dict(itertools.pairwise(argv))
+    """--help: the usage and all options; --help WORD or --help=WORD: those of a section, or that have
+    the word. Raises ConfigError if there are none."""
+    words = " ".join(argv).replace("--help=", "--help ").split()
+    following = dict(itertools.pairwise(words))
     subject = following.get("--help") or following.get("-h") or "--"
     if subject.startswith("-") or subject.endswith(".toml"):
         print_line(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n")
@@ -27,15 +28,20 @@ def print_help(argv: list[str], usage: str) -> None:
 
 
 def help_text(subject: str | None = None, schema: Schema = SCHEMA) -> str:
-    """Every option with its default, type and meaning; of a subject those of a section, or the
-    options of that name, whole or without their section. Raises ConfigError if there are none."""
+    """Every option with its default, type and meaning; of a subject, those of that section, the one
+    of that whole name, or those with its words. Raises ConfigError if there are none."""
+    names = [name for name in schema.options if subject is None or is_in(name, subject)]
+    if not names:
+        names = search(subject or "", schema)
+    if not names:
+        raise ConfigError(f"--help {subject}: no such section or option{suggestion(subject or '')}")
     lines = []
-    for table, (_, is_optional, _, all_options) in schema.tables.items():
+    for table, (_, is_optional, all_options) in schema.tables.items():
         options = {}
         for key, option in all_options.items():
-            if subject in (None, table, key, f"{table}.{key}"):
+            if f"{table}.{key}".strip(".") in names:
                 options[key] = option
-        if table and (options or subject in (None, table)):
+        if table and options:
             lines += ["", f"[{table}]" + ("   (off unless given)" if is_optional else "")]
         for key, option in options.items():
             lines += _help_lines(key, option)
@@ -43,8 +49,6 @@ def help_text(subject: str | None = None, schema: Schema = SCHEMA) -> str:
             for inner in filter(is_dataclass, typing.get_args(option.kind)):
                 lines += ["", f"[[{table}.{key}]]   (one table each)"]
                 lines.append(help_text(schema=Schema(inner)))
-    if not lines:
-        raise ConfigError(f"--help {subject}: no such section or option{suggestion(subject or '')}")
     return "\n".join(lines).strip("\n")
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from typing import Annotated, Literal
 
-from config.option import Path, Range, Schema, has_extra, lack_of, option, section
+from config.option import Path, Range, Schema, option, section
 
 # Of batch_digest: exact in JSON.
 DIGEST_MODULUS = 2**53
@@ -83,7 +83,7 @@ class Section:
 class Run(Section):
     name: RunName | None = option(None, "folder in output_dir; absent: the file's stem")
     output_dir: Path = option("outputs", "folder that holds all runs")
-    seed: NonNegativeInt = option(0, "seed of initial weights and data order", resume="fixed")
+    seed: NonNegativeInt = option(0, "seed of initial weights and shuffling", resume="fixed")
     device: Literal["auto", "cuda", "cpu"] = option(
         "auto", "auto: cuda where there is a GPU, else cpu"
     )
@@ -97,10 +97,10 @@ class RopeScaling(Section):
     """Llama 3.1's frequency table: https://arxiv.org/abs/2407.21783, section 3.4.1, and Meta's
     reference code."""
 
-    factor: AtLeastOne = option(MISSING, "new context length / original context length")
+    factor: AtLeastOne = option(MISSING, "new number of positions / original number")
     low_freq_factor: PositiveFloat = option(1.0, "waves longer than original / this are divided")
     high_freq_factor: PositiveFloat = option(4.0, "waves shorter than original / this are kept")
-    original_max_position_embeddings: PositiveInt = option(8192, "context length before scaling")
+    original_max_position_embeddings: PositiveInt = option(8192, "before scaling")
 
     def rules(self, cfg: "Config") -> Rules:
         if self.low_freq_factor >= self.high_freq_factor:
@@ -110,11 +110,11 @@ class RopeScaling(Section):
 
 @dataclass(frozen=True)
 class Model(Section):
-    dim: PositiveInt = option(MISSING, "residual width")
-    n_layers: PositiveInt = option(MISSING, "transformer blocks")
-    n_heads: PositiveInt = option(MISSING, "query heads")
+    dim: PositiveInt = option(MISSING, "residual width (hidden size)")
+    n_layers: PositiveInt = option(MISSING, "transformer blocks (hidden layers)")
+    n_heads: PositiveInt = option(MISSING, "attention heads, of queries")
     n_kv_heads: PositiveInt = option(MISSING, "key/value heads (GQA)")
-    ffn_dim: PositiveInt = option(MISSING, "hidden width")
+    ffn_dim: PositiveInt = option(MISSING, "width inside the MLP (intermediate size)")
     vocab_size: PositiveInt = option(MISSING, "rows of the embedding")
     head_dim: PositiveInt | None = option(None, "absent: dim / n_heads")
     norm_eps: Epsilon = option(1e-5, "epsilon of RMSNorm")
@@ -122,10 +122,8 @@ class Model(Section):
     rope_scaling: RopeScaling | None = section("fixed", default=None)
     tie_embeddings: bool = option(False, "share embedding and head")
     qk_norm: bool = option(False, "RMSNorm of each query and key head")
-    init_from: Path | None = option(
-        None, "Hugging Face folder or id of weights and sizes", resume="fixed", extra="huggingface"
-    )
-    freeze: tuple[str, ...] = option((), "parameters, such as 'embedding*'", resume="fixed")
+    init_from: Path | None = option(None, "Hugging Face folder or id of weights and sizes")
+    freeze: tuple[str, ...] = option((), "parameters, such as 'embedding*'")
 
     @property
     def width_per_head(self) -> int:
@@ -158,7 +156,8 @@ class Source:
 class Data(Section):
     source: Path = option(
         "python-stdlib",
-        "Hugging Face id, or local files (.jsonl, .json, .csv, .parquet, .arrow, .txt, .md)",
+        "dataset: Hugging Face id, local files (.jsonl, .json, .csv, .parquet, .arrow, .txt, .md), "
+        "or a prepared folder",
     )
     subset: str | None = option(None, "configuration of a Hugging Face dataset")
     split: str = option("train", "split of a Hugging Face dataset")
@@ -168,14 +167,12 @@ class Data(Section):
         None, "file, folder or id; absent: init_from's, else one is trained"
     )
     max_tokens: PositiveInt | None = option(None, "tokens to prepare; absent: all")
-    document_mask: bool = option(
-        False, "attend only within a document; positions restart in each", resume="fixed"
-    )
+    document_mask: bool = option(False, "attend only within a document; positions restart in each")
     format: RowFormat | None = option(None, "what a row is; absent: a text, or messages_field's")
     messages_field: str | None = option(
-        None, "column with messages; absent: messages, else conversations", extra="chat"
+        None, "column with messages; absent: messages, else conversations"
     )
-    chat_template: Path | None = option(None, "Jinja file; absent: the tokenizer's", extra="chat")
+    chat_template: Path | None = option(None, "Jinja file; absent: the tokenizer's")
     validation: Path | None = option(None, "files, or a split; absent: held out")
     bad_rows: BadRows = option(
         "refuse", "skip: leave out rows that cannot be read, at most one in a hundred"
@@ -232,8 +229,6 @@ class Data(Section):
             name = "sources"
             if "text" in self.formats:
                 yield name, "mixes text and conversations: train on one of them"
-        if not has_extra("chat"):
-            yield f"{name} format", lack_of("chat")
         if not self.tokenizer:
             problem = "needs data.tokenizer: the model's, with the special tokens of its template"
             yield f"{name} tokenizer", problem
@@ -245,12 +240,14 @@ class Data(Section):
 @dataclass(frozen=True)
 class Train(Section):
     steps: PositiveInt = option(MISSING, "optimizer steps")
-    seq_len: PositiveInt = option(2048, "tokens per sequence", resume="fixed")
+    seq_len: PositiveInt = option(2048, "tokens per sequence (context length)", resume="fixed")
     global_batch_size: PositiveInt = option(8, "sequences per step", resume="logged")
     micro_batch_size: PositiveInt | None = option(
         None, "sequences per pass; absent: all, no gradient accumulation", resume="free"
     )
-    max_grad_norm: PositiveFloat | Literal["off"] = option(1.0, "clip the gradient norm to this")
+    max_grad_norm: PositiveFloat | Literal["off"] = option(
+        1.0, "gradient clipping: its norm is at most this"
+    )
     skip_nonfinite: NonNegativeInt = option(0, "steps in a row with NaN or inf to skip; 0: none")
 
     def rules(self, cfg: "Config") -> Rules:
@@ -272,7 +269,7 @@ class Train(Section):
 @dataclass(frozen=True)
 class Optim(Section):
     name: Literal["adamw", "muon"] = option(
-        "adamw", "muon: for the blocks' matrices", resume="fixed", extra="optimizers"
+        "adamw", "optimizer; muon: for the blocks' matrices", resume="fixed"
     )
     lr: PositiveFloat = option(3e-4, "peak learning rate")
     muon_lr: PositiveFloat | None = option(None, "of Muon's matrices; absent: lr")
@@ -286,9 +283,7 @@ class Optim(Section):
     decay_steps: PositiveInt | None = option(None, "length of wsd's decay")
     schedule_steps: PositiveInt | None = option(None, "the schedule's end; absent: train.steps")
     min_lr_ratio: Fraction = option(0.1, "final learning rate / lr")
-    state_dtype: Dtype = option(
-        "float32", "dtype of moments and momentum", resume="fixed", extra="optimizers"
-    )
+    state_dtype: Dtype = option("float32", "dtype of moments and momentum", resume="fixed")
 
     def rules(self, cfg: "Config") -> Rules:
         end = schedule_steps(cfg)
@@ -322,7 +317,7 @@ class Parallel(Section):
     )
     param_dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto",
-        "of all-gather and compute; auto: bfloat16 where devices have units for it, else float32",
+        "mixed precision: of all-gather and compute; auto: bfloat16 where devices have units for it",
         resume="logged",
     )
     reduce_dtype: Dtype = option("float32", "of gradient reduction", resume="logged")
@@ -335,11 +330,11 @@ class Parallel(Section):
     sync_every_micro_batch: bool = option(True, "reduce gradients each time; false: once a step")
     gather_once: bool = option(False, "all-gather each unit once a step, not once a micro-batch")
     recompute: PositiveInt | Literal["none", "elementwise", "selective", "full"] = option(
-        "none", "what backward computes again; n: all of every n-th block"
+        "none", "activation (gradient) checkpointing; n: of every n-th block"
     )
     compile: bool = option(False, "torch.compile blocks, loss, bfloat16 update")
     float8: Literal["none", "tensorwise", "rowwise"] = option(
-        "none", "blocks' matmuls in float8", resume="logged", extra="float8"
+        "none", "blocks' matmuls in float8", resume="logged"
     )
 
     @property
@@ -489,11 +484,11 @@ class Config:
     train: Train = section("logged")
     optim: Optim = section("logged")
     parallel: Parallel = section("free")
-    lora: Lora | None = section("fixed", extra="lora")
+    lora: Lora | None = section("fixed")
     checkpoint: Checkpoint | None = section("free")
     eval: Eval | None = section("free")
     log: Log = section("free")
-    profile: Profile | None = section("free", extra="profiler")
+    profile: Profile | None = section("free")
 
 
 SCHEMA = Schema(Config)

@@ -26,6 +26,7 @@ if __name__ == "__main__":
 
 import contextlib
 import functools
+import importlib.util
 import pathlib
 import shutil
 import subprocess
@@ -86,6 +87,11 @@ def check(cfg: Config, ranks: Ranks, evaluates: bool = False) -> int:
 def prepare(cfg: Config, job: str, words: list[str]) -> None:
     """Prepares the text, in a process of its own. Raises ConfigError if that fails, and in a SLURM
     job, whose GPUs would idle meanwhile. job: its id. words: the command line."""
+    if not importlib.util.find_spec("tools"):
+        raise ConfigError(
+            "its data is not prepared, and this copy of the repository has no tools/prepare; name "
+            "a prepared folder: data.path"
+        )
     if job:
         command = config.command("-m", "prepare", *words)
         raise ConfigError(

@@ -175,8 +175,8 @@ def exit_failed(error: BaseException, run: Run | None, watchdog: Watchdog) -> No
 
 def describe(error: BaseException, run: Run | None) -> tuple[int, str, bool]:
     """(exit code, text for the log, whether a restart cannot help) of an error."""
-    text = str(error)
-    if isinstance(error, ConfigError):
+    text = config.removed_extra(error) or str(error)
+    if isinstance(error, ConfigError) or config.removed_extra(error):
         return INPUT_IS_WRONG, text, True
     if isinstance(error, FloatingPointError):
         return 1, text, True

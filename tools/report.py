@@ -486,14 +486,13 @@ def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
             words.append("--checkpoint.resume=auto")
         commands.append(command_line(purpose, *words, f"--train.steps={2 * cfg.train.steps}"))
 
-        if config.has_extra("huggingface"):
+        with contextlib.suppress(ConfigError, ModuleNotFoundError):
             from extras.huggingface.config import check_rendered
 
-            with contextlib.suppress(ConfigError):
-                check_rendered(cfg.model)  # as export does
-                commands.append(
-                    command_line("export", "-m", "huggingface", "export", folder, f"{folder}-hf")
-                )
+            check_rendered(cfg.model)  # as export does
+            commands.append(
+                command_line("export", "-m", "huggingface", "export", folder, f"{folder}-hf")
+            )
     text = f"finished: {report or folder}"
     if commands:
         text += "; " + "\n".join(commands)

@@ -274,10 +274,10 @@ def _fit(path: pathlib.Path, entries: dict[str, Entry]) -> tuple[dict[str, Any],
 # Completing a configuration
 
 
-def complete(given: Given, saved: bool) -> None:
+def complete(given: Given) -> None:
     """Fills in options of [model] and [lora] from the folders that their init_from name; options
-    that are given must agree. Pins ids of the hub to a commit. saved: the options are a
-    checkpoint's. Raises ConfigError if a folder cannot be read."""
+    that are given must agree. Pins ids of the hub to a commit. Raises ConfigError if a
+    folder cannot be read."""
     with contextlib.suppress(ConfigError):
         # whoever reads the tokenizer reports why it cannot be had; a plan does not need it
         hub.pin(given, "data.tokenizer")
@@ -290,7 +290,7 @@ def complete(given: Given, saved: bool) -> None:
         raise ConfigError(*given.problems.values(), *error.problems) from None
     if given.has_table("lora"):
         _normalize_adapter(given)
-    if "model.init_from" in given.values and not saved:
+    if "model.init_from" in given.values:
         _complete_tokenizer(given)
 
 

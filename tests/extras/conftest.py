@@ -4,11 +4,10 @@ import pathlib
 
 import pytest
 
-import config
-from tests.conftest import make_config, prepare_one
+from tests.conftest import has_extra, make_config, prepare_one
 
 HERE = pathlib.Path(__file__).parent
-collect_ignore = [path.name for path in HERE.iterdir() if not config.has_extra(path.name)]
+collect_ignore = [path.name for path in HERE.iterdir() if not has_extra(path.name)]
 
 
 @pytest.fixture(scope="session")

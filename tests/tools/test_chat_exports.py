@@ -17,13 +17,12 @@ from transformers import (
     Qwen3Config,
 )
 
-import config
 from tests import cases
-from tests.conftest import make_config, seal, words
+from tests.conftest import has_extra, make_config, seal, words
 from tools import huggingface as convert
 from tools.prepare.prepare import prepare
 
-if not config.has_extra("chat") or not config.has_extra("lora"):
+if not has_extra("chat") or not has_extra("lora"):
     pytest.skip("needs extras/chat and extras/lora", allow_module_level=True)
 
 from tests.extras.chat.conftest import CHATML, LLAMA3, QWEN3, talk

@@ -247,7 +247,7 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[Modu
     """The step with every block, and the state of each block."""
     p = cfg.parallel
     counted = counter_for(world, p, on_gpu)
-    patches = without_storage(counted)
+    patches = without_storage(cfg, counted)
     if on_gpu:
         patches += gpu_code_paths(cfg, counted)
     with contextlib.ExitStack() as stack:
@@ -404,7 +404,7 @@ def values_refused(counted: Counted) -> Iterator[None]:
         ) from None
 
 
-def without_storage(counted: Counted) -> list:
+def without_storage(cfg: config.Config, counted: Counted) -> list:
     """Patches for code that needs values or another tensor class, or bypasses the dispatcher."""
     # it works on global shapes, of which this rank holds a shard
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -425,7 +425,7 @@ def without_storage(counted: Counted) -> list:
             torch.UntypedStorage, "resize_", lambda *args: counted.resized(resize(*args))
         ),
     ]
-    if config.has_extra("optimizers"):
+    if cfg.optim.name == "muon" or cfg.optim.state_dtype == "bfloat16":
         from extras.optimizers import adamw_bfloat16
 
         def fake_numbers(p: nn.Parameter, key: str) -> adamw_bfloat16.ElementNumbers:

@@ -1,10 +1,11 @@
 """Text <-> token ids: a sentencepiece model or a tokenizer.json."""
 
 import hashlib
+import os
 import pathlib
 from typing import Any
 
-from config import ConfigError, has_extra
+from config import ConfigError
 from tools.prepare.tokenizer_json import SPACE, TOKEN_MAP, JsonModel, choose_file, json_files
 
 TOKENIZERS = ("tokenizer.model", "tokenizer.json")
@@ -14,7 +15,7 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
     """The bytes, by file name, of tokenizer.model, or of tokenizer.json and (if present)
     the settings next to it. path: the file, a folder that holds one, or the id of a Hugging Face
     repository. Raises ConfigError."""
-    if has_extra("huggingface"):
+    if not os.path.exists(path):
         from extras.huggingface.hub import local
 
         path = local(str(path))

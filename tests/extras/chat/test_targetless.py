@@ -18,7 +18,7 @@ from data.dataset import open_dataset
 from extras.chat.packing import Packed
 from optim import learning_rate
 from parallel.mesh import World
-from tests.conftest import launch, make_config, rows, saved_tensors, train_run, words
+from tests.conftest import has_extra, launch, make_config, rows, saved_tensors, train_run, words
 from tests.distributed import run_on_ranks
 from tests.extras.chat.conftest import prepare_here, sections_of, talk
 from tests.reference import fresh_model
@@ -40,7 +40,7 @@ OTHERS: dict[str, dict] = {
     "optimizers": {"optim": {"name": "muon"}},
     "lora": {"lora": {"rank": 4, "base_dtype": "float32"}},
 }
-OTHERS = {name: changes for name, changes in OTHERS.items() if config.has_extra(name)}
+OTHERS = {name: changes for name, changes in OTHERS.items() if has_extra(name)}
 
 
 def talks(share: float) -> list[list[dict]]:

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 import config
 from checkpoint import catalog
-from tests.conftest import TINY, make_config, train_run
+from tests.conftest import TINY, has_extra, make_config, train_run
 from tests.distributed import run_on_ranks
 
-collect_ignore_glob = [] if config.has_extra("huggingface") else ["test_*.py"]
+collect_ignore_glob = [] if has_extra("huggingface") else ["test_*.py"]
 PROJECTIONS = [*config.PROJECTIONS]
 WIDTHS = {
     "hidden_size": 64,

@@ -14,6 +14,7 @@ from optim import build_optimizer
 from tests import theory
 from tests.conftest import (
     REPO,
+    has_extra,
     lacks,
     make_config,
     needs_extra,
@@ -154,7 +155,7 @@ ALL_RUN = {
 def test_few_blocks_give_the_plan_of_all(name):
     sections = dict({**FEW, **ALL_RUN}[name])
     adapters = config.Lora(rank=4) if sections.pop("lora", None) else None
-    if lacks(**sections) or (adapters and not config.has_extra("lora")):
+    if lacks(**sections) or (adapters and not has_extra("lora")):
         pytest.skip("needs an extra that was removed")
     cfg = replace(of_a_gpu(**sections), lora=adapters)
     step, blocks = step_and_models(cfg)

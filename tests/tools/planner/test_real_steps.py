@@ -22,7 +22,7 @@ from parallel.fsdp import set_communication, unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World
 from parallel.parallelize import parallelize
-from tests.conftest import build, lacks, make_config, mesh_for, token_ids
+from tests.conftest import build, has_extra, lacks, make_config, mesh_for, token_ids
 from tests.distributed import run_on_ranks
 from tools.planner.plan import plan
 from tools.planner.simulate import simulate
@@ -104,7 +104,7 @@ def test_plan_holds_what_the_largest_of_real_ranks_holds(name):
     sections = dict(sections)
     base = sections.pop("lora", None)
     adapters = config.Lora(rank=3, base_dtype=base) if base else None
-    if lacks(**sections) or (adapters and not config.has_extra("lora")):
+    if lacks(**sections) or (adapters and not has_extra("lora")):
         pytest.skip("needs an extra that was removed")
     cfg = make_config(**sections, train={"global_batch_size": 12, "micro_batch_size": 1})
     cfg = replace(cfg, lora=adapters)
