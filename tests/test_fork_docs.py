@@ -72,11 +72,11 @@ def test_worked_change_trains_the_same_on_two_ranks_and_other_than_without_it(fo
 
 
 def test_spikes_are_skipped_alike_on_two_ranks(fork, small):
-    """With a limit that some steps of any run exceed. The update of the first of them is missing."""
+    """With a limit that some steps of any run exceed. The first of them changes no weights."""
     diff = blocks_of("diff fork-spikes")
     subprocess.run(["git", "apply"], input=diff, cwd=fork, text=True, check=True)
     runs = {}
-    for ranks, name, limit in ((1, "usual", 1000), (1, "skipping", 0.9), (2, "skipping-2", 0.9)):
+    for ranks, name, limit in ((1, "usual", 1000), (1, "skipping", 1.1), (2, "skipping-2", 1.1)):
         command = f"NPROC={ranks} ./run_train.sh configs/tiny.toml --run.name={name}"
         command += f" --train.skip_spikes={limit} --train.steps=20 --log.every_steps=1"
         done = run_in(fork, command + small)
@@ -88,9 +88,9 @@ def test_spikes_are_skipped_alike_on_two_ranks(fork, small):
     average = norms[0]
     spikes = []
     for step, norm in enumerate(norms):
-        if norm > 0.9 * average:
+        if norm > 1.1 * average:
             spikes.append(step)
-        average += (min(norm, 0.9 * average) - average) / 100
+        average += (min(norm, 1.1 * average) - average) / 100
     state = fork / "outputs/skipping/checkpoints/step-00000020/state.json"
     assert 0 < json.loads(state.read_text())["skipped_steps"] == len(spikes) < 20
     first = spikes[0]
