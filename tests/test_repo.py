@@ -184,7 +184,7 @@ def shortened(command: str) -> str:
         return f"{command} --collect-only"
     if command.startswith("./tests/run.sh") and "--lint" not in command:
         return f"{command} -n 0 tests/test_metrics.py -k console_line"
-    if re.search(r"run_train\.sh(( -m data.*)? configs/tiny\.toml|$)", command):
+    if re.search(r"run_train\.sh(( -m (prepare|show))? configs/tiny\.toml|$)", command):
         command += " --data.max_tokens=300_000"
     if "run_train.sh" in command and not re.search("-m |--setup|--dry-run|--help", command):
         command += " --eval.batches=2"
