@@ -8,9 +8,16 @@ import pytest
 
 import config
 from tests.checkpoint.conftest import flip_last_byte
-from tests.conftest import content, launch, make_config, rows, train_run
+from tests.conftest import (
+    content,
+    launch,
+    make_config,
+    rows,
+    token_ids,
+    train_run,
+    write_prepared,
+)
 from tests.distributed import run_on_ranks
-from tools.prepare.prepare import prepare
 
 
 class Run:
@@ -117,22 +124,16 @@ def test_what_a_killed_run_left_undone_is_done(run):
         assert json.loads(status.read_text())["state"] == "finished"
 
 
-def test_tokens_of_another_tokenizer_are_refused_even_where_other_data_is_allowed(
-    run, corpus, tmp_path
-):
+def test_tokens_of_another_tokenizer_are_refused_even_where_other_data_is_allowed(run, tmp_path):
     run(checkpoint={})
-    other = tmp_path / "other.jsonl"
-    lines = corpus.read_text().splitlines(keepends=True)
-    other.write_text("".join(lines[: len(lines) * 3 // 4]))
-    data = {"source": str(other), "path": str(tmp_path / "other")}
-    cfg = make_config(data=data)
-    prepare(cfg.data, cfg.model.vocab_size)
+    data = {"source": "other.jsonl", "path": str(tmp_path / "other")}
+    documents = [*token_ids(10, 500).numpy()]
+    write_prepared(make_config(data=data), documents, documents[:1], tokenizer="another hash")
     both = {"allow_changed": ["data.source", "data.tokenizer"]}
     with pytest.raises(pytest.fail.Exception, match=r"of another tokenizer .*\S*outputs/r\W"):
         run(data=data, train={"steps": 5}, checkpoint=both)
-    data |= {"path": str(tmp_path / "again"), "tokenizer": str(run.folder)}
-    cfg = make_config(data=data)
-    prepare(cfg.data, cfg.model.vocab_size)
+    data["path"] = str(tmp_path / "again")
+    write_prepared(make_config(data=data), documents, documents[:1])
     run(data=data, train={"steps": 5}, checkpoint=both)
     assert run.steps() == [1, 2, 3, 4, 5]
 

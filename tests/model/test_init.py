@@ -7,20 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import config
-from checkpoint import catalog
 from model.build import meta_model
 from model.init import Fill, constant, normal
 from model.llama import Llama
-from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.materialize import materialize
 from parallel.mesh import World
 from parallel.tensor import check_tp_plan
 from tests import forks
-from tests.conftest import make_config, mesh_for, needs_extra, refuses, train_run
+from tests.conftest import make_config, mesh_for, needs_extra, refuses
 from tests.distributed import distributed
 from tests.reference import fresh_model
-from tools.generate import load_model
 
 CPU = torch.device("cpu")
 
@@ -145,20 +141,3 @@ def test_a_layer_whose_bias_would_be_dropped_is_not_replaced():
         attention.q_proj.bias = nn.Parameter(torch.empty(64, device="meta"))
         with refuses(r"would drop q_proj\.bias"):
             replace(attention)
-
-
-@distributed(ranks=1)
-def test_a_checkpoint_s_model_has_its_buffers(world, write_config):
-    """They are not saved: what the module declares is drawn again, whatever is recomputed."""
-    cfg = config.load(str(write_config(run={"name": "r"}, checkpoint={}, train={"steps": 1})))
-    with forks.with_parameters():
-        train_run(cfg, world)
-        model = load_model(catalog.path_of(catalog.root_of(cfg), 1), cfg, CPU)
-        again = Llama(cfg.model)
-        apply_activation_checkpointing(again, "full", compiled=False)
-        materialize(again, cfg.run.seed, CPU)
-    buffers = dict(model.named_buffers())
-    assert {name.rpartition(".")[2] for name in buffers} == {"factor"}
-    for ours, expected in zip(buffers.values(), again.buffers(), strict=True):
-        assert ours.isfinite()
-        assert torch.equal(ours, expected)

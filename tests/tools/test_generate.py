@@ -21,6 +21,8 @@ from config import ConfigError
 from model.attention import attention
 from model.build import build_model
 from model.llama import Llama
+from parallel.activation_checkpoint import apply_activation_checkpointing
+from parallel.materialize import materialize
 from system.processes import printable
 from tests import forks
 from tests.conftest import build, make_config, run_tool, seal, token_ids, train_run
@@ -334,3 +336,20 @@ def test_what_no_model_can_take_is_one_line():
         tool.encode(silent, "")
     silent.bos = [1]
     assert tool.encode(silent, "") == [1]
+
+
+@distributed(ranks=1)
+def test_a_checkpoint_s_model_has_its_buffers(world, write_config):
+    """They are not saved: what the module declares is drawn again, whatever is recomputed."""
+    cfg = config.load(str(write_config(run={"name": "r"}, checkpoint={}, train={"steps": 1})))
+    with forks.with_parameters():
+        train_run(cfg, world)
+        model = tool.load_model(catalog.path_of(catalog.root_of(cfg), 1), cfg, CPU)
+        again = Llama(cfg.model)
+        apply_activation_checkpointing(again, "full", compiled=False)
+        materialize(again, cfg.run.seed, CPU)
+    buffers = dict(model.named_buffers())
+    assert {name.rpartition(".")[2] for name in buffers} == {"factor"}
+    for ours, expected in zip(buffers.values(), again.buffers(), strict=True):
+        assert ours.isfinite()
+        assert torch.equal(ours, expected)
