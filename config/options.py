@@ -30,8 +30,8 @@ SELECTIVE = ("elementwise", "selective")
 # The matrices of a block, in order.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-# What a row of data is: a text, or a conversation in one of three forms.
 BadRows = Literal["refuse", "skip"]
+# What a row of data is: a text, or a conversation in one of three forms.
 RowFormat = Literal["text", "messages", "alpaca", "prompt_completion"]
 
 # What rules() yields: (options, requirement).
@@ -84,9 +84,7 @@ class Run(Section):
     name: RunName | None = option(None, "folder in output_dir; absent: the file's stem")
     output_dir: Path = option("outputs", "folder that holds all runs")
     seed: NonNegativeInt = option(0, "seed of initial weights and shuffling", resume="fixed")
-    device: Literal["auto", "cuda", "cpu"] = option(
-        "auto", "auto: cuda where there is a GPU, else cpu"
-    )
+    device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: cuda, or cpu without a GPU")
     deterministic: bool = option(False, "use only torch's deterministic algorithms")
     start_timeout_seconds: Seconds = option(1800.0, "timeout of set-up, the first step, and a save")
     step_timeout_seconds: Seconds = option(600.0, "timeout of a step, or a batch of evaluation")
@@ -156,27 +154,20 @@ class Source:
 class Data(Section):
     source: Path = option(
         "python-stdlib",
-        "dataset: Hugging Face id, local files (.jsonl, .json, .csv, .parquet, .arrow, .txt, .md), "
-        "or a prepared folder",
+        "dataset: id, files (.jsonl, .json, .csv, .parquet, .arrow, .txt, .md) or prepared folder",
     )
     subset: str | None = option(None, "configuration of a Hugging Face dataset")
     split: str = option("train", "split of a Hugging Face dataset")
     text_field: str = option("text", "column with the text")
     path: Path | None = option(None, "folder of token files; absent: in prepared/", resume="free")
-    tokenizer: Path | None = option(
-        None, "file, folder or id; absent: init_from's, else one is trained"
-    )
+    tokenizer: Path | None = option(None, "file, folder or id; absent: init_from's, or trained")
     max_tokens: PositiveInt | None = option(None, "tokens to prepare; absent: all")
     document_mask: bool = option(False, "attend only within a document; positions restart in each")
     format: RowFormat | None = option(None, "what a row is; absent: a text, or messages_field's")
-    messages_field: str | None = option(
-        None, "column with messages; absent: messages, else conversations"
-    )
+    messages_field: str | None = option(None, "column; absent: messages, else conversations")
     chat_template: Path | None = option(None, "Jinja file; absent: the tokenizer's")
     validation: Path | None = option(None, "files, or a split; absent: held out")
-    bad_rows: BadRows = option(
-        "refuse", "skip: leave out rows that cannot be read, at most one in a hundred"
-    )
+    bad_rows: BadRows = option("refuse", "skip: leave out rows that cannot be read, at most 1 %")
     sources: tuple[Source, ...] = option((), "a mixture, weighted")
 
     @property
@@ -245,9 +236,7 @@ class Train(Section):
     micro_batch_size: PositiveInt | None = option(
         None, "sequences per pass; absent: all, no gradient accumulation", resume="free"
     )
-    max_grad_norm: PositiveFloat | Literal["off"] = option(
-        1.0, "gradient clipping: its norm is at most this"
-    )
+    max_grad_norm: PositiveFloat | Literal["off"] = option(1.0, "gradient clipping, at this norm")
     skip_nonfinite: NonNegativeInt = option(0, "steps in a row with NaN or inf to skip; 0: none")
 
     def rules(self, cfg: "Config") -> Rules:
@@ -311,10 +300,8 @@ class Parallel(Section):
     cp: PositiveInt = option(1, "ranks a sequence is sharded over (context parallel)")
     tp: PositiveInt = option(1, "ranks a matrix is sharded over (tensor parallel)")
     reshard_after_forward: bool = option(True, "free a unit after forward; false: after backward")
-    prefetch_forward: NonNegativeInt = option(1, "units all-gathered ahead in forward; 0: implicit")
-    prefetch_backward: NonNegativeInt = option(
-        1, "units all-gathered ahead in backward; 0: implicit"
-    )
+    prefetch_forward: NonNegativeInt = option(1, "units gathered ahead in forward; 0: implicit")
+    prefetch_backward: NonNegativeInt = option(1, "units gathered ahead in backward; 0: implicit")
     param_dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto",
         "mixed precision: of all-gather and compute; auto: bfloat16 where devices have units for it",
@@ -323,9 +310,7 @@ class Parallel(Section):
     reduce_dtype: Dtype = option("float32", "of gradient reduction", resume="logged")
     output_dtype: Dtype | None = option(None, "between units; absent: param_dtype", resume="logged")
     keep_fp32: tuple[str, ...] = option((), "units in float32, as 'blocks.[01]'", resume="logged")
-    replicated: tuple[str, ...] = option(
-        (), "patterns of frozen parameters to keep whole on every rank"
-    )
+    replicated: tuple[str, ...] = option((), "patterns: frozen parameters kept whole on each rank")
     cpu_offload: bool = option(False, "parameters, gradients and optimizer state in host memory")
     sync_every_micro_batch: bool = option(True, "reduce gradients each time; false: once a step")
     gather_once: bool = option(False, "all-gather each unit once a step, not once a micro-batch")
@@ -388,9 +373,7 @@ class Lora(Section):
     alpha: PositiveFloat | None = option(None, "adapters scale by alpha / rank; absent: 2 x rank")
     # load() replaces "all-linear" by the names
     targets: Projections | Literal["all-linear"] = option(PROJECTIONS, "adapted")
-    base_dtype: Literal["bfloat16", "float32", "nf4"] = option(
-        "bfloat16", "dtype of the frozen weights"
-    )
+    base_dtype: Literal["bfloat16", "float32", "nf4"] = option("bfloat16", "of the frozen weights")
     init_from: Path | None = option(None, "PEFT folder; sets rank, alpha, targets", resume="free")
 
     @property
@@ -425,15 +408,11 @@ class Lora(Section):
 
 @dataclass(frozen=True)
 class Checkpoint(Section):
-    save_every_steps: PositiveInt | None = option(
-        None, "steps between saves; absent: only the last is saved"
-    )
+    save_every_steps: PositiveInt | None = option(None, "steps between saves; absent: at the end")
     keep_last: PositiveInt | None = option(None, "absent: all")
     keep_every_steps: PositiveInt | None = option(None, "steps between milestones, kept for ever")
     async_save: bool = option(False, "write in the background")
-    resume: Literal["auto", "never"] | PositiveInt = option(
-        "auto", "auto: from the newest; N: from step N"
-    )
+    resume: Literal["auto", "never"] | PositiveInt = option("auto", "auto: the newest; N: step N")
     allow_changed: tuple[str, ...] = option((), "options that may differ, as 'train.seq_len'")
 
     def rules(self, cfg: "Config") -> Rules:
@@ -449,9 +428,7 @@ class Checkpoint(Section):
 
 @dataclass(frozen=True)
 class Eval(Section):
-    every_steps: PositiveInt | None = option(
-        None, "steps between evaluations; absent: only at the last step"
-    )
+    every_steps: PositiveInt | None = option(None, "steps between evaluations; absent: at the end")
     batches: PositiveInt | None = option(None, "global batches; absent: all")
 
 

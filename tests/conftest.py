@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,12 @@ from tests.gloo import run_on_ranks
 
 torch.set_num_threads(1)
 REPO = pathlib.Path(__file__).parent.parent
+# Without tools/ the tests that prepare text, or sample, are not collected.
+collect_ignore = []
+if not (REPO / "tools").exists():
+    for path in (REPO / "tests").rglob("test_*.py"):
+        if re.search("^(from|import) tools", path.read_text(), re.M):
+            collect_ignore.append(path)
 
 TINY = {
     "model": {

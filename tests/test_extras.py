@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-from tests.conftest import copy_tracked, launch, rows
+import config
+from model.build import build_model
+from tests.conftest import copy_tracked, launch, make_config, needs_extra, rows
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 
@@ -20,7 +22,7 @@ def core(tmp_path_factory) -> pathlib.Path:
 
 
 def test_core_trains_resumes_and_evaluates_as_the_full_repository(core, write_config, tmp_path):
-    """On a mixture of growing text: with tp, then cp, then one rank, against one rank alone."""
+    """On a mixture that the full one prepared: with tp, then cp, then one rank, against one rank."""
     sources = []
     for name in ("first", "second"):
         path = tmp_path / f"{name}.jsonl"
@@ -28,7 +30,7 @@ def test_core_trains_resumes_and_evaluates_as_the_full_repository(core, write_co
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         sources.append({"source": str(path)})
     sections = {
-        "data": {"order": "growing", "sources": sources},
+        "data": {"sources": sources},
         "optim": {"schedule_steps": 4},
         "eval": {"batches": 2},
         "checkpoint": {},
@@ -51,21 +53,42 @@ def test_core_trains_resumes_and_evaluates_as_the_full_repository(core, write_co
     assert evaluated["loss"] == pytest.approx(rows(tmp_path / "outputs/full", "eval")[-1]["loss"])
 
 
-def test_options_whose_extras_were_removed_are_refused(core, write_config):
-    needed = {
-        "parallel.float8=rowwise": "float8",
-        "optim.name=muon": "optimizers",
-        "profile.at_step=1": "profiler",
-        "model.init_from=folder": "huggingface",
-        "lora.rank=2": "lora",
-        "data.chat_template=x.jinja": "chat",
-    }
-    done = launch(write_config(), *(f"--{option}" for option in needed), repo=core)
-    assert done.returncode == 2
-    for option, extra in needed.items():
-        key = option.partition("=")[0].rpartition(".")[2]
-        lines = [line for line in done.stderr.splitlines() if f"needs extras/{extra}," in line]
-        assert len(lines) == 1 and key in lines[0], done.stderr
+# an option, what its line says that this copy does not have
+REMOVED = [
+    ("parallel.float8=rowwise", "extras/float8"),
+    ("optim.name=muon", "extras/optimizers"),
+    ("optim.state_dtype=bfloat16", "extras/optimizers"),
+    ("profile.at_step=1", "extras/profiler"),
+    ("model.init_from=folder", "extras/huggingface"),
+    ("data.tokenizer=owner/name", "extras/huggingface"),
+    ("data.path=elsewhere", "tools/prepare"),
+]
+
+
+@pytest.mark.parametrize(("option", "folder"), REMOVED)
+def test_an_option_whose_extra_was_removed_exits_with_2(option, folder, core, write_config):
+    path = write_config()
+    done = launch(path, f"--{option}", repo=core)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if folder in line]
+    assert "this copy of the repository" in line
+    assert not [*path.parent.glob("outputs/*")]
+
+
+@needs_extra("lora", "chat")
+@pytest.mark.parametrize("extra", ["lora", "chat"])
+def test_import_of_a_removed_extra_names_its_folder(extra, tmp_path, monkeypatch):
+    """Also where extras/ has others, as for an extra that needs another one."""
+    monkeypatch.setattr("extras.__path__", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, f"extras.{extra}", raising=False)
+    for module in [name for name in sys.modules if name.startswith(f"extras.{extra}.")]:
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(ModuleNotFoundError) as error:
+        if extra == "lora":
+            build_model(make_config().model, config.Lora())
+        else:
+            from extras.chat.packing import Packed  # noqa: F401
+    assert f"needs extras/{extra}," in config.removed_extra(error.value)
 
 
 def test_plan_without_the_planner_is_refused(core, write_config):

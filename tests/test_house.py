@@ -23,7 +23,6 @@ FLOORS = [
     ("checkpoint",),
     ("metrics",),
     ("run",),
-    ("generate",),
     ("evaluate",),
     ("train",),
 ]
