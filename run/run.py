@@ -8,8 +8,9 @@ import shutil
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,11 @@ class Run:
         self.step = 0  # the last step trained, by this launch or an earlier one
         self.checkpointer: Checkpointer | None = None  # from begin() on
         self.claim: FolderClaim | None = None  # on rank 0, from begin() on
+        self.traced: Callable[[int], Any] = contextlib.nullcontext  # around each step
+        if cfg.profile:
+            from extras.profiler.profiler import Profiler
+
+            self.traced = Profiler(cfg.profile, self.folder, world).traced
 
     @property
     def stops(self) -> bool:
@@ -134,11 +140,6 @@ class Run:
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """Yields each step to train, up to `last` or until all ranks agree to stop. Collective."""
-        traced = contextlib.nullcontext
-        if self.cfg.profile:
-            from extras.profiler.profiler import Profiler
-
-            traced = Profiler(self.cfg.profile, self.folder, self.world, first).traced
         self.agreement.all_reduce()  # a signal may have come before
         gc.collect()
         gc.freeze()
@@ -147,7 +148,7 @@ class Run:
             if self.stops:
                 break
             self._enter("first step" if step == first else "step", step)  # the first compiles
-            with traced(step):
+            with self.traced(step):
                 yield step
             self.step = step
             if step == first:

@@ -162,9 +162,9 @@ def profiled(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(profiler.log, "propagate", True)
     caplog.set_level("INFO")
 
-    def make(device: str, first: int = 1) -> Profiler:
+    def make(device: str) -> Profiler:
         world: Any = SimpleNamespace(rank=1, device=torch.device(device))
-        return Profiler(config.Profile(at_step=2, steps=2), tmp_path, world, first)
+        return Profiler(config.Profile(at_step=2, steps=2), tmp_path, world)
 
     return make
 
@@ -202,7 +202,8 @@ def test_a_profile_that_cannot_be_written_stops_nothing(profiled, tmp_path, capl
     assert "the profile is incomplete" in caplog.text
 
 
-@pytest.mark.parametrize("first, is_late", [(2, False), (3, True)])
+@pytest.mark.parametrize("first, is_late", [(1, False), (4, True)])
 def test_a_launch_after_the_steps_to_trace_says_so(profiled, caplog, first, is_late):
-    profiled("cpu", first)
+    with profiled("cpu").traced(first):
+        pass
     assert ("at_step = 2 was before this launch" in caplog.text) is is_late
