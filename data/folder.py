@@ -15,6 +15,7 @@ prepared/{source}-{hash of the options that determine it}/. The record:
                       bytes of the documents' texts] of each; the last three may be null
     tokens            of "train" and "heldout"
     left_out          rows of which the tokenizer made nothing; rows, wrong: with data.bad_rows
+    unknown           tokens that stand for what the vocabulary lacks
     sha256            of the hashes of all token files
 """
 

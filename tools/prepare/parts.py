@@ -98,7 +98,7 @@ def prepare_part(part: Part, data: config.Data, dtype: str, threads: int) -> Non
     if part.record():
         return
     stamp = part.stamp()
-    count = collections.Counter(rows=0, wrong=0, left_out=0)
+    count = collections.Counter(rows=0, wrong=0, left_out=0, unknown=0)
     # validation text is held out of the first part alone, so that no part depends on another
     holds_out = part.split == "train" and not part.number and not data.validation
     train = TokenWriter(part.path(".bin"), dtype)
@@ -111,6 +111,7 @@ def prepare_part(part: Part, data: config.Data, dtype: str, threads: int) -> Non
         for document in encoded_in_order(pool, encode, source, AHEAD * threads):
             if train.tokens >= limit:
                 break
+            count["unknown"] += document.unknown
             if not document.ids:  # a tokenizer may produce no tokens for some texts
                 count["left_out"] += 1
             elif heldout and document.is_held_out and train.tokens < HELD_OUT_OF:

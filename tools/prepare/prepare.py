@@ -46,6 +46,7 @@ from tools.prepare.parts import (
 from tools.prepare.source import SourceFile
 
 LOG_SECONDS = 10.0  # between lines of progress
+MOST_UNKNOWN = 0.01  # share of the tokens without a warning
 
 
 def prepare(
@@ -169,7 +170,8 @@ class Preparation:
                     listed[split].append(entry)
             records.append(record)
         tokens = {split: sum(entry[2] for entry in listed[split]) for split in listed}
-        count = {key: sum(r[key] for r in records) for key in ("rows", "wrong", "left_out")}
+        counted = ("rows", "wrong", "left_out", "unknown")
+        count = {key: sum(record[key] for record in records) for key in counted}
         self.check(tokens, count["rows"], count["wrong"])
         for temporary in self.folder.glob(".*.tmp"):
             temporary.unlink()
@@ -184,10 +186,17 @@ class Preparation:
             "token_files": listed,
         }
         write_manifest(self.folder, manifest)
-        print_error(
-            f"prepared {self.folder}: {tokens['train']:,} tokens to train on, "
-            f"{tokens['heldout']:,} for validation"
-        )
+        unknown = count["unknown"] / sum(tokens.values())
+        line = f"prepared {self.folder}: {tokens['train']:,} tokens to train on, "
+        line += f"{tokens['heldout']:,} for validation"
+        if unknown:
+            line += f"; {unknown:.2%} of them are <unk>, which the tokenizer does not know"
+        print_error(line)
+        if unknown >= MOST_UNKNOWN:
+            print_error(
+                f"warning: {unknown:.0%} of the text is lost to the model: its tokenizer is of other "
+                "text; name another, or leave data.tokenizer out to train one"
+            )
 
     def tokens_needed(self, part: Part, tokens: int) -> int:
         """Those of a training part up to the first document's end that reaches data.max_tokens."""

@@ -27,6 +27,7 @@ class Encoded(NamedTuple):
     is_held_out: bool  # for validation, by its hash
     ids: bytes  # empty: it is left out
     text_bytes: int = 0  # in UTF-8; of a conversation unknown
+    unknown: int = 0  # ids of what the vocabulary lacks
 
 
 class Texts:
@@ -107,7 +108,8 @@ def encode_texts(tokenizer: "Tokenizer", dtype: str, documents: list[str]) -> li
     encoded = []
     for text, ids in zip(documents, tokenizer.encode(documents)):
         tokens = array.array(typecode, [*tokenizer.bos, *ids, *tokenizer.eos])
-        encoded.append(Encoded(is_held_out(text), tokens.tobytes(), len(text.encode())))
+        unknown = ids.count(tokenizer.unknown)
+        encoded.append(Encoded(is_held_out(text), tokens.tobytes(), len(text.encode()), unknown))
     return encoded
 
 

@@ -62,6 +62,7 @@ class Tokenizer:
         # the ids before and after a document: one of each, or none
         self.bos: list[int]
         self.eos: list[int]
+        self.unknown: int | None  # the id of what the vocabulary lacks
         # how SPACE is encoded, if the model would decode it to a space
         self.space: list[int] | None = None
         if "tokenizer.json" in self.files:
@@ -69,6 +70,7 @@ class Tokenizer:
             self.vocab_size = self.model.vocab_size
             self.bos = self.model.bos
             self.eos = self.model.eos
+            self.unknown = self.model.unknown
         else:
             self._load_sentencepiece(self.files["tokenizer.model"])
 
@@ -117,6 +119,7 @@ class Tokenizer:
         # sentencepiece returns -1 for a token that a model lacks
         self.bos = [bos] if bos >= 0 else []
         self.eos = [eos] if eos >= 0 else []
+        self.unknown = self.model.unk_id()
         self.space = self._space_bytes()
 
     def _space_bytes(self) -> list[int] | None:

@@ -10,6 +10,7 @@ import torch
 
 import config
 from data.dataset import open_dataset
+from data.folder import manifest_of
 from tests.conftest import (
     launch,
     make_config,
@@ -49,6 +50,27 @@ def test_bytes_of_the_validation_text_do_not_depend_on_the_tokenizer(options, tm
     dataset = open_dataset(cfg)
     (samples,) = dataset.validation()
     assert dataset.text_bytes(0, len(samples)) == len("".join(texts).encode())
+
+
+@pytest.mark.quick
+def test_share_of_unknown_tokens_is_reported_and_from_one_percent_on_warned_of(tmp_path, capsys):
+    texts = [f"{'the cat sat ' * 20}{'中' * (number % 2)}" for number in range(100)]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "a.jsonl").write_text(rows)
+    path = tmp_path / "t.model"
+    model = sentencepiece_model(path, byte_fallback=False).model
+    ids = [[model.bos_id(), *model.encode(text), model.eos_id()] for text in texts]
+    unknown = sum(text.count(model.unk_id()) for text in ids)
+    share = unknown / sum(map(len, ids))
+    data = {"source": str(tmp_path / "a.jsonl"), "path": str(tmp_path / "out")}
+    folder = prepare_one(make_config(data=data | {"tokenizer": str(path)}))
+    assert manifest_of(folder)["unknown"] == unknown == 50
+    error = capsys.readouterr().err
+    assert f"{share:.2%} of them are <unk>" in error and share < 0.01
+    assert "warning" not in error
+    (tmp_path / "a.jsonl").write_text(rows.replace("sat", "\u4e2d\u4e2d"))
+    prepare_one(make_config(data=data | {"tokenizer": str(path), "path": str(tmp_path / "other")}))
+    assert "warning: " in capsys.readouterr().err
 
 
 @needs_extra("huggingface")

@@ -458,7 +458,8 @@ def encode_conversations(folder: pathlib.Path, documents: list[str]) -> list[Enc
             raise ConfigError(f"{where}: {TOO_DEEP}") from None
         signed = [token if learned else ~token for token, learned in zip(ids, has_loss)]
         stored = array.array("i", signed).tobytes()
-        encoded.append(Encoded(is_held_out(json.dumps(conversation.messages)), stored))
+        is_first = is_held_out(json.dumps(conversation.messages))
+        encoded.append(Encoded(is_first, stored, unknown=ids.count(chat.tokenizer.unknown)))
     return encoded
 
 
