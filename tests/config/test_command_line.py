@@ -32,7 +32,6 @@ def shell(*words: object, **variables: str) -> subprocess.CompletedProcess:
 # program, its arguments, key words of what it prints
 COMMAND_LINES = [
     ("train", [], "CONFIG"),
-    ("tools.prepare", [], "CONFIG"),
     ("train", [TINY, "--=5", "--two"], "--=5, --two: unknown"),
     ("train", [TINY, "other.toml"], "other.toml: unknown; CONFIG comes first"),
     ("train", [TINY, "\u2013-train.steps=3"], "train.steps=3: unknown"),
@@ -42,11 +41,10 @@ COMMAND_LINES = [
     ("train", [TINY, "--data.source=a.txt\r"], r'source = "a.txt\\r": .*control characters'),
     ("train", [TINY, f"--train.steps={'9' * 5000}"], "integer"),
     ("train", [TINY, "--dry-run"], "--dry-run: unknown"),
-    ("tools.prepare", [TINY, "--eval-only"], "--eval-only: unknown"),
     ("train", ["--help", "optm"], "--help optm: .*did you mean optim"),
     ("train", [TINY, "--help=zebra"], "--help zebra: .*there are run, model"),
     ("train", ["tiny", "--train.steps=0"], r"\[train\] steps = 0"),
-    ("tools.prepare", ["tini"], "tini: neither a file nor .*llama8b.*; did you mean tiny"),
+    ("train", ["tini"], "tini: neither a file nor .*llama8b.*; did you mean tiny"),
 ]
 
 

@@ -41,6 +41,7 @@ VALUES = [
     ("lora.targets", [["q_proj"], "all-linear"], [[], ["q_proj", "lm_head"]], "q_proj, k_proj"),
     ("data.source", ["a b#c", "C:/a", "costs-$"], ["s3://a/b", "file:///a"], "URL"),
     ("data.tokenizer", ["owner/name@abc"], ["$HOME/a", "a/${USER}/b"], "shell"),
+    ("data.format", ["alpaca"], ["tokens", "chat"], '"text" or "messages" or "alpaca" or'),
     ("data.sources", [[{"source": "a"}]], [[1], {"source": "a"}], "a table of source"),
     ("data.sources", [], [TWO_WRONG], "weight = 0: .*wieght = 1: .*source: is missing"),
     (

@@ -162,6 +162,12 @@ def test_wrong_key_suggests_the_nearest_spelling_else_an_option_with_its_words(w
     assert "unknown option" in line and suggestion in line
 
 
+def test_options_that_went_are_named_at_once():
+    words = ["--train.skip_spikes=3", "--data.order=growing", "--data.format=tokens"]
+    with refuses("skip_spikes = ", "order = ", "format = "):
+        config.from_dict(tables(), "t.toml", words)
+
+
 @dataclass(frozen=True)
 class Forked:
     bits: Literal[8, 4] | None = option(None, "of a weight")
