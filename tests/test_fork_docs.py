@@ -1,10 +1,14 @@
 """docs/fork.md, followed in a copy of the repository. What it names exists."""
 
+import json
 import re
+import sqlite3
+import subprocess
+from typing import IO, Any
 
 import pytest
 
-from tests.conftest import REPO, copy_tracked, rows
+from tests.conftest import REPO, copy_tracked, make_config, rows
 from tests.test_repo import BLOCK, commands, run_in
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
@@ -65,6 +69,50 @@ def test_worked_change_trains_the_same_on_two_ranks_and_other_than_without_it(fo
     assert len(on) > 2 and on_two == pytest.approx(on, rel=1e-5)
     # fresh blocks add little to the residual stream, so not at first
     assert abs(on[-1] - off[-1]) > 2e-4 * off[-1]
+
+
+def test_spikes_are_skipped_alike_on_two_ranks(fork, small):
+    """With a limit that some steps of any run exceed. The first of them changes no weights."""
+    diff = blocks_of("diff fork-spikes")
+    subprocess.run(["git", "apply"], input=diff, cwd=fork, text=True, check=True)
+    runs = {}
+    for ranks, name, limit in ((1, "usual", 1000), (1, "skipping", 1.1), (2, "skipping-2", 1.1)):
+        command = f"NPROC={ranks} ./run_train.sh configs/tiny.toml --run.name={name}"
+        command += f" --train.skip_spikes={limit} --train.steps=20 --log.every_steps=1"
+        done = run_in(fork, command + small)
+        assert done.returncode == 0, done.stderr
+        runs[name] = rows(fork / "outputs" / name)
+    usual, skipping, on_two = ([row["loss"] for row in run] for run in runs.values())
+    assert on_two == pytest.approx(skipping, rel=1e-5)
+    norms = [row["grad_norm"] for row in runs["skipping"]]
+    average = norms[0]
+    spikes = []
+    for step, norm in enumerate(norms):
+        if norm > 1.1 * average:
+            spikes.append(step)
+        average += (min(norm, 1.1 * average) - average) / 100
+    state = fork / "outputs/skipping/checkpoints/step-00000020/state.json"
+    assert 0 < json.loads(state.read_text())["skipped_steps"] == len(spikes) < 20
+    first = spikes[0]
+    assert skipping[: first + 1] == usual[: first + 1] and skipping[first + 1] != usual[first + 1]
+
+
+def test_source_of_text_is_read(tmp_path, monkeypatch):
+    """On articles that are stored in another order than they are read."""
+    pytest.importorskip("tools.prepare")
+    from tools.prepare import rows as readers
+    from tools.prepare.source import Range, SourceFile, documents
+
+    names: dict[str, Any] = {"sqlite3": sqlite3, "IO": IO, "Rows": readers.Rows}
+    exec(blocks_of("python fork-source"), names)
+    monkeypatch.setitem(readers.READERS, ".db", names["article_rows"])
+    with sqlite3.connect(tmp_path / "a.db") as database:
+        database.execute("CREATE TABLE articles (id INTEGER, body TEXT)")
+        articles = [(8, "second"), (5, "first"), (11, "third")]
+        database.executemany("INSERT INTO articles VALUES (?, ?)", articles)
+    data = make_config(data={"source": str(tmp_path)}).data
+    files = [Range(SourceFile(str(tmp_path / "a.db")))]
+    assert list(documents(data, files)) == ["first", "second", "third"]
 
 
 @pytest.mark.parametrize("command, words", list(zip(REFUSED, WORDS, strict=True)))

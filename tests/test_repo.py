@@ -58,7 +58,7 @@ def test_every_block_says_what_it_is():
     """A command that no test would run is noticed by its label."""
     needs = "needs-(a-gpu|a-cluster|a-tracker|lm-eval)"
     known = (
-        rf"bash (run|dry-run|fork|fork-refused|{needs})|diff fork|python (quoted \S+|fork-source|"
+        rf"bash (run|dry-run|fork|fork-refused|{needs})|diff (fork|fork-spikes)|python (quoted \S+|fork-source|"
         "full-state)|text output|toml table|yaml kubernetes"
     )
     for page, label, _ in blocks(""):
@@ -184,7 +184,7 @@ def shortened(command: str) -> str:
         return f"{command} --collect-only"
     if command.startswith("./tests/run.sh") and "--lint" not in command:
         return f"{command} -n 0 tests/test_metrics.py -k console_line"
-    if re.search(r"run_train\.sh(( -m data.*)? configs/tiny\.toml|$)", command):
+    if re.search(r"run_train\.sh(( -m (prepare|show))? configs/tiny\.toml|$)", command):
         command += " --data.max_tokens=300_000"
     if "run_train.sh" in command and not re.search("-m |--setup|--dry-run|--help", command):
         command += " --eval.batches=2"
