@@ -93,10 +93,12 @@ def file_now(file: SourceFile) -> SourceFile:
     return SourceFile(file.path, status.st_size, status.st_mtime_ns)
 
 
-def prepare_part(part: Part, data: config.Data, dtype: str, threads: int) -> None:
-    """Writes its files, unless another process has. Raises ConfigError and OSError."""
-    if part.record():
-        return
+def prepare_part(part: Part, data: config.Data, dtype: str, threads: int) -> int:
+    """Writes its files, unless another process has. Returns how many tokens of it data.max_tokens
+    counts. Raises ConfigError and OSError."""
+    record = part.record()
+    if record:
+        return record["read"]
     stamp = part.stamp()
     count = collections.Counter(rows=0, wrong=0, left_out=0, unknown=0)
     # validation text is held out of the first part alone, so that no part depends on another
@@ -128,6 +130,7 @@ def prepare_part(part: Part, data: config.Data, dtype: str, threads: int) -> Non
     files.sync(part.folder)
     record = {"stamp": stamp, "read": read, **count, "token_files": token_files}
     files.write_atomic(part.path(".json"), json.dumps(record), temporary(part.path(".json")))
+    return read
 
 
 @functools.lru_cache(1)

@@ -89,18 +89,18 @@ class Preparation:
         self.manifest = manifest_of(folder)
         self.width = np.dtype(self.manifest["dtype"]).itemsize
         self.limit = data.max_tokens or float("inf")
-        self.parts: dict[str, list[Part]] = {}
+        self.parts: list[Part] = []
         for split, key in (("heldout", "validation_files"), ("train", "files")):
             files = [SourceFile(*entry) for entry in self.manifest[key]]
-            self.parts[split] = parts_of(folder, split, files, row_format(data).part_bytes)
-        self.read: dict[int, int] = {}  # tokens of the training parts that are complete
+            self.parts += parts_of(folder, split, files, row_format(data).part_bytes)
+        # tokens of each training part, by its number; 0 until it is complete
+        self.read = np.zeros(len(self.parts), np.int64)
 
     def prepare_parts(self, cores: int, first: int, step: int) -> None:
         """Prepares those that are missing. One that fails does not keep the others from it. Raises
         ConfigError with what is wrong with each, and OSError."""
-        parts = [*self.parts["heldout"], *self.parts["train"]][first::step]
-        missing = [part for part in parts if not part.record()][::-1]
-        self.count_tokens()
+        parts = [*zip(self.parts, self.records())][first::step]
+        missing = [part for part, record in parts if not record][::-1]
         workers = max(1, min(cores, len(missing)))
         arguments = (self.data, self.manifest["dtype"], max(1, cores // workers))
         encoder.cache_clear()
@@ -115,13 +115,14 @@ class Preparation:
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     part = running.pop(future)
                     try:
-                        future.result()
+                        tokens = future.result()
+                        if part.split == "train":
+                            self.read[part.number] = tokens
                     except BrokenProcessPool:
                         problem = "a process that tokenizes was killed (out of memory?)"
                         raise OSError(errno.ENOMEM, problem, str(self.folder)) from None
                     except (ConfigError, OSError) as error:
                         problems.append((part, error))
-                self.count_tokens()
                 running = {f: part for f, part in running.items() if self.is_needed(part)}
         wrong = []
         for part, error in problems:
@@ -132,33 +133,33 @@ class Preparation:
         if wrong:
             raise ConfigError(*wrong)
 
-    def count_tokens(self) -> None:
-        """Of the training parts that are complete, here or on other machines."""
-        for path in self.folder.glob("train-*.json"):
-            part = self.parts["train"][int(path.stem.partition("-")[2])]
-            if part.number not in self.read and (record := part.record()):
+    def records(self) -> list[dict]:
+        """Of each part, made here or on another machine; empty of one that is not complete."""
+        records = [part.record() for part in self.parts]
+        for part, record in zip(self.parts, records):
+            if record and part.split == "train":
                 self.read[part.number] = record["read"]
+        return records
 
     def is_needed(self, part: Part) -> bool:
         """Whether the parts before it that are complete hold fewer than data.max_tokens."""
         return part.split == "heldout" or self.tokens_before(part) < self.limit
 
     def tokens_before(self, part: Part) -> int:
-        return sum(read for number, read in self.read.items() if number < part.number)
+        return int(self.read[: part.number].sum())
 
     def complete(self) -> None:
         """Writes the final manifest, of the parts that data.max_tokens needs, and removes all else.
         Raises ConfigError, and OSError."""
         manifest = self.manifest
         check_files(self.folder, manifest, self.data)
-        records = []
+        needed = []
         listed: dict[str, list] = {"train": [], "heldout": []}
-        for part in [*self.parts["heldout"], *self.parts["train"]]:
+        for part, record in zip(self.parts, self.records()):
             if not self.is_needed(part):
-                for path in self.folder.glob(f"{part.path('').name}.*"):
-                    path.unlink()
+                for suffix in (".json", ".bin", ".ends.bin"):
+                    part.path(suffix).unlink(missing_ok=True)
                 continue
-            record = part.record()
             if not record:  # it was changed since
                 raise ConfigError(
                     f"{part.ranges[0].file.path}: changed meanwhile; prepare it again"
@@ -168,14 +169,14 @@ class Preparation:
                     entry[2] = self.tokens_needed(part, entry[2])
                 if entry[2]:
                     listed[split].append(entry)
-            records.append(record)
+            needed.append(record)
         tokens = {split: sum(entry[2] for entry in listed[split]) for split in listed}
         counted = ("rows", "wrong", "left_out", "unknown")
-        count = {key: sum(record[key] for record in records) for key in counted}
+        count = {key: sum(record[key] for record in needed) for key in counted}
         self.check(tokens, count["rows"], count["wrong"])
         for temporary in self.folder.glob(".*.tmp"):
             temporary.unlink()
-        hashes = [digest for r in records for *_, digest in r["token_files"].values()]
+        hashes = [digest for record in needed for *_, digest in record["token_files"].values()]
         for key in ("files", "validation_files"):
             manifest[key] = [file_now(SourceFile(*entry)) for entry in manifest[key]]
         manifest |= {
@@ -222,7 +223,8 @@ class Preparation:
 
     def print_progress(self, is_over: threading.Event) -> None:
         """Prints a line now and then, of what all processes have written."""
-        sizes = {part.path("").name: part.size for part in self.parts["train"]}
+        parts = [part for part in self.parts if part.split == "train"]
+        sizes = {part.path("").name: part.size for part in parts}
         tokens = 0
         first = None  # the share that was done at the first line, and when that was
         while not is_over.wait(LOG_SECONDS):

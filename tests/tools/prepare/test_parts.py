@@ -231,15 +231,17 @@ def test_without_a_document_by_hash_the_end_of_the_first_part_is_held_out(
     train, heldout = (TokenWriter(tmp_path / f"{split}.bin", "uint16") for split in "ab")
     ids = np.arange(sum(sizes), dtype=np.uint16)
     for end, size in zip(itertools.accumulate(sizes), sizes):
-        train.append(ids[end - size : end].tobytes())
+        train.append(ids[end - size : end].tobytes(), 10 * size)
     hold_out_end(train, heldout, whole_documents)
-    train.publish(), heldout.publish()
+    train.publish(counts_bytes=False)
+    heldout.publish(counts_bytes=True)
     assert np.fromfile(tmp_path / "a.bin", np.uint16).tolist() == ids[:first].tolist()
     assert np.fromfile(tmp_path / "b.bin", np.uint16).tolist() == ids[first:].tolist()
     ends = [*itertools.accumulate(sizes)]
     in_train = sorted({*(end for end in ends if end <= first), first} - {0})
     assert train.ends.tolist() == in_train
     assert heldout.ends.tolist() == [end - first for end in ends if end > first]
+    assert np.fromfile(tmp_path / "b.sizes.bin", "<i8").sum() == 10 * (sum(sizes) - first)
 
 
 def test_with_validation_text_of_ones_own_nothing_else_is_held_out(configure, tmp_path):
