@@ -87,9 +87,9 @@ def check(cfg: Config, ranks: Ranks, evaluates: bool = False) -> int:
 
 
 def prepare(cfg: Config, job: str, words: list[str]) -> None:
-    """Prepares the text, in a process of its own, which compares the source's files with those of
-    text that is prepared. Raises ConfigError if that fails, and for text that is not prepared in a
-    SLURM job, whose GPUs would idle meanwhile. job: its id. words: the command line."""
+    """Prepares the text, or compares that which is prepared with its source's files, in a process of
+    its own. Raises ConfigError if that fails, and in a SLURM job, whose GPUs would idle meanwhile,
+    if there is text to prepare. job: its id. words: the command line."""
     is_ready = is_prepared(cfg.data, cfg.model.vocab_size)
     if not importlib.util.find_spec("tools"):
         if is_ready:

@@ -117,6 +117,11 @@ def _begin(folder: pathlib.Path, data: config.Data, vocab_size: int) -> None:
     Raises ConfigError and OSError."""
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder}: exists but holds no prepared data; move it away")
+    if folder.resolve().is_relative_to(pathlib.Path(data.source).resolve()):
+        raise ConfigError(
+            f"[data] path: {folder} lies in data.source = {data.source}, whose files it would join; "
+            "name a folder outside"
+        )
     source_files, revision = list_files(data)
     validation_files = _validation_files(data, revision)
     check_first_row(data, source_files)
@@ -258,8 +263,9 @@ def check_files(
                 raise _changed(folder, f"{path} was changed")
         if touched:
             processes.warn_once(
-                f"{touched[0]}: was written anew at the same size after {folder} was prepared (and "
-                f"{len(touched) - 1} others), whose text is used; to prepare anew: {beside(folder)}"
+                f"{len(touched)} of {len(before)} files were written anew at equal sizes after {folder} "
+                f"was prepared, {touched[0]} for one; the text of before is used; to prepare anew: "
+                f"{beside(folder)}"
             )
 
 
