@@ -44,7 +44,10 @@ from run.watchdog import BEFORE, EXITED, Report, read_reports
 from system.machine import visible_gpus
 from system.processes import die_with_parent, print_error, print_line, python_command
 
-PREPARE = "from config import run_tool; from tools.prepare.prepare import main; run_tool(main)"
+PREPARE = (
+    "from config import run_tool; from tools.prepare.prepare import before_training as main; "
+    "run_tool(main)"
+)
 
 
 def launch(argv: list[str]) -> int:
@@ -63,8 +66,7 @@ def launch(argv: list[str]) -> int:
         print_line(f"{folder}: finished; train.steps = {cfg.train.steps} asks for no more")
         return FINISHED
     check_folder(folder)
-    if not is_prepared(cfg.data, cfg.model.vocab_size):
-        prepare(cfg, ranks.job, argv)
+    prepare(cfg, ranks.job, argv)
     with followed(cfg, argv):
         code = attempts.train()
         if code == STOPPED and ranks.job and attempts.end:
@@ -85,14 +87,18 @@ def check(cfg: Config, ranks: Ranks, evaluates: bool = False) -> int:
 
 
 def prepare(cfg: Config, job: str, words: list[str]) -> None:
-    """Prepares the text, in a process of its own. Raises ConfigError if that fails, and in a SLURM
-    job, whose GPUs would idle meanwhile. job: its id. words: the command line."""
+    """Prepares the text, or compares that which is prepared with its source's files, in a process of
+    its own. Raises ConfigError if that fails, and in a SLURM job, whose GPUs would idle meanwhile,
+    if there is text to prepare. job: its id. words: the command line."""
+    is_ready = is_prepared(cfg.data, cfg.model.vocab_size)
     if not importlib.util.find_spec("tools"):
+        if is_ready:
+            return
         raise ConfigError(
             "its data is not prepared, and this copy of the repository has no tools/prepare; name "
             "a prepared folder: data.path"
         )
-    if job:
+    if job and not is_ready:
         command = config.command("-m", "prepare", *words)
         raise ConfigError(
             f"its data is not prepared, and none is inside a job; run {command} on the login node"
@@ -106,7 +112,7 @@ def prepare(cfg: Config, job: str, words: list[str]) -> None:
     )
     child.communicate(config.to_toml(cfg))
     if child.returncode:
-        raise ConfigError("the text could not be prepared, see above; the same command resumes")
+        raise ConfigError("the text is not prepared, see above")
 
 
 def check_machine(cfg: Config, ranks: Ranks) -> None:

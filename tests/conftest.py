@@ -162,8 +162,14 @@ def write_prepared(
         (np.diff(ends, prepend=0) - 1).tofile(folder / names[2])
         entry = [names[0], "uint16", int(ends[-1]), 0, names[1], None, names[2]]
         token_files[split].append(entry)
+    source = pathlib.Path(cfg.data.source)
+    source_files = []
+    if source.exists():
+        source_files.append([str(source), source.stat().st_size, source.stat().st_mtime_ns])
     manifest = {
         "identity": identity(cfg.data, cfg.model.vocab_size),
+        "files": source_files,
+        "validation_files": [],
         "revision": None,
         "tokenizer": "a hash",
         "vocab_size": 320,

@@ -6,6 +6,7 @@ Checks a folder that exists against the configuration and the source's files.
 import contextlib
 import glob
 import json
+import os
 import pathlib
 import re
 import shlex
@@ -17,6 +18,7 @@ import config
 from config import ConfigError
 from data.folder import (
     MANIFEST,
+    STDLIB,
     check_identity,
     common_tokenizer,
     identity,
@@ -27,8 +29,15 @@ from data.folder import (
 )
 from system import files, processes
 from tools.prepare.formats import row_format
-from tools.prepare.parts import file_now, temporary
-from tools.prepare.source import SourceFile, list_files, local_paths
+from tools.prepare.parts import temporary
+from tools.prepare.source import (
+    HUB,
+    SourceFile,
+    check_first_row,
+    is_dataset,
+    list_files,
+    local_files,
+)
 from tools.prepare.tokenizer import Tokenizer, tokenizer_files, tokenizer_hash
 from tools.prepare.tokenizer_training import train_on_sources
 
@@ -57,15 +66,19 @@ def beside(folder: pathlib.Path) -> str:
 def begin_all(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, config.Data]]:
     """Begins the folder of each source, or checks the one that exists. Returns source_folders().
     vocab_size: of the model. Raises ConfigError and OSError."""
+    sources = source_folders(data, vocab_size)
+    local = [local_splits(folder, source) for folder, source in sources]
+    refuse_overlaps(local)
     path = common_tokenizer(data, vocab_size)
     if path and not path.exists():
         with alone(path):
             if not path.exists():
+                for source in separated(data):
+                    check_first_row(source, list_files(source)[0])
                 weights = [source.weight for source in data.sources]
                 model = train_on_sources(separated(data), weights, vocab_size)
                 files.write_atomic(path, model)
-    sources = source_folders(data, vocab_size)
-    for folder, source in sources:
+    for (folder, source), files_now in zip(sources, local):
         if not read_manifest(folder):  # one that exists may be on a disk that can only be read
             with alone(folder):
                 if not read_manifest(folder):
@@ -74,7 +87,7 @@ def begin_all(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, co
         if manifest["identity"]:  # else another program wrote it
             check_identity(folder, manifest, identity(source, vocab_size))
             check_contents(folder, manifest, source)
-            check_files(folder, manifest, source)
+            check_files(folder, manifest, files_now)
     return sources
 
 
@@ -104,8 +117,15 @@ def _begin(folder: pathlib.Path, data: config.Data, vocab_size: int) -> None:
     Raises ConfigError and OSError."""
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder}: exists but holds no prepared data; move it away")
+    if folder.resolve().is_relative_to(pathlib.Path(data.source).resolve()):
+        raise ConfigError(
+            f"[data] path: {folder} lies in data.source = {data.source}, whose files it would join; "
+            "name a folder outside"
+        )
     source_files, revision = list_files(data)
     validation_files = _validation_files(data, revision)
+    check_first_row(data, source_files)
+    check_first_row(data, validation_files)
     contents, entries = _tokenizer_of(data, vocab_size)
     manifest = {
         "identity": identity(data, vocab_size),
@@ -155,9 +175,9 @@ def validation_source(data: config.Data) -> config.Data | None:
     if not data.validation:
         return None
     validation = replace(data, validation=None, max_tokens=None)
-    if local_paths(data.validation) is not None:
-        return replace(validation, source=data.validation)
-    return replace(validation, split=data.validation)
+    if is_dataset(data.validation):
+        return replace(validation, split=data.validation)
+    return replace(validation, source=data.validation)
 
 
 def _validation_files(data: config.Data, revision: str | None) -> list[SourceFile]:
@@ -166,7 +186,7 @@ def _validation_files(data: config.Data, revision: str | None) -> list[SourceFil
     if validation is None:
         return []
     assert data.validation
-    if local_paths(data.validation) is None and local_paths(data.source) is not None:
+    if is_dataset(data.validation) and not is_dataset(data.source):
         raise ConfigError(
             f"[data] validation = {data.validation}: no such file, folder or pattern; a Hugging Face "
             "dataset alone has splits"
@@ -188,20 +208,65 @@ def check_contents(folder: pathlib.Path, manifest: dict, data: config.Data) -> N
             raise _changed(folder, f"the {key} of {data.tokenizer} was changed")
 
 
-def check_files(folder: pathlib.Path, manifest: dict, data: config.Data) -> None:
-    """Raises ConfigError if local files were added to the source or, once the folder is complete,
-    have another size. They may be gone. Until then the parts of a file that changes are prepared
-    again."""
-    recorded = {"train": data, "heldout": validation_source(data)}
-    for split, source in recorded.items():
-        entries = manifest["files" if split == "train" else "validation_files"]
-        paths = {*(local_paths(source.source) or ())} if source else set()
-        added = sorted(paths - {path for path, *_ in entries})
-        if added and len(added) < len(paths):  # else all of them were moved
-            raise _changed(folder, f"{added[0]} was added")
-        for path, size, _ in entries if manifest["complete"] else ():
-            if path in paths and file_now(SourceFile(path)).size != size:
+def local_splits(folder: pathlib.Path, data: config.Data) -> dict[str, list[SourceFile]]:
+    """The local files of a source as they are now, by split. Raises ConfigError."""
+    splits = {}
+    for split, name in {"train": data.source, "heldout": data.validation}.items():
+        if name and name != STDLIB and pathlib.Path(name) != folder:
+            splits[split] = local_files(name) or []
+    return splits
+
+
+def refuse_overlaps(sources: list[dict[str, list[SourceFile]]]) -> None:
+    """Raises ConfigError if training would read a file twice, or one of the validation text.
+    sources: local_splits() of each."""
+    if sum(map(len, sources)) < 2:
+        return
+    readers: dict[str, tuple[int, str]] = {}
+    for number, splits in enumerate(sources):
+        for split, entries in splits.items():
+            for file in entries:
+                path = os.path.realpath(file.path)
+                other = readers.setdefault(path, (number, split))
+                if other != (number, split) and "train" in (other[1], split):
+                    in_both = "data.source and data.validation"
+                    if split == other[1]:
+                        in_both = f"sources {other[0] + 1} and {number + 1} of data.sources"
+                    raise ConfigError(f"{path}: is in {in_both}; leave it out of one of them")
+
+
+def check_files(
+    folder: pathlib.Path, manifest: dict, files_now: dict[str, list[SourceFile]]
+) -> None:
+    """Raises ConfigError if local files of the source were added, removed or, once the folder is
+    complete, have another size: until then the parts of a file that changes are prepared again.
+    Reports other times, and files that are all gone. files_now: local_splits()."""
+    for split, entries in files_now.items():
+        before = {}
+        for entry in manifest["files" if split == "train" else "validation_files"]:
+            file = SourceFile(*entry)
+            before[file.path] = file
+        now = {file.path: file for file in entries}
+        if not now:
+            if not any(path.startswith(HUB) for path in before):
+                processes.warn_once(
+                    f"{folder}: the files of its {split} text are gone: it is used as it is"
+                )
+            continue
+        for path in sorted(before.keys() ^ now.keys()):
+            raise _changed(folder, f"{path} was {'added' if path in now else 'removed'}")
+        if not manifest["complete"]:
+            continue
+        touched = [path for path in before if now[path].time != before[path].time]
+        for path in touched:
+            if now[path].size != before[path].size:
                 raise _changed(folder, f"{path} was changed")
+        if touched:
+            processes.warn_once(
+                f"{len(touched)} of {len(before)} files were written anew at equal sizes after {folder} "
+                f"was prepared, {touched[0]} for one; the text of before is used; to prepare anew: "
+                f"{beside(folder)}"
+            )
 
 
 def _changed(folder: pathlib.Path, problem: str) -> ConfigError:

@@ -32,7 +32,7 @@ from data.tokens import damaged
 from system.files import read_json
 from system.machine import usable_cores
 from system.processes import FINISHED, die_with_parent, print_error
-from tools.prepare.begin import alone, begin_all, check_files, write_manifest
+from tools.prepare.begin import alone, begin_all, check_files, local_splits, write_manifest
 from tools.prepare.formats import row_format
 from tools.prepare.parts import (
     InThisThread,
@@ -152,7 +152,7 @@ class Preparation:
         """Writes the final manifest, of the parts that data.max_tokens needs, and removes all else.
         Raises ConfigError, and OSError."""
         manifest = self.manifest
-        check_files(self.folder, manifest, self.data)
+        check_files(self.folder, manifest, local_splits(self.folder, self.data))
         needed = []
         listed: dict[str, list] = {"train": [], "heldout": []}
         for part, record in zip(self.parts, self.records()):
@@ -293,6 +293,13 @@ def task_of(text: str) -> tuple[int, int]:
     """Raises ValueError."""
     number, count = map(int, text.split("/"))
     return number % max(1, count), max(1, count)  # a SLURM array may begin with 1
+
+
+def before_training(argv: list[str]) -> int:
+    """main() for a launch, which compares no hashes, and is no task."""
+    _, cfg = config.from_command_line(argv, __doc__)
+    prepare(cfg.data, cfg.model.vocab_size)
+    return FINISHED
 
 
 def main(argv: list[str]) -> int:

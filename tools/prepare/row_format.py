@@ -30,6 +30,10 @@ class Encoded(NamedTuple):
     unknown: int = 0  # ids of what the vocabulary lacks
 
 
+class MissingColumn(ConfigError):
+    """A row lacks a column that its format reads."""
+
+
 class Texts:
     """Rows with a column of text. Each is a document, and windows are cut from their stream."""
 
@@ -47,7 +51,7 @@ class Texts:
         """A row's document; empty: it is left out. Raises ConfigError if the row is wrong."""
         field = self.data.text_field
         if field not in row:
-            raise ConfigError(f"has no field {field!r} (data.text_field), but {', '.join(row)}")
+            raise MissingColumn(f"has no field {field!r} (data.text_field), but {', '.join(row)}")
         text = row[field]
         if not isinstance(text, str):
             raise ConfigError(f"field {field!r} must be text, not {type(text).__name__}")

@@ -19,9 +19,10 @@ from config import ConfigError
 from data.folder import STDLIB
 from data.order import name_hash
 from system.files import TRANSIENT_ERRORS
-from system.processes import print_error
-from tools.prepare.formats import row_format
-from tools.prepare.rows import READERS, is_plain_text, is_readable, read_rows
+from system.processes import print_error, warn_once
+from tools.prepare.formats import options_for, row_format
+from tools.prepare.row_format import MissingColumn
+from tools.prepare.rows import COMPRESSIONS, READERS, is_plain_text, is_readable, read_rows
 
 HUB = "hf://"
 CONVERTED = "refs/convert/parquet"  # the hub's own copy of a dataset of other files
@@ -32,6 +33,8 @@ OTHER_SUFFIXES = (".gz", ".zst", ".zip", ".xz")
 # of a folder these are not read: scripts that load the data, caches of `datasets`, and what its
 # save_to_disk() writes next to rows
 NOT_IN_FOLDERS = re.compile(r".*\.py|cache-.*\.arrow|(state|dataset_info|dataset_dict)\.json")
+# what is about a text, and not read with it
+CARD = re.compile(r"(README|(LICEN[CS]E|COPYING)\b).*", re.IGNORECASE)
 LOGGED_ROWS = 10  # of the wrong ones of a part
 
 
@@ -62,6 +65,8 @@ def documents(
         count["rows"] += 1
         try:
             if isinstance(row, ConfigError):
+                if data.source == STDLIB:  # not every module is in UTF-8
+                    continue
                 raise row
             if not isinstance(row, dict):
                 raise ConfigError(f"must be an object, not {type(row).__name__}")
@@ -75,6 +80,22 @@ def documents(
             continue
         if document:
             yield document
+
+
+def check_first_row(data: config.Data, files: Iterable[SourceFile]) -> None:
+    """Raises ConfigError, with the option that may help, if a source's first row lacks a column that
+    data.format reads: all others will, too. OSError if a retry may help."""
+    where = ""
+    row: Any = {}
+    try:
+        for where, row in rows_of(map(Range, files), (), data.text_field):
+            if isinstance(row, dict):
+                row_format(data).document(where, row)
+            return
+    except MissingColumn as error:
+        raise ConfigError(f"{where}: {error}; try {options_for(row)}") from None
+    except ConfigError:  # which its part will raise, and others with it
+        pass
 
 
 def rows_of(
@@ -135,23 +156,36 @@ def list_files(
     mixed as it is read. revision: None for the newest commit. Raises ConfigError, and OSError if a
     retry may help.
     """
-    paths = local_paths(data.source)
-    if paths is None:
+    files = local_files(data.source)
+    if files is None:
         return hub_files(data, revision)
+    paths = [file.path for file in files]
     for path in paths:
         if not is_readable(path):
             raise ConfigError(
                 f"[data] source = {path}: must be one of {', '.join(READERS)}; for token ids: "
                 f"{config.command('-m', 'import_tokens', '--help')}"
             )
+    visible = visible_files(data.source)
+    not_read = collections.Counter(map(ending, sorted({*visible} - {*paths})))
+    counts = ", ".join(f"{count} {name}" for name, count in not_read.most_common(10))
     if not paths:
         problem = "no such file (or folder, or pattern) of"
         if os.path.isdir(data.source):
-            if os.path.exists(os.path.join(data.source, "dataset_dict.json")):
-                split = os.path.join(data.source, data.split)
-                raise ConfigError(f"[data] source = {data.source}: holds splits; name one: {split}")
-            problem = "holds no file of"
+            problem = f"holds {counts or 'nothing'}, and no file (scripts: by a pattern alone) of"
         raise ConfigError(f"[data] source = {data.source}: {problem} {', '.join(READERS)}")
+    refuse_copies(paths)
+    if counts:
+        warn_once(f"{data.source}: not read: {counts}")
+    return files, None
+
+
+def local_files(source: str) -> list[SourceFile] | None:
+    """The files of a local source as they are now, in reading order; None for the id of a Hugging
+    Face dataset. Raises ConfigError."""
+    paths = local_paths(source)
+    if paths is None:
+        return None
     files = []
     for path in paths:
         try:
@@ -159,38 +193,94 @@ def list_files(
         except OSError as error:
             raise unreadable(path, error) from None
         files.append(SourceFile(path, status.st_size, status.st_mtime_ns))
-    root = os.path.commonpath([os.path.dirname(path) for path in paths])
-    return sorted(files, key=lambda file: name_hash(os.path.relpath(file.path, root))), None
+    root = os.path.commonpath([os.path.dirname(path) for path in paths] or [""])
+    return sorted(files, key=lambda file: name_hash(os.path.relpath(file.path, root)))
 
 
 def local_paths(source: str) -> list[str] | None:
     """The files of a local source, by name; None for the id of a Hugging Face dataset. Raises
     ConfigError."""
+    if is_dataset(source):
+        return None
     if source == STDLIB:
         return stdlib_files()
-    if os.path.isdir(source):
-        return folder_files(pathlib.Path(source))
-    if os.path.exists(source):
+    if os.path.isfile(source):
         return [source]
+    paths = visible_files(source)
+    if os.path.isdir(source):
+        paths = [path for path in paths if is_readable(path)]
+        paths = [path for path in paths if not NOT_IN_FOLDERS.fullmatch(os.path.basename(path))]
+    if CARD.fullmatch(os.path.basename(source)):  # a pattern that asks for them
+        return paths
+    return [path for path in paths if not is_card(path)]
+
+
+def is_dataset(source: str) -> bool:
+    """Whether a source is the id of a Hugging Face dataset."""
+    if source == STDLIB or os.path.exists(source):
+        return False
     is_file_name = is_readable(source) or source.endswith(OTHER_SUFFIXES)
-    if DATASET_ID.fullmatch(source) and not is_file_name:
-        return None
-    return sorted(path for path in glob.glob(source, recursive=True) if not os.path.isdir(path))
+    return bool(DATASET_ID.fullmatch(source)) and not is_file_name
 
 
-def folder_files(folder: pathlib.Path) -> list[str]:
-    """The files in a folder that are rows or texts. Of one that save_to_disk() wrote those of the
-    last time. Raises OSError."""
-    with suppress(OSError, ValueError, LookupError, TypeError):  # another state.json
-        state = json.loads((folder / "state.json").read_bytes())
-        if state["_data_files"]:
-            return sorted(str(folder / file["filename"]) for file in state["_data_files"])
+def is_card(path: str) -> bool:
+    return is_plain_text(path) and bool(CARD.fullmatch(os.path.basename(path)))
+
+
+def visible_files(source: str) -> list[str]:
+    """The files of a pattern, or those below a folder, by name. Leaves out hidden ones, such as
+    macOS's ._a.jsonl, and what save_to_disk() wrote before the last time. Raises ConfigError."""
+    if not os.path.isdir(source):
+        return sorted(path for path in glob.glob(source, recursive=True) if not os.path.isdir(path))
     paths = []
-    for path in sorted(map(str, folder.glob("[!.]*"))):  # no hidden ones: macOS's ._a.jsonl
-        is_excluded = NOT_IN_FOLDERS.fullmatch(os.path.basename(path)) or os.path.isdir(path)
-        if is_readable(path) and not is_excluded:
-            paths.append(path)
-    return paths
+    folders: dict[str, str] = {}  # by their real paths
+    for folder, subfolders, names in os.walk(source, onerror=raise_error, followlinks=True):
+        same = folders.setdefault(os.path.realpath(folder), folder)
+        if same != folder:
+            raise ConfigError(f"{folder}: is the same folder as {same}; remove the link")
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        if "dataset_dict.json" in names:
+            splits = ", ".join(os.path.join(folder, name) for name in sorted(subfolders))
+            raise ConfigError(f"[data] source = {source}: holds splits; name one: {splits}")
+        names = saved_files(folder) or [name for name in names if not name.startswith(".")]
+        paths += [os.path.join(folder, name) for name in names]
+    return sorted(paths)
+
+
+def raise_error(error: OSError) -> None:
+    raise unreadable(error.filename, error)
+
+
+def saved_files(folder: str) -> list[str]:
+    """What save_to_disk() wrote into a folder the last time."""
+    with suppress(OSError, ValueError, LookupError, TypeError):  # another state.json
+        state = json.loads(pathlib.Path(folder, "state.json").read_bytes())
+        return [file["filename"] for file in state["_data_files"]]
+    return []
+
+
+def ending(path: str) -> str:
+    name = os.path.basename(path)
+    return name if is_card(path) else os.path.splitext(name)[1] or "without an ending"
+
+
+def refuse_copies(paths: list[str]) -> None:
+    """Raises ConfigError for a link next to its file, and for files of rows that differ in their
+    endings alone, or texts in their compression."""
+    copies: dict[str, str] = {}
+    for path in paths:
+        stem, suffix = os.path.splitext(path)
+        if suffix.lower() not in COMPRESSIONS:
+            stem = path
+        if not is_plain_text(path):
+            stem = os.path.splitext(stem)[0]
+        for key in {f"stem {stem}", f"file {os.path.realpath(path)}"}:
+            same = copies.setdefault(key, path)
+            if same != path:
+                raise ConfigError(
+                    f"{path}: holds the text of {same}, it seems; remove or rename one of them, or "
+                    "name the files by a pattern, data.source"
+                )
 
 
 def stdlib_files() -> list[str]:

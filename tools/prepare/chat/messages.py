@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import config
 from config import ConfigError
-from tools.prepare.row_format import check_text
+from tools.prepare.row_format import MissingColumn, check_text
 
 # Each role of a row and what it is called here, as templates do
 ROLES = {
@@ -145,7 +145,7 @@ def required(row: dict[str, Any], names: tuple[str, ...], option: str) -> tuple[
             if empty in row:
                 raise ConfigError(f"field {empty!r} is null ({option})")
         fields = " or ".join(map(repr, names))
-        raise ConfigError(f"has no field {fields} ({option}), but {', '.join(row)}")
+        raise MissingColumn(f"has no field {fields} ({option}), but {', '.join(row)}")
     return name, row[name]
 
 
