@@ -26,7 +26,8 @@ import config
 from config import ConfigError
 from data.folder import short_hash
 from system import files, processes
-from tools.prepare.row_format import Encoded, row_format
+from tools.prepare.formats import row_format
+from tools.prepare.row_format import Encoded
 from tools.prepare.rows import is_divisible
 from tools.prepare.source import Range, SourceFile, documents
 
