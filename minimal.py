@@ -329,18 +329,26 @@ def open_data(cfg: SimpleNamespace) -> list[Tensor]:
     identity["model.vocab_size"] = None if cfg.data.tokenizer else cfg.model.vocab_size
     if cfg.data.source == "python-stdlib":
         identity["python"] = platform.python_version()
+    root = Path(cfg.data.path or "prepared")
+    if Path(cfg.data.source, "manifest.json").exists():
+        root = Path(cfg.data.source)
     matching = {}
-    for file in sorted(Path(cfg.data.path or "prepared").rglob("manifest.json")):
+    for file in sorted(root.rglob("manifest.json")):
         manifest = json.loads(file.read_text())
-        if manifest.get("identity") == identity and manifest["complete"]:
+        # tokens of another program have no identity: their folder is named
+        known = [identity, None] if file.parent == root else [identity]
+        if manifest.get("identity") in known and manifest.get("complete"):
             matching[str(file.parent)] = manifest
     if len(matching) != 1:
         names = ", ".join(matching) or "none; `./run_train.sh -m prepare CONFIG` prepares one"
         raise ValueError(f"data.path must name one complete folder of this data, of: {names}")
     [(folder, manifest)] = matching.items()
     files = []
-    for name, dtype, length, *_ in manifest["token_files"]["train"]:
-        files.append(torch.from_file(f"{folder}/{name}", size=length, dtype=getattr(torch, dtype)))
+    for name, dtype_name, length, offset, *_ in manifest["token_files"]["train"]:
+        dtype = getattr(torch, dtype_name)
+        first = offset // dtype.itemsize
+        tokens = torch.from_file(str(Path(folder, name)), size=first + length, dtype=dtype)
+        files.append(tokens[first:])
     return files
 
 
