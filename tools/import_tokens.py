@@ -223,10 +223,10 @@ def entry(
     index."""
     begin = ids.offset + first * np.dtype(ids.dtype).itemsize
     if ids.ends is None:
-        return [str(path), ids.dtype, stop - first, begin, None, eos]
+        return [str(path), ids.dtype, stop - first, begin, None, eos, None]
     inside = ids.ends[(ids.ends > first) & (ids.ends < stop)]
     files.write_atomic(ends, (np.append(inside, stop) - first).tobytes())
-    return [str(path), ids.dtype, stop - first, begin, ends.name, None]
+    return [str(path), ids.dtype, stop - first, begin, ends.name, None, None]
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:

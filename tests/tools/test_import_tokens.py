@@ -216,7 +216,7 @@ def test_identity_is_that_of_the_ids_and_documents_not_of_their_paths(tmp_path):
         raw(folder / "a.bin", documents(seed))
         megatron(folder / "b.bin", [flat(documents(1))] if joined else documents(1))
         run(folder / "a.bin", folder / "b.bin", folder / "out", "--dtype", "uint16", "--eos", eos)
-        return open_dataset(config_of(folder / "out")).identities
+        return open_dataset(config_of(folder / "out")).identities()
 
     first = identity("first")
     assert identity("moved") == first
