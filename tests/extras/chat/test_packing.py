@@ -20,7 +20,7 @@ from data.loader import validation_batches
 from data.tokens import TokenFile, TokenStream
 from extras.chat.packing import Packed, pack
 from tests.conftest import data_rank, loader_of, make_config, refuses
-from tests.extras.chat.conftest import TEMPLATES, conversations, prepare_here, sections_of, talk
+from tests.tools.prepare.chat.conftest import TEMPLATES, conversations, prepare_here, sections_of, talk
 
 # Planning
 
@@ -320,7 +320,7 @@ def test_another_template_or_format_is_other_data(chats, tokenizer):
             {"chat_template": str(tokenizer / "chatml-bare.jinja")},
             "prepared with data.chat_template = ",
         ),
-        ({"messages_field": None}, "prepared with data.format = 'messages'"),
+        ({"messages_field": None}, "prepared with data.messages_field = 'messages'"),
     ):
         other = {key: value for key, value in {**data, **changes}.items() if value is not None}
         with refuses(problem):

@@ -20,7 +20,7 @@ from optim import learning_rate
 from parallel.mesh import World
 from tests.conftest import has_extra, launch, make_config, rows, saved_tensors, train_run, words
 from tests.distributed import run_on_ranks
-from tests.extras.chat.conftest import prepare_here, sections_of, talk
+from tests.tools.prepare.chat.conftest import prepare_here, sections_of, talk
 from tests.reference import fresh_model
 
 pytestmark = pytest.mark.slow
