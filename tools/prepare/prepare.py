@@ -125,7 +125,7 @@ class Preparation:
                         problems.append((part, error))
                 running = {f: part for f, part in running.items() if self.is_needed(part)}
         wrong = []
-        for part, error in problems:
+        for part, error in sorted(problems, key=lambda problem: problem[0].number):
             if self.is_needed(part):
                 if isinstance(error, OSError):
                     raise error

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import save
 
 import config
-from config import ConfigError
+from config import ConfigError, Given
 from extras.huggingface import config as hf_config
+from extras.huggingface import hub
 from extras.huggingface.weights import hf_name, shapes
 from parallel.materialize import open_pretrained
 from tests.cases import process_group
@@ -206,3 +207,49 @@ def test_without_the_package_the_error_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with refuses("me/without.: is .*ModuleNotFoundError.* huggingface_hub"):
         tokenizer_files("me/without")
+
+
+# Ids
+
+
+def test_what_is_an_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in (
+        "Qwen/Qwen3-0.6B",
+        "meta-llama/Llama-3.1-8B@main",
+        f"a/b@{'0' * 40}",
+        "a/b@refs/pr/1",
+    ):
+        assert hub.is_id(name)
+    (tmp_path / "here/Qwen").mkdir(parents=True)
+    others = "Qwen3-0.6B /a/b ./a/b ../a a/b/c a/ a/tokenizer.model a/b.json ~/a here/Qwen"
+    for name in others.split():
+        assert not hub.is_id(name) and hub.local(name) == pathlib.Path(name)
+
+
+NEWEST = "c" * 40
+OLD = "1" * 40
+
+
+@pytest.mark.parametrize(
+    "given, recorded, expected",
+    [
+        ("a/b", f"a/b@{OLD}", f"a/b@{OLD}"),
+        ("a/b", f"a/c@{OLD}", f"a/b@{NEWEST}"),
+        ("a/b", "a/b", f"a/b@{NEWEST}"),
+        ("a/b", None, f"a/b@{NEWEST}"),
+        ("a/b@main", f"a/b@{OLD}", f"a/b@{NEWEST}"),
+        (f"a/b@{'2' * 40}", f"a/b@{OLD}", f"a/b@{'2' * 40}"),
+    ],
+)
+def test_an_id_is_pinned_to_the_run_s_commit_or_the_newest(
+    given, recorded, expected, tmp_path, monkeypatch
+):
+    if recorded:
+        (tmp_path / "r").mkdir()
+        (tmp_path / "r/config.toml").write_text(f'[data]\ntokenizer = "{recorded}"\n')
+    monkeypatch.setattr(hub, "snapshot", lambda name, files: pathlib.Path(NEWEST))
+    values = {"run.output_dir": str(tmp_path), "run.name": "r", "data.tokenizer": given}
+    options = Given(config.SCHEMA, "x.toml", values, {"data.tokenizer": "x.toml"})
+    hub.pin(options, "data.tokenizer")
+    assert options.values["data.tokenizer"] == expected

@@ -1,5 +1,5 @@
-"""Datasets and ids of a Hugging Face hub, against tests/hub.py: the same text whatever fails, or
-one clear line."""
+"""Datasets of a Hugging Face hub, against tests/hub.py: the same text whatever fails, or one clear
+line."""
 
 import gzip
 import hashlib
@@ -15,9 +15,6 @@ from typing import Any
 
 import pytest
 
-import config
-from config import Given
-from extras.huggingface import hub
 from tests.conftest import REPO, words
 from tests.hub import LOST, Hub
 
@@ -42,7 +39,7 @@ configs:
 CHILD = """
 import json, sys, time
 import config
-from tools.prepare.source import Position, SourceReader, SourceFile, list_files
+from tools.prepare.source import Range, SourceFile, documents, list_files
 
 time.sleep = lambda seconds: None  # between the tries of the hub's library
 for line in sys.stdin:
@@ -54,11 +51,9 @@ for line in sys.stdin:
         if not answer["files"]:
             answer["files"], answer["commit"] = list_files(d, request["revision"])
         files = [SourceFile(*file) for file in answer["files"]]
-        source = SourceReader(d, files, Position(*request["position"]))
         answer["texts"] = []
-        for text in source:
+        for text in documents(d, map(Range, files)):
             answer["texts"].append(text)
-            answer["position"] = source.position
     except config.ConfigError as error:
         answer["refused"] = str(error)
     except OSError as error:
@@ -122,18 +117,16 @@ class Client:
         self,
         source: str = "me/texts",
         files: list | None = None,
-        position: tuple = (0, 0),
         revision: str | None = None,
         **data: str,
     ) -> dict[str, Any]:
-        """{"texts", "files", "commit", "position"}; what was read before it failed, and why."""
+        """{"texts", "files", "commit"}; what was read before it failed, and why."""
         assert self.process.stdin and self.process.stdout
         if source == "me/texts":
             data = {"subset": "en", **data}
         request = {
             "data": {"source": source, **data},
             "files": files,
-            "position": position,
             "revision": revision,
         }
         self.process.stdin.write(json.dumps(request) + "\n")
@@ -154,8 +147,7 @@ def client(server, tmp_path_factory) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize("source", ["me/texts", "me/gz", "me/zst", "me/parquet", "me/csv"])
-def test_a_dataset_is_streamed_by_the_hash_of_its_files_names(client, server, source):
-    before = len(server.requests)
+def test_a_dataset_is_streamed_by_the_hash_of_its_files_names(client, source):
     answer = client.read(source)
     assert sorted(answer["texts"]) == sorted(TEXTS)
     root = f"hf://datasets/{source}@{answer['commit']}/"
@@ -163,10 +155,9 @@ def test_a_dataset_is_streamed_by_the_hash_of_its_files_names(client, server, so
     assert names == sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
     first = {"en/train-1.jsonl": 400, "1.json.gz": 500, "1.parquet": 600}.get(names[0], 0)
     assert answer["texts"][0] == TEXTS[first]
-    # from any position on, without a look at the files before it
-    resumed = client.read(source, answer["files"], (len(names) - 1, 50))
-    assert resumed["texts"] == answer["texts"][-len(resumed["texts"]) :]
-    assert any("Range" not in request for request in server.requests[before:])
+    # the last file alone, as another process reads it
+    last = client.read(source, answer["files"][-1:])
+    assert last["texts"] == answer["texts"][-len(last["texts"]) :] != []
 
 
 def test_a_moved_branch_changes_nothing(client, server):
@@ -181,19 +172,18 @@ def test_a_moved_branch_changes_nothing(client, server):
     assert old["texts"] == ["held out"]
 
 
-def test_a_lost_network_fails_to_be_retried_and_reading_resumes(client, server):
-    """In the second file; the first is not asked for again."""
+def test_a_lost_network_fails_to_be_retried(client, server):
+    """In the second file."""
     whole = client.read()
     path, _, _ = whole["files"][1]
     name = path.rpartition("/")[2]
     for fault in (LOST, 503):
         server.fault = lambda request, fault=fault: fault if name in request.path else None
         failed = client.read(files=whole["files"])
-        assert failed["failed"].startswith(f"{path}: rows from 1 on: cannot be read: ")
+        assert failed["failed"].startswith(f"{path}: rows from 1: cannot be read: ")
         assert failed["texts"] == whole["texts"][: len(failed["texts"])] != []
         server.fault = lambda request: None
-        resumed = client.read(files=whole["files"], position=failed["position"])
-        assert failed["texts"] + resumed["texts"] == whole["texts"]
+        assert client.read(files=whole["files"])["texts"] == whole["texts"]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +222,7 @@ def test_wrong_text_of_a_dataset_is_not_retried(client, server):
         server.commit("datasets/me/wrong", {"a.jsonl": content})
         assert f"a.jsonl: {problem}" in client.read("me/wrong")["refused"]
     server.commit("datasets/me/wrong", {"a.parquet": table(TEXTS)[:-9]})
-    assert "a.parquet: rows from 1 on: cannot be read: Arrow" in client.read("me/wrong")["refused"]
+    assert "a.parquet: rows from 1: cannot be read: Arrow" in client.read("me/wrong")["refused"]
 
 
 def test_a_private_dataset_and_a_machine_without_a_network(server, tmp_path):
@@ -245,49 +235,3 @@ def test_a_private_dataset_and_a_machine_without_a_network(server, tmp_path):
         stranger.close()
         assert problem in refused and "log in with `hf auth login`" in refused
         assert "hf download --repo-type dataset me/texts --local-dir FOLDER" in refused
-
-
-# Ids of models and tokenizers
-
-
-def test_what_is_an_id(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in (
-        "Qwen/Qwen3-0.6B",
-        "meta-llama/Llama-3.1-8B@main",
-        f"a/b@{'0' * 40}",
-        "a/b@refs/pr/1",
-    ):
-        assert hub.is_id(name)
-    (tmp_path / "here/Qwen").mkdir(parents=True)
-    others = "Qwen3-0.6B /a/b ./a/b ../a a/b/c a/ a/tokenizer.model a/b.json ~/a here/Qwen"
-    for name in others.split():
-        assert not hub.is_id(name) and hub.local(name) == pathlib.Path(name)
-
-
-NEWEST = "c" * 40
-OLD = "1" * 40
-
-
-@pytest.mark.parametrize(
-    "given, recorded, expected",
-    [
-        ("a/b", f"a/b@{OLD}", f"a/b@{OLD}"),
-        ("a/b", f"a/c@{OLD}", f"a/b@{NEWEST}"),
-        ("a/b", "a/b", f"a/b@{NEWEST}"),
-        ("a/b", None, f"a/b@{NEWEST}"),
-        ("a/b@main", f"a/b@{OLD}", f"a/b@{NEWEST}"),
-        (f"a/b@{'2' * 40}", f"a/b@{OLD}", f"a/b@{'2' * 40}"),
-    ],
-)
-def test_an_id_is_pinned_to_the_run_s_commit_or_the_newest(
-    given, recorded, expected, tmp_path, monkeypatch
-):
-    if recorded:
-        (tmp_path / "r").mkdir()
-        (tmp_path / "r/config.toml").write_text(f'[data]\ntokenizer = "{recorded}"\n')
-    monkeypatch.setattr(hub, "snapshot", lambda name, files: pathlib.Path(NEWEST))
-    values = {"run.output_dir": str(tmp_path), "run.name": "r", "data.tokenizer": given}
-    options = Given(config.SCHEMA, "x.toml", values, {"data.tokenizer": "x.toml"})
-    hub.pin(options, "data.tokenizer")
-    assert options.values["data.tokenizer"] == expected
