@@ -20,7 +20,13 @@ from data.loader import validation_batches
 from data.tokens import TokenFile, TokenStream
 from extras.chat.packing import Packed, pack
 from tests.conftest import data_rank, loader_of, make_config, refuses
-from tests.tools.prepare.chat.conftest import TEMPLATES, conversations, prepare_here, sections_of, talk
+from tests.tools.prepare.chat.conftest import (
+    TEMPLATES,
+    conversations,
+    prepare_here,
+    sections_of,
+    talk,
+)
 
 # Planning
 

@@ -8,7 +8,13 @@ import pytest
 
 import tools.prepare.chat.template
 from tests.conftest import make_config, refuses, sentencepiece_model, words
-from tests.tools.prepare.chat.conftest import TEMPLATES, conversations, prepare_here, sections_of, talk
+from tests.tools.prepare.chat.conftest import (
+    TEMPLATES,
+    conversations,
+    prepare_here,
+    sections_of,
+    talk,
+)
 from tools.prepare.chat.conversations import Chat, spelled
 from tools.prepare.chat.messages import checked
 from tools.prepare.tokenizer_training import train_tokenizer
