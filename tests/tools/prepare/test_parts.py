@@ -315,21 +315,6 @@ def test_at_most_one_row_in_a_hundred_is_left_out(wrong, configure, source, by_h
     assert (manifest_of(folder)["rows"], manifest_of(folder)["wrong"]) == (202, 2)
 
 
-def test_another_source_than_was_prepared_is_refused(configure, source):
-    prepare(*configure())
-    text = (source / "b.jsonl").read_text()
-    (source / "b.jsonl").write_text(text * 2)
-    with refuses("b.jsonl was changed after .*out was begun", "--data.path=.*out-2"):
-        prepare(*configure())
-    (source / "b.jsonl").write_text(text)
-    (source / "d.jsonl").write_text(text)
-    with refuses("d.jsonl was added"):
-        prepare(*configure())
-    shutil.rmtree(source)  # it was read
-    source.mkdir()
-    prepare(*configure())
-
-
 def test_a_byte_that_was_changed_is_found_by_its_hash(configure, tmp_path, capfd):
     data, _ = configure()
     path = tmp_path / "c.toml"
