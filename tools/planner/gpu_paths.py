@@ -93,11 +93,11 @@ def wide_addmm(counted: Counted, total: Tensor, a: Tensor, b: Tensor, **unused: 
 
 
 def save_matmuls(counted: Counted, model: Llama, p: config.Parallel, world: World) -> None:
-    """apply_fsdp(), which follows activation checkpointing, for blocks that are counted as compiled.
+    """apply_fsdp() for blocks that are counted as compiled.
 
-    A compiled block without it saves what "elementwise" saves, and the inputs of its matmuls
-    (PhaseHooks in simulate.py). Its stand-in is checkpointed that way. Backward recomputes the
-    rest, but repeats no collective.
+    Without activation checkpointing a compiled block saves what "elementwise" saves, and the inputs
+    of its matmuls (PhaseHooks in simulate.py). Its stand-in is checkpointed that way. Backward
+    recomputes the rest, but repeats no collective.
     """
     for i, block in enumerate(model.blocks):
         if is_checkpointed(p.recompute, i):
