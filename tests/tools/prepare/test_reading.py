@@ -85,12 +85,10 @@ FORMS = {
     "lines.jsonl": lines(TEXTS),
     "lines.json": lines(TEXTS, ensure_ascii=False),
     "mark-and-crlf.jsonl": BOM + lines(TEXTS, "\r\n"),
-    "blank-lines.jsonl": b" \n" + lines(TEXTS, "\n\n"),
     "without-end.jsonl": lines(TEXTS).rstrip(),
     "array.json": array(TEXTS),
     "indented.json": BOM + b"\n".join([array(TEXTS, indent=3, ensure_ascii=False), b"\n"]),
     "two-members.jsonl.gz": gzip.compress(lines(TEXTS[:3])) + gzip.compress(lines(TEXTS[3:])),
-    "array.json.gz": gzip.compress(array(TEXTS)),
     "two-frames.json.zst": zstd(lines(TEXTS[:3])) + zstd(lines(TEXTS[3:])),
     "quoted.csv": as_table(TEXTS),
     "excel.csv": BOM + as_table(TEXTS, "\r\n"),
@@ -98,7 +96,6 @@ FORMS = {
     "tabs.tsv": as_table(TEXTS, delimiter="\t"),
     "UPPER.JSONL.GZ": gzip.compress(lines(TEXTS)),
     "groups.parquet": as_parquet(TEXTS),
-    "large.parquet": as_parquet(TEXTS, pyarrow.large_string(), rows_in_group=100),
     "dictionary.parquet": as_parquet(TEXTS, pyarrow.dictionary(pyarrow.int32(), "string")),
     "stream.arrow": as_arrow(TEXTS),
     "indexed.arrow": as_arrow(TEXTS, pyarrow.ipc.new_file),
@@ -248,7 +245,6 @@ def test_a_link_to_nothing_is_refused(source, tmp_path):
 
 # Nothing to read, or what is wrong
 
-POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 98\n"
 CUT = gzip.compress(lines([words(i, 900) for i in range(99)]))[:9000]
 
 
@@ -278,28 +274,16 @@ WRONG = [
     ("a.jsonl", b'{"text": "\xff"}', "row 1: .*decode byte 0xff"),
     ("a.jsonl", b'{"a":' * 100_000, "row 1: is not valid JSON.*recursion"),
     ("a.jsonl", b'{"text": "a"}\n3', "row 2: must be an object, not int"),
-    (
-        "a.jsonl",
-        b'{"body": "a", "title": 1}',
-        r"row 1: has no field 'text' \(.*\), but body, title",
-    ),
+    ("a.jsonl", b'{"body": "a", "n": 1}', r"row 1: has no field 'text' \(.*\), but body, n"),
     ("a.jsonl", b'{"text": null}', "row 1: field 'text' must be text, not NoneType"),
     ("a.jsonl", rb'{"text": "\ud800"}', "row 1: is not valid Unicode"),
-    ("a.jsonl", POINTER, "row 1: is not valid JSON"),
     ("a.json", b'{\n"text": "a"\n}', "row 1: is not valid JSON, as each line must be"),
     ("a.json", b'[{"text": "a"},\n {"text" 2}]', "is not a valid JSON array: .*line 2 column 10"),
-    (
-        "a.json",
-        b'[{"text": "a"}]\n[{"text": "b"}]',
-        "is not a valid JSON array: Extra data: line 2",
-    ),
-    ("a.json", b'[{"text": "a"},\n"\xff"]', "is not a valid JSON array: .*byte 0xff"),
     ("a.json", b'[{"text": "a"}, ["b"]]', "row 2: must be an object, not list"),
     ("a.md", b"good\n\xff\n", "row 1: line 2: is not UTF-8"),
     ("a.txt", b"good\n" * 40_000 + b"\xe6\x97", "row 1: line 40001: is not UTF-8"),
     ("a.py", "# é".encode("latin-1"), "row 1: line 1: is not UTF-8"),
     ("a.csv", b'text,n\n"two\nlines",1\n\nb\n', "row 5: has 1 values, but the first row 2 columns"),
-    ("a.csv", b"text,n\na,b,c\n", "row 2: has 3 values"),
     ("a.csv", "text,n\na,1\n".encode("utf-16"), "row 1: is not UTF-8, but perhaps UTF-16"),
     ("a.csv", b'text\n"a" b\nc\n', "row 2: is not valid CSV"),
     ("a.csv", b"text\na\n\xff\n", "row 3: is not valid Unicode"),
@@ -318,9 +302,7 @@ WRONG = [
     ),
     ("a.csv", b'n,text\n1,"a\n2,b\n3,c\n4,d\n5,e"\n', "row 2: quotation marks join .* up to 6"),
     ("a.jsonl.gz", CUT, r"rows from \d+: cannot be read: OSError: Truncated"),
-    ("a.jsonl.gz", lines(["a"]), "rows from 1: cannot be read"),
     ("a.json.zst", zstd(lines(TEXTS))[:-9], r"rows from \d+: cannot be read"),
-    ("a.parquet", b"PAR1 or not", "rows from 1: cannot be read: Arrow"),
     ("a.parquet", as_parquet(TEXTS)[:-9], "rows from 1: cannot be read: Arrow"),
     ("a.parquet", as_parquet(["a", "b", None]), "row 3: field 'text' must be text, not NoneType"),
     ("a.arrow", as_arrow(TEXTS)[:-2000], r"rows from \d+: cannot be read"),
@@ -386,18 +368,12 @@ def as_messages(texts: Sequence[str | None]) -> bytes:
     return "".join(written).encode()
 
 
-# what is wrong with a row: a null, no JSON, a ragged row, another type, no role, a quotation mark
+# what is wrong with a row: a null, a ragged row, no role
 KINDS = {
     "a.jsonl": lambda texts: lines(texts),
-    "b.jsonl.gz": lambda texts: gzip.compress(lines(texts).replace(b'"text": null', b'"text"')),
-    "c.json": lambda texts: json.dumps([{"text": text} for text in texts]).encode(),
     "d.parquet": lambda texts: as_parquet(texts, rows_in_group=700),
     "e.csv": lambda texts: "".join(f"{text or ','},\n" for text in ["text", *texts]).encode(),
-    "f.jsonl": lambda texts: lines(texts).replace(b"null", b"5"),
     "g.jsonl": as_messages,
-    "h.csv": lambda texts: "".join(
-        f"""{text or '"a"b'},\n""" for text in ["text", *texts]
-    ).encode(),
 }
 
 
