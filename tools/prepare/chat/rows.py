@@ -1,4 +1,4 @@
-"""Rows that are conversations: what data/row_format.py asks of them."""
+"""Rows that are conversations: what tools/prepare/row_format.py asks of them."""
 
 import functools
 import pathlib
@@ -22,7 +22,7 @@ class Conversations(Texts):
     def document(self, where: str, row: dict) -> str:
         return messages.as_document(where, row, self.data)
 
-    def encoder(self, folder: pathlib.Path) -> Callable[[list[str]], Encoded]:
+    def encoder(self, folder: pathlib.Path) -> Callable[[list[str]], list[Encoded]]:
         from tools.prepare.chat.conversations import encode_conversations
 
         return functools.partial(encode_conversations, folder)
