@@ -242,22 +242,16 @@ def test_a_source_of_which_nothing_is_learned_is_named(tokenizer, write_config, 
     assert note.endswith(f"; {cut} cut before any answer: raise train.seq_len")
 
 
-def test_a_hundred_steps_in_a_row_without_a_target_end_the_run(tokenizer, tmp_path, write_config):
-    """The steps of two launches count; train.skip_nonfinite = 0 does not."""
+def test_a_validation_text_without_a_target_has_no_loss(tokenizer, tmp_path, write_config):
     too_long = [talk(words(i, 30), "yes") for i in range(500)]
     sections = sections_of(tokenizer, tmp_path, too_long, data={"validation": None})
-    sections["train"] |= {"steps": 120, "seq_len": 32, "micro_batch_size": 2}
-    path = write_config(
-        "cut", **sections, log={"every_steps": 50}, checkpoint={}, eval={"batches": 1}
-    )
-    begun = launch(path, "--train.steps=60", "--optim.schedule_steps=120", nproc=2)
-    assert begun.returncode == 0, begun.stderr
-    assert "step 50/60  loss    none  grad  0.00" in begun.stdout
+    sections["train"] |= {"steps": 2, "seq_len": 32, "micro_batch_size": 2}
+    path = write_config("cut", **sections, checkpoint={}, eval={"batches": 1})
+    trained = launch(path, nproc=2)
+    assert trained.returncode == 0, trained.stderr
+    assert "step 2/2  loss    none  grad  0.00" in trained.stdout
     no_loss = "no validation loss: no token of the validation text has a loss"
-    assert f"step 60  {no_loss}" in begun.stdout
+    assert f"step 2  {no_loss}" in trained.stdout
     evaluated = launch(path, "--eval-only")
     assert evaluated.returncode == 0 and evaluated.stderr.splitlines()[-1] == no_loss
     assert json.loads(evaluated.stdout.splitlines()[-1])["loss"] is None
-    done = launch(path, nproc=2)
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "step 100: no token of the last 100 steps has a loss" in done.stderr.splitlines()[-1]

@@ -222,13 +222,13 @@ def plain_loop(theirs: PreTrainedModel, cfg: config.Config) -> list[dict]:
 
 @pytest.mark.quick
 @distributed(ranks=2)
-def test_training_from_it_is_transformers_training(world, copy_of, corpus, prepared, tmp_path):
+def test_training_from_it_is_transformers_training(world, copy_of, prepared, tmp_path):
     """... and resumes from its checkpoint when the folder is gone."""
     folder = tmp_path / "hf"
     if world.rank == 0:
         copy_of("sharded")
     dist.barrier()
-    data = {"source": str(corpus), "path": str(prepared), "tokenizer": str(prepared)}
+    data = {"source": str(prepared)}
     run = {"name": "r", "output_dir": str(tmp_path / "outputs")}
     cfg = config_from(folder, run=run, train={"steps": 6}, data=data, checkpoint={})
     expected = plain_loop(in_transformers(folder), cfg)
@@ -537,9 +537,12 @@ def test_a_folder_that_is_not_there(folders, tmp_path):
         weights_to_read(cfg, 0)
 
 
-def test_a_launch_refuses_it_before_it_makes_anything(copy_of, write_config, tmp_path):
+def test_a_launch_refuses_it_before_it_makes_anything(copy_of, prepared, write_config, tmp_path):
     folder = copy_of("sharded")
-    path = write_config(model={"init_from": str(folder), "norm_eps": 1e-6, "rope_theta": 1e4})
+    path = write_config(
+        model={"init_from": str(folder), "norm_eps": 1e-6, "rope_theta": 1e4},
+        data={"source": str(prepared), "path": None},
+    )
     next(folder.glob("model-00002*")).unlink()
     done = launch(path)
     assert done.returncode == 2 and "model-00002-of-" in done.stderr
@@ -548,12 +551,12 @@ def test_a_launch_refuses_it_before_it_makes_anything(copy_of, write_config, tmp
 
 
 def test_an_import_is_evaluated_without_the_folder_that_it_is_of(
-    copy_of, corpus, prepared, write_config, tmp_path
+    copy_of, prepared, write_config, tmp_path
 ):
     folder = copy_of("single")
     path = write_config(
         model={"init_from": str(folder), "norm_eps": 1e-6},
-        data={"source": str(corpus), "path": str(prepared), "tokenizer": str(prepared)},
+        data={"source": str(prepared), "path": None},
     )
     huggingface = pytest.importorskip("tools.huggingface")
     imported = tmp_path / "outputs/test/checkpoints/step-00000000"

@@ -1,4 +1,4 @@
-"""Rows that are conversations: what data/row_format.py asks of them."""
+"""Rows that are conversations: what tools/prepare/row_format.py asks of them."""
 
 import functools
 import pathlib
