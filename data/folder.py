@@ -17,6 +17,8 @@ prepared/{source}-{hash of the options that determine it}/. The record:
     tokens            of "train" and "heldout"
     left_out          rows of which the tokenizer made nothing; rows, wrong: with data.bad_rows
     sha256            of the hashes of all token files: tells the tokens from others
+
+An import has no dtype of its own, validation_files, tokens, left_out.
 """
 
 import hashlib

@@ -7,6 +7,7 @@ import pathlib
 import struct
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -129,7 +130,8 @@ def test_each_format_has_its_ids_and_documents(tmp_path, name, write, options):
     assert stream.documents(0, stream.length) == [*itertools.pairwise(begins)]
     first, border = begins[3] + 1, begins[4]
     assert stream.documents(first, border + 1) == [(first, border), (border, border + 1)]
-    (tokens,) = minimal.open_data(config_of(out))
+    cfg = config_of(out)
+    (tokens,) = minimal.open_data(SimpleNamespace(data=cfg.data, model=cfg.model))
     assert tokens.tolist() == flat(texts)
 
 
