@@ -19,6 +19,8 @@ prepared/{source}-{hash of the options that determine it}/. The record:
     left_out          rows of which the tokenizer made nothing; rows, wrong: with data.bad_rows
     unknown           tokens that stand for what the vocabulary lacks
     sha256            of the hashes of all token files: tells the tokens from others
+
+An import has no dtype of its own, validation_files, tokens, left_out.
 """
 
 import hashlib

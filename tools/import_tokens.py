@@ -209,11 +209,12 @@ def import_files(
                 token_files[split].append(entry(path, ids, first, stop, ends, eos))
         status = path.stat()
         stamps.append([str(path), status.st_size, status.st_mtime_ns, sample_hash(path)])
-    # paths tell no text from another
-    layout = [numbers for split in token_files.values() for _path, *numbers in split]
-    hashes = [sample_hash(path) for path in sorted(folder.iterdir())]
-    hashes += [sample for *_, sample in stamps]
-    return {"files": stamps, "token_files": token_files, "sha256": short_hash([hashes, layout])}
+    # of everything but the paths, so that files may move between two imports
+    hashed: list = [sample_hash(ends) for ends in sorted(folder.iterdir())]
+    hashed += [sample for *_, sample in stamps]
+    for split, entries in token_files.items():
+        hashed += [[split, *rest] for _path, *rest in entries]
+    return {"files": stamps, "token_files": token_files, "sha256": short_hash(hashed)}
 
 
 def entry(
