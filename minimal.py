@@ -241,8 +241,9 @@ def train(cfg: SimpleNamespace, files: list[Tensor], device: torch.device) -> No
     optimizer = build_optimizer(model, cfg.optim)  # last: the two lines above replace parameters
 
     weights = dict(model.named_parameters())
+    samples = torch.zeros((), dtype=torch.int64)  # read so far
     state = {"model": weights, "optim": {name: optimizer.state[w] for name, w in weights.items()}}
-    state["samples"] = torch.zeros((), dtype=torch.int64)  # read so far
+    state |= {"samples": samples}
     folder = Path(cfg.run.output_dir, f"{cfg.run.name}-minimal", "checkpoints")
     newest = max(folder.glob("step-*"), default=None)
     if newest:
@@ -255,14 +256,14 @@ def train(cfg: SimpleNamespace, files: list[Tensor], device: torch.device) -> No
     for step in range(first_step, t.steps + 1):
         loss_sum = torch.zeros((), device=device)
         for begin in range(0, t.global_batch_size, micro_batch * ranks):
-            first = int(state["samples"]) + begin + rank * micro_batch
+            first = int(samples) + begin + rank * micro_batch
             samples = [read_sample(cfg, files, first + i) for i in range(micro_batch)]
             batch = torch.stack(samples).to(device)  # (B, T+1)
             loss = model(batch[:, :-1], batch[:, 1:])  # the target of a token is the next one
             # FSDP2 averages gradients over ranks: so scaled, to those of the global batch's mean.
             (loss * ranks / tokens_per_step).backward()
             loss_sum += loss.detach()
-        state["samples"] += t.global_batch_size
+        samples += t.global_batch_size
         dist.all_reduce(loss_sum)
         limit = math.inf if t.max_grad_norm == "off" else t.max_grad_norm
         norm = nn.utils.clip_grad_norm_(model.parameters(), limit, error_if_nonfinite=True)
@@ -329,18 +330,26 @@ def open_data(cfg: SimpleNamespace) -> list[Tensor]:
     identity["model.vocab_size"] = None if cfg.data.tokenizer else cfg.model.vocab_size
     if cfg.data.source == "python-stdlib":
         identity["python"] = platform.python_version()
+    root = Path(cfg.data.path or "prepared")
+    if Path(cfg.data.source, "manifest.json").exists():
+        root = Path(cfg.data.source)
     matching = {}
-    for file in sorted(Path(cfg.data.path or "prepared").rglob("manifest.json")):
+    for file in sorted(root.rglob("manifest.json")):
         manifest = json.loads(file.read_text())
-        if manifest.get("identity") == identity and manifest["complete"]:
+        # tokens of another program have no identity: their folder is named
+        known = [identity, None] if file.parent == root else [identity]
+        if manifest.get("identity") in known and manifest.get("complete"):
             matching[str(file.parent)] = manifest
     if len(matching) != 1:
         names = ", ".join(matching) or "none; `./run_train.sh -m prepare CONFIG` prepares one"
         raise ValueError(f"data.path must name one complete folder of this data, of: {names}")
     [(folder, manifest)] = matching.items()
     files = []
-    for name, dtype, length, *_ in manifest["token_files"]["train"]:
-        files.append(torch.from_file(f"{folder}/{name}", size=length, dtype=getattr(torch, dtype)))
+    for name, dtype_name, length, offset, *_ in manifest["token_files"]["train"]:
+        dtype = getattr(torch, dtype_name)
+        first = offset // dtype.itemsize
+        tokens = torch.from_file(str(Path(folder, name)), size=first + length, dtype=dtype)
+        files.append(tokens[first:])
     return files
 
 

@@ -35,7 +35,7 @@ from benchmarks import count  # noqa: E402
 from checkpoint import catalog, manifest  # noqa: E402
 from checkpoint.checkpointer import Checkpointer  # noqa: E402
 from checkpoint.load import restore, tensors_of  # noqa: E402
-from data.dataset import Dataset  # noqa: E402
+from data.dataset import Dataset, Sample  # noqa: E402
 from model.build import meta_model  # noqa: E402
 from model.llama import parameter_count  # noqa: E402
 from optim import Progress, build_optimizer  # noqa: E402
@@ -129,6 +129,12 @@ def print_problem(step: int, problem: str | None) -> None:
 
 
 class NoData(Dataset):
+    def sample(self, number: int) -> Sample:
+        raise IndexError(number)
+
+    def validation(self) -> list:
+        return []
+
     def identities(self) -> list[dict]:
         return []
 

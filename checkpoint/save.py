@@ -6,7 +6,7 @@ import logging
 import os
 import pathlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -51,7 +51,7 @@ class Saver:
     or on none."""
 
     def __init__(
-        self, root: pathlib.Path, settings: config.Checkpoint, extra_files: list[pathlib.Path]
+        self, root: pathlib.Path, settings: config.Checkpoint, extra_files: Sequence[pathlib.Path]
     ):
         """root: the folder of the run's checkpoints. extra_files (the tokenizer) are copied into
         each."""

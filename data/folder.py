@@ -4,7 +4,8 @@ A source is a folder that has a record, or text that tools/prepare/ makes into o
 prepared/{source}-{hash of the options that determine it}/. The record:
 
     identity          these options; null: another program wrote the tokens (tools/import_tokens.py)
-    files, revision   of the source: [path, bytes, mtime] of each; commit of a Hugging Face dataset
+    files, revision   of the source: [path, bytes, mtime] of each; commit of a Hugging Face dataset.
+                      Imported ones: [path, bytes, mtime in ns, sample_hash()] of each token file
     validation_files  the same of data.validation
     tokenizer         its hash: data/tokenizer.py; chat_template: that of conversations
     vocab_size, dtype of the ids: "uint16" or "int32"
@@ -12,15 +13,17 @@ prepared/{source}-{hash of the options that determine it}/. The record:
 
     token_files       of "train" and "heldout", in order: [path, dtype, tokens, bytes before the
                       first, path of the documents' ends, id that ends documents, path of the
-                      bytes of the documents' texts] of each; the last three may be null
+                      bytes of the documents' texts] of each; the last three may be null. Paths are
+                      relative to the folder, or absolute; dtypes little-endian, of any integers
     tokens            of "train" and "heldout"
     left_out          rows of which the tokenizer made nothing; rows, wrong: with data.bad_rows
     unknown           tokens that stand for what the vocabulary lacks
-    sha256            of the hashes of all token files
+    sha256            of the hashes of all token files: tells the tokens from others
 """
 
 import hashlib
 import json
+import os
 import pathlib
 import platform
 import re
@@ -34,6 +37,8 @@ from system import files
 MANIFEST = "manifest.json"
 FORMAT = 8  # version of the files; part of the identity
 STDLIB = "python-stdlib"
+SAMPLES = 64  # of an imported file, of so many bytes each
+SAMPLE_BYTES = 512
 
 
 def prepare_command() -> str:
@@ -116,7 +121,10 @@ def identity(data: config.Data, vocab_size: int) -> dict[str, Any]:
 def check_identity(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) -> None:
     """Raises ConfigError naming every option in which a prepared folder differs from its source's
     configuration. now: identity() of that."""
-    before = manifest["identity"] or now
+    before = manifest["identity"]
+    if before is None:
+        check_imported(folder, manifest, now)
+        return
     problems = []
     for key in before | now:
         if before.get(key) != now.get(key):
@@ -126,6 +134,40 @@ def check_identity(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) ->
             )
     if problems:
         raise ConfigError(*problems)
+
+
+def check_imported(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) -> None:
+    """Raises ConfigError if options say what an import decides, or if a file was written anew since:
+    a run would resume in other text."""
+    for name in ("max_tokens", "validation", "format", "messages_field"):
+        value = now.get(f"data.{name}")
+        if value:
+            raise ConfigError(
+                f"[data] {name} = {value}: has no effect on {folder}, which names token files of "
+                f"another program; see {config.command('-m', 'import_tokens', '--help')}"
+            )
+    for path, size, mtime, sample in manifest["files"]:
+        try:
+            status = os.stat(path)
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: is missing, and {folder} names it") from None
+        is_untouched = (status.st_size, status.st_mtime_ns) == (size, mtime)
+        if not is_untouched and sample_hash(path) != sample:
+            raise ConfigError(
+                f"{path}: was written anew since {folder} was made: import the files again, into "
+                "another folder"
+            )
+
+
+def sample_hash(path: str | pathlib.Path) -> str:
+    """Of a file's size, and of its bytes in SAMPLES places from the first to the last."""
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256(str(size).encode())
+        for i in range(SAMPLES):
+            position = max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1)
+            digest.update(os.pread(file.fileno(), SAMPLE_BYTES, position))
+    return digest.hexdigest()
 
 
 def read_manifest(folder: pathlib.Path) -> dict | None:

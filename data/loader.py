@@ -94,9 +94,8 @@ def samples_of(first: int, train: config.Train, world: Any) -> list[range]:
 def stacked(samples: Sequence[Sample]) -> tuple[Tensor, Tensor | None]:
     """(ids (B, T+1), document numbers (B, T+1) if there is a mask) of a micro-batch."""
     rows = torch.from_numpy(np.stack([sample.ids for sample in samples]))
-    if samples[0].documents is None:
-        return rows, None
-    return rows, torch.from_numpy(np.stack([sample.documents for sample in samples]))
+    documents = [sample.documents for sample in samples if sample.documents is not None]
+    return rows, torch.from_numpy(np.stack(documents)) if documents else None
 
 
 def rank_tensors(tensors: tuple[Tensor, ...], world: Any) -> tuple[Tensor, ...]:

@@ -111,11 +111,13 @@ def mapped(path: pathlib.Path) -> np.ndarray:
 class TokenStream:
     """A TextStream of token files, one after another."""
 
-    def __init__(self, files: list[TokenFile], vocab_size: int):
-        """vocab_size: of the model: ids must be smaller."""
+    def __init__(self, files: list[TokenFile], vocab_size: int, has_complements: bool = True):
+        """vocab_size: of the model: ids must be smaller. has_complements: ids may be complements of
+        tokens without a loss."""
         self.files = files
         self.file_ends = list(itertools.accumulate(file.length for file in files))
         self.vocab_size = vocab_size
+        self.least_id = -vocab_size if has_complements else 0
         self.length = self.file_ends[-1] if files else 0
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -123,7 +125,7 @@ class TokenStream:
         by_file = []
         for file, first, end in self._ranges(start, stop):
             ids = file.read(first, end).astype(np.int64)
-            wrong = np.flatnonzero(np.maximum(ids, ~ids) >= self.vocab_size)
+            wrong = np.flatnonzero((ids < self.least_id) | (ids >= self.vocab_size))
             if len(wrong):
                 raise ConfigError(
                     f"{file.path}: token {first + wrong[0]} has id {ids[wrong[0]]}, but [model] "
@@ -190,7 +192,8 @@ def stream_of(folder: pathlib.Path, manifest: dict, split: str, vocab_size: int)
         ends_path = folder / ends if ends else None
         bytes_path = folder / text_bytes if text_bytes else None
         files.append(TokenFile(folder / path, dtype, length, offset, ends_path, eos_id, bytes_path))
-    return TokenStream(files, vocab_size)
+    is_imported = manifest["identity"] is None
+    return TokenStream(files, vocab_size, has_complements=not is_imported)
 
 
 def damaged(path: pathlib.Path, problem: str) -> ConfigError:

@@ -3,6 +3,7 @@ checkpoints, on 1, 2 and 4 ranks."""
 
 import ast
 import contextlib
+import functools
 import io
 import json
 import math
@@ -233,7 +234,8 @@ def test_a_run_of_one_process_resumes_on_two_with_another_batch_size(texts, tmp_
         assert done.returncode == 0, done.stderr
         ours += [json.loads(line) for line in done.stdout.splitlines()]
         path = toml(tmp_path / "theirs", schedule, {"data": texts["three files"], "train": train})
-        (theirs,) = run_on_ranks(1, lambda world: train_run(config.load(str(path)), world))
+        cfg = config.load(str(path))
+        (theirs,) = run_on_ranks(1, functools.partial(train_run, cfg))
     check_rows(ours, theirs)
     saved = sorted(path.name for path in (tmp_path / "x-minimal/checkpoints").iterdir())
     assert saved == [f"step-{step:08d}" for step in (5, 7, 10, 12)]

@@ -53,12 +53,14 @@ BASE = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, prepared) -> pathlib.Path:
+def folder(tmp_path_factory, corpus) -> pathlib.Path:
     """Of texts, bases, adapters, prepared data and runs."""
     folder = tmp_path_factory.mktemp("pairs")
     for name, count in TEXTS.items():
         write_texts(folder / name, count)
     (folder / "tokenizer").mkdir()
+    words = make_config(data={"source": str(corpus), "path": str(folder / "words")})
+    prepared = prepare(words.data, words.model.vocab_size)[0]
     for copy in ("tokenizer.model", "tokenizer/tokenizer.model"):
         shutil.copy(prepared / "tokenizer.model", folder / copy)
     write_base(folder / "llama", LlamaConfig(**BASE))

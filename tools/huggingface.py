@@ -29,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import config
-from checkpoint import catalog, compare, load, manifest, newest, save
+from checkpoint import catalog, compare, load, newest, save
 from config import ConfigError, together
 from extras.huggingface import config as hf_config
 from extras.huggingface import hub
@@ -507,7 +507,7 @@ def export_command(args: argparse.Namespace, checkpoint: Path, folder: Path) -> 
     else:
         export_model(saved, folder, args.dtype, int(args.shard_gib * GIB))
     if not checkpoint.exists():  # removed meanwhile: files may be missing that are optional
-        raise manifest.removed(checkpoint)
+        raise ConfigError(f"{checkpoint}: was removed while it was read")
 
 
 def main(argv: list[str]) -> int:

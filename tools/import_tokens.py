@@ -1,144 +1,271 @@
-"""Lets a run train on token files that another program wrote, as they are: nothing is copied.
+"""Makes token files of other programs a source: a folder that names them; they stay where they are.
 
-    ./run_train.sh -m import_tokens prepared/owt 'openwebtext/*.bin' --dtype uint16 --eos-id 50256
+    ./run_train.sh -m import_tokens 'openwebtext/*.bin' prepared/owt --dtype uint16 --eos 50256
     ./run_train.sh CONFIG --data.source=prepared/owt
 
-    .bin    ids alone, as nanoGPT's train.bin, or behind the header of llm.c
-            with a Megatron-LM .idx of the same name next to it: dtype and documents are read there
+    .bin    ids alone, as nanoGPT's; or behind llm.c's header, which says their dtype;
+            or Megatron-LM's, with an .idx that says dtype and documents
     .npy    NumPy's, or ids alone, as OLMo's
+    .ds     datatrove's, with a .ds.index that says the documents
 
-Documents are those of an .idx or end with --eos-id. The last hundredth of the first file, of at most
-2^22 tokens, is held out, unless --validation names files.
+Documents are an index's, else they end with --eos; each file begins one. The last hundredth of the
+first file, of at most 2^22 tokens, is held out, unless --validation names files.
 """
 
 import argparse
+import collections
 import glob
 import json
 import os
 import pathlib
 import struct
+import tempfile
+from typing import NamedTuple
 
 import numpy as np
 
 from config import ConfigError, run_tool
-from data.folder import MANIFEST
+from data.folder import MANIFEST, sample_hash, short_hash
 from data.order import name_hash
 from system import files
 from tools.prepare.parts import last_hundredth
 from tools.prepare.tokenizer import tokenizer_files, tokenizer_hash
 
-SUFFIXES = (".bin", ".npy")
+SUFFIXES = (".bin", ".npy", ".ds")
+# what is read with a token file, or stands next to it
+COMPANIONS = (".idx", ".ds.index", ".ds.metadata", ".ends.bin")
+DTYPES = ("uint16", "int32", "uint32", "int64")
+LOOKED_AT = 1 << 16  # ids at a file's beginning
+EOS_WITHIN = 1 << 20  # of the first file
 NPY_MAGIC = b"\x93NUMPY"
-# Megatron-LM: magic, version, code of the dtype, number of sequences, of documents; then the length
-# (int32) of each sequence, and the byte at which it begins (int64)
+LFS_MAGIC = b"version https://git-lfs"
+# llm.c: 256 numbers (int32), of which the first is one of these, and the third the number of ids
+LLMC_DTYPES = {20240520: "uint16", 20240801: "uint32"}
+LLMC_HEADER = struct.Struct("<iii1012x")
+# Megatron-LM: magic, version, code of the dtype, number of sequences, of documents' borders
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_DTYPES = {4: "int32", 8: "uint16"}
-# llm.c: 256 numbers (int32), of which the first is this
-LLMC_DTYPES = {20240520: "uint16", 20240801: "uint32"}
-LLMC_HEADER_BYTES = 1024
 
 
-def list_files(pattern: str) -> list[pathlib.Path]:
-    """In the order in which they are read. Raises ConfigError."""
-    names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
-    names = [name for name in names if name.endswith(SUFFIXES) and os.path.isfile(name)]
-    if not names:
-        raise ConfigError(f"{pattern}: names no file of {' or '.join(SUFFIXES)}")
-    root = os.path.commonpath([os.path.dirname(name) for name in names])
-    names.sort(key=lambda name: name_hash(os.path.relpath(name, root)))
-    return [pathlib.Path(name).absolute() for name in names]
+class Ids(NamedTuple):
+    """The token ids in a file, one after another."""
+
+    dtype: str  # of NumPy's and torch's names, little-endian
+    length: int  # tokens
+    offset: int = 0  # bytes before the first id
+    ends: np.ndarray | None = None  # int64, rising: one past each document's last token
 
 
-def describe(path: pathlib.Path, dtype: str | None) -> tuple[str, int, int, np.ndarray | None]:
-    """(dtype, tokens, bytes before the first, ends of documents if an .idx says them). Raises
-    ConfigError, OSError and ValueError."""
+def list_files(words: list[str]) -> list[pathlib.Path]:
+    """The token files of these names and patterns, in the order in which they are read. Raises
+    ConfigError."""
+    names = []
+    for word in words:
+        matches = [] if os.path.exists(word) else glob.glob(word, recursive=True)
+        names += matches or [word]
+    names = [name for name in names if not name.endswith(COMPANIONS)]
+    others = [name for name in names if not (name.endswith(SUFFIXES) and os.path.isfile(name))]
+    if others or not names:
+        raise ConfigError(f"{(others or words)[0]}: is no token file, of {', '.join(SUFFIXES)}")
+    paths = [pathlib.Path(name).absolute() for name in names]
+    root = os.path.commonpath([path.parent for path in paths])
+    return sorted(paths, key=lambda path: name_hash(os.path.relpath(path, root)))
+
+
+def refuse_twice(paths: list[pathlib.Path]) -> None:
+    """Raises ConfigError if two paths, of training or validation, are one file."""
+    counts = collections.Counter(map(os.path.realpath, paths))
+    for path, count in counts.items():
+        if count > 1:
+            raise ConfigError(f"{path}: is named {count} times, for training or validation")
+
+
+# Formats. Each function raises ConfigError, OSError, and ValueError for a file that was cut.
+
+
+def read_ids(path: pathlib.Path, dtype: str | None) -> Ids:
+    """Where a file's ids are. dtype: of a file that does not say its own."""
     with path.open("rb") as file:
-        head = file.read(LLMC_HEADER_BYTES)
+        head = file.read(LLMC_HEADER.size)
+    if head.startswith(LFS_MAGIC):
+        raise ConfigError(f"{path}: is a git-lfs pointer, not the file itself: git lfs pull")
     if head.startswith(NPY_MAGIC):
-        array = np.load(path, mmap_mode="r")
-        if array.dtype.kind not in "iu" or not array.flags.c_contiguous:
-            raise ConfigError(f"{path}: holds {array.dtype}, not token ids, or not in their order")
-        return array.dtype.str, array.size, array.offset, None
-    index = path.with_suffix(".idx")
-    if path.suffix == ".bin" and index.exists():
-        return describe_megatron(path, index)
-    magic = int.from_bytes(head[:4], "little")
-    offset = LLMC_HEADER_BYTES if magic in LLMC_DTYPES and len(head) == LLMC_HEADER_BYTES else 0
-    name = LLMC_DTYPES[magic] if offset else dtype
-    if name is None:
-        raise ConfigError(f"{path}: does not say the dtype of its ids: --dtype")
-    tokens, rest = divmod(path.stat().st_size - offset, np.dtype(name).itemsize)
+        return numpy_ids(path)
+    if path.suffix == ".bin" and path.with_suffix(".idx").exists():
+        return megatron_ids(path, path.with_suffix(".idx"))
+    if path.suffix == ".ds" and path.with_suffix(".ds.index").exists():
+        return datatrove_ids(path, path.with_suffix(".ds.index"))
+    if len(head) == LLMC_HEADER.size and LLMC_HEADER.unpack(head)[0] in LLMC_DTYPES:
+        return llmc_ids(path, *LLMC_HEADER.unpack(head))
+    if dtype is None:
+        raise ConfigError(f"{path}: has no header or index that says the dtype of its ids: --dtype")
+    return plain_ids(path, dtype)
+
+
+def plain_ids(path: pathlib.Path, dtype: str, offset: int = 0) -> Ids:
+    length, rest = divmod(path.stat().st_size - offset, np.dtype(dtype).itemsize)
     if rest:
-        raise ConfigError(f"{path}: its size is not a multiple of the size of {name} ids")
-    return name, tokens, offset, None
+        raise ConfigError(f"{path}: its size is not a multiple of that of {dtype} ids")
+    return Ids(dtype, length, offset)
 
 
-def describe_megatron(path: pathlib.Path, index: pathlib.Path) -> tuple[str, int, int, np.ndarray]:
+def llmc_ids(path: pathlib.Path, magic: int, _version: int, length: int) -> Ids:
+    ids = plain_ids(path, LLMC_DTYPES[magic], LLMC_HEADER.size)
+    if ids.length != length:
+        raise ConfigError(f"{path}: holds {ids.length:,} ids, and its header says {length:,}")
+    return ids
+
+
+def numpy_ids(path: pathlib.Path) -> Ids:
+    array = np.load(path, mmap_mode="r")
+    if array.dtype.kind not in "iu" or array.dtype != np.dtype(array.dtype.name):
+        raise ConfigError(f"{path}: holds {array.dtype.str}, not little-endian integers")
+    if not array.flags.c_contiguous:
+        raise ConfigError(f"{path}: holds columns of ids; write np.ascontiguousarray(ids)")
+    return Ids(array.dtype.name, array.size, array.offset)
+
+
+def megatron_ids(path: pathlib.Path, index: pathlib.Path) -> Ids:
     with index.open("rb") as file:
         header = file.read(INDEX_HEADER.size).ljust(INDEX_HEADER.size)
-    magic, version, code, sequences, _ = INDEX_HEADER.unpack(header)
-    if magic != INDEX_MAGIC or version != 1 or code not in INDEX_DTYPES:
-        dtypes = " or ".join(INDEX_DTYPES.values())
-        raise ConfigError(f"{index}: is no index of Megatron-LM's with ids of {dtypes}")
-    lengths = np.memmap(index, "<i4", "r", INDEX_HEADER.size, (sequences,))
-    ends = np.cumsum(lengths, dtype="<i8")
+        magic, version, code, sequences, borders = INDEX_HEADER.unpack(header)
+        if magic != INDEX_MAGIC or version != 1 or code not in INDEX_DTYPES:
+            dtypes = " or ".join(INDEX_DTYPES.values())
+            raise ConfigError(f"{index}: is no index of Megatron-LM's with ids of {dtypes}")
+        lengths = np.fromfile(file, "<i4", sequences)
+        pointers = np.fromfile(file, "<i8", sequences)  # the byte at which each sequence begins
+        documents = np.fromfile(file, "<i8", borders)  # each one's first sequence, and the end
+    if len(documents) < borders or documents.max(initial=0) > sequences:
+        raise ConfigError(f"{index}: was cut")
+    ids = plain_ids(path, INDEX_DTYPES[code])
+    begins = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+    if not np.array_equal(pointers, begins[:-1] * np.dtype(ids.dtype).itemsize):
+        raise ConfigError(
+            f"{index}: selects sequences of {path}, or reorders them: write that text"
+        )
+    if begins[-1] != ids.length:
+        raise ConfigError(f"{path}: holds {ids.length:,} ids, and {index} names {begins[-1]:,}")
+    return ids._replace(ends=begins[documents[1:]])
+
+
+def datatrove_ids(path: pathlib.Path, index: pathlib.Path) -> Ids:
+    loss_mask = path.with_suffix(".ds.loss")
+    if loss_mask.exists():
+        raise ConfigError(f"{loss_mask}: a loss mask is not read; remove it to learn all tokens")
+    ends = np.fromfile(index, "<u8").astype(np.int64)
+    length = int(ends.max(initial=0))
     size = path.stat().st_size
-    width = np.dtype(INDEX_DTYPES[code]).itemsize
-    if ends[-1] * width != size:
-        raise ConfigError(f"{path}: has {size} bytes, and {index} says other sizes")
-    return INDEX_DTYPES[code], size // width, 0, ends
+    dtype = {2 * length: "uint16", 4 * length: "uint32"}.get(size)
+    if dtype is None or (np.diff(ends) < 0).any():
+        raise ConfigError(
+            f"{path}: has {size:,} bytes, and its index names {length:,} ids: was cut?"
+        )
+    return Ids(dtype, length, ends=ends)
+
+
+def check_ids(path: pathlib.Path, ids: Ids, eos: int | None) -> None:
+    """Raises ConfigError if the first ids cannot be token ids, or eos is none of them."""
+    count = LOOKED_AT if eos is None else EOS_WITHIN
+    head = np.fromfile(path, ids.dtype, min(ids.length, count), offset=ids.offset)
+    if not len(head):
+        raise ConfigError(f"{path}: holds no ids")
+    if head.min() < 0:
+        raise ConfigError(f"{path}: id {head.argmin()} is {head.min()}, negative")
+    if len(head) > 1 and not head[1::2].any():
+        wider = "uint32" if head.itemsize == 2 else "int64"
+        raise ConfigError(f"{path}: every second id is 0, read as {ids.dtype}: --dtype {wider}?")
+    if eos is not None and eos not in head:
+        raise ConfigError(f"{path}: none of its first {len(head):,} ids is {eos}, the --eos")
+
+
+# The folder
+
+
+def import_files(
+    folder: pathlib.Path,
+    train: list[pathlib.Path],
+    validation: list[pathlib.Path],
+    dtype: str | None,
+    eos: int | None,
+) -> dict:
+    """Writes the documents' ends. Returns what the manifest says of the files. Raises ConfigError
+    and OSError."""
+    token_files: dict[str, list] = {"train": [], "heldout": []}
+    stamps = []
+    for path in [*train, *validation]:
+        is_first = not stamps
+        try:
+            ids = read_ids(path, dtype)
+        except ValueError as error:  # numpy's
+            raise ConfigError(f"{path}: cannot be read: {error}") from None
+        check_ids(path, ids, eos if is_first else None)
+        border = ids.length if len(stamps) < len(train) else 0  # validation text is behind it
+        if is_first and not validation:
+            border = max(0, border - last_hundredth(border))
+        for split, first, stop in (("train", 0, border), ("heldout", border, ids.length)):
+            if first < stop:
+                ends = folder / f"{split}-{len(token_files[split])}.ends.bin"
+                token_files[split].append(entry(path, ids, first, stop, ends, eos))
+        status = path.stat()
+        stamps.append([str(path), status.st_size, status.st_mtime_ns, sample_hash(path)])
+    # paths tell no text from another
+    layout = [numbers for split in token_files.values() for _path, *numbers in split]
+    hashes = [sample_hash(path) for path in sorted(folder.iterdir())]
+    hashes += [sample for *_, sample in stamps]
+    return {"files": stamps, "token_files": token_files, "sha256": short_hash([hashes, layout])}
+
+
+def entry(
+    path: pathlib.Path, ids: Ids, first: int, stop: int, ends: pathlib.Path, eos: int | None
+) -> list:
+    """What a manifest lists of a file's tokens first ... stop-1. Writes `ends` if the file has an
+    index."""
+    begin = ids.offset + first * np.dtype(ids.dtype).itemsize
+    if ids.ends is None:
+        return [str(path), ids.dtype, stop - first, begin, None, eos, None]
+    inside = ids.ends[(ids.ends > first) & (ids.ends < stop)]
+    files.write_atomic(ends, (np.append(inside, stop) - first).tobytes())
+    return [str(path), ids.dtype, stop - first, begin, ends.name, None, None]
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="import_tokens", description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", help="names or patterns")
+    parser.add_argument("out", type=pathlib.Path, help="a new folder")
+    parser.add_argument("--validation", help="a name or a pattern; default: some is held out")
+    parser.add_argument("--dtype", choices=DTYPES, help="of files that do not say it")
+    parser.add_argument("--eos", type=int, help="the id with which documents end")
+    parser.add_argument("--tokenizer", help="file or folder, for checkpoints and exports")
+    return parser.parse_intermixed_args(argv)
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="import_tokens", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=pathlib.Path, help="a new one, for the record")
-    parser.add_argument("files", help="a file or a pattern")
-    parser.add_argument("--validation", help="a file or a pattern; default: some is held out")
-    parser.add_argument("--dtype", choices=["uint16", "int32", "uint32"], help="of ids alone")
-    parser.add_argument("--eos-id", type=int, help="with which documents end")
-    parser.add_argument("--tokenizer", help="file or folder, for checkpoints and exports")
-    args = parser.parse_args(argv)
-    args.folder.mkdir(parents=True)
-    listed: dict[str, list] = {"train": [], "heldout": []}
-    tokens = {"train": 0, "heldout": 0}
-    sizes = {}
-
-    def add(split: str, first: int, stop: int) -> None:
-        """Tokens first ... stop-1 of the file that was described last."""
-        name = None
-        if ends is not None:
-            name = f"{split}-{len(listed[split])}.ends.bin"
-            inside = ends[(ends > first) & (ends < stop)]
-            np.append(inside - first, stop - first).astype("<i8").tofile(args.folder / name)
-        begin = offset + first * np.dtype(dtype).itemsize
-        listed[split].append([str(path), dtype, stop - first, begin, name, args.eos_id, None])
-        tokens[split] += stop - first
-
-    for split, pattern in (("train", args.files), ("heldout", args.validation)):
-        for path in list_files(pattern) if pattern else []:
-            dtype, length, offset, ends = describe(path, args.dtype)
-            sizes[str(path)] = length
-            border = length
-            if split == "train" and not (listed["train"] or args.validation):
-                border = max(0, length - last_hundredth(length))
-                add("heldout", border, length)
-            if border:
-                add(split, 0, border)
-    contents = tokenizer_files(args.tokenizer) if args.tokenizer else {}
-    for name, content in contents.items():
-        (args.folder / name).write_bytes(content)
-    manifest = {
-        "identity": None,
-        "revision": sizes,
-        "tokenizer": tokenizer_hash(contents) if contents else None,
-        "vocab_size": 0,  # ids are compared with the model's as they are read
-        "complete": True,
-        "tokens": tokens,
-        "sha256": None,
-        "token_files": listed,
-    }
-    files.write_atomic(args.folder / MANIFEST, json.dumps(manifest, indent=1))
+    args = parse_arguments(argv)
+    out = args.out.absolute()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{args.out}: exists, and is not empty; choose another, or remove it")
+    train = list_files(args.files)
+    validation = list_files([args.validation]) if args.validation else []
+    refuse_twice([*train, *validation])
+    tokenizer = tokenizer_files(args.tokenizer) if args.tokenizer else {}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
+        folder = pathlib.Path(temporary, out.name)
+        folder.mkdir()
+        imported = import_files(folder, train, validation, args.dtype, args.eos)
+        for name, content in tokenizer.items():
+            files.write_atomic(folder / name, content)
+        manifest = {
+            "identity": None,
+            "revision": None,
+            "tokenizer": tokenizer_hash(tokenizer) if tokenizer else None,
+            "vocab_size": 0,  # ids are compared with the model's as they are read
+            "complete": True,
+            **imported,
+        }
+        files.write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1))
+        files.publish(folder, out)
     return 0
 
 

@@ -14,6 +14,7 @@ from tests.conftest import REPO
 from tests.test_repo import documented
 from tools.planner.simulate import simulate
 
+BFLOAT16 = "--parallel.param_dtype=bfloat16"  # as the ranks resolve "auto"
 TOKENS = 1024
 DIM = 2048
 HEADS = 32
@@ -112,6 +113,7 @@ def test_the_plan_keeps_the_keys_and_values_that_cp_has_gathered():
             REPO / "configs/llama1b.toml",
             [
                 "--parallel.recompute=none",
+                BFLOAT16,
                 f"--train.seq_len={1024 * cp}",
                 f"--parallel.cp={cp}",
                 "--train.global_batch_size=1",
@@ -129,7 +131,7 @@ def test_the_plan_keeps_the_keys_and_values_that_cp_has_gathered():
 def of_plan(model: str, setting: str, *overrides: str) -> float:
     """Bytes that a block keeps of a token."""
     cfg = config.load(
-        REPO / f"configs/{model}.toml", [f"--parallel.recompute={setting}", *overrides]
+        REPO / f"configs/{model}.toml", [f"--parallel.recompute={setting}", BFLOAT16, *overrides]
     )
     ends = {phase.name: phase.end["activations"] for phase in simulate(cfg, 8).phases}
     return (

@@ -10,7 +10,7 @@ from checkpoint import catalog
 from checkpoint.catalog import root_of
 from checkpoint.load import tensors_of
 from checkpoint.save import Saver
-from data.dataset import Dataset
+from data.dataset import Dataset, Sample
 from optim import build_optimizer
 from tests.conftest import build, hashes, make_config, seal, token_ids
 from tests.distributed import run_on_ranks
@@ -23,6 +23,12 @@ def run_config(folder: pathlib.Path, **sections: dict) -> config.Config:
 
 
 class NoData(Dataset):
+    def sample(self, number: int) -> Sample:
+        raise IndexError(number)
+
+    def validation(self) -> list:
+        return []
+
     def identities(self) -> list[dict]:
         return []
 

@@ -24,6 +24,7 @@ from checkpoint.manifest import UnreadableCheckpoint
 from checkpoint.save import SaveFailed, Saver, Writer, all_finite
 from optim import Progress, build_optimizer
 from parallel.ranks import all_gather_objects
+from parallel.torch_patches import IS_TORCH_2_11
 from tests.checkpoint.conftest import no_data, run_config
 from tests.conftest import build, hashes
 from tests.distributed import distributed
@@ -170,7 +171,8 @@ def test_plan_is_made_once_and_again_after_a_change(world, tmp_path):
             error,
         ):
             saver.write(step, tensors, {"step": step, "config": {}})
-        assert planner.call_count == (plans if world.rank == 0 else 0), step
+        makes_plan = plans or IS_TORCH_2_11
+        assert planner.call_count == (world.rank == 0 and makes_plan), step
         assert (step in catalog.steps(root_of(run.cfg))) == (words is None)
 
 

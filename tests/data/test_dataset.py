@@ -1,5 +1,6 @@
 """A fork's own data set: three methods, as docs/fork.md has it."""
 
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -12,10 +13,10 @@ from tests.distributed import run_on_ranks
 from tests.test_repo import BLOCK
 
 
-def data_set_of_the_page() -> type[Dataset]:
+def data_set_of_the_page() -> Any:
     page = (REPO / "docs/fork.md").read_text()
     (code,) = [text for label, text in BLOCK.findall(page) if label == "python fork-data"]
-    names = {"Dataset": Dataset, "Sample": Sample, "config": config, "np": np}
+    names: dict[str, Any] = {"Dataset": Dataset, "Sample": Sample, "config": config, "np": np}
     exec(code, names)
     return names["Sums"]
 

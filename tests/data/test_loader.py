@@ -3,6 +3,7 @@
 import functools
 import json
 import operator
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 
 import config
 from config import DIGEST_MODULUS, IGNORE
-from data.dataset import Sample, open_dataset
+from data.dataset import PreparedDataset, Sample
 from data.folder import manifest_of
 from data.loader import Loader, sample_digest, validation_batches
 from tests.conftest import (
@@ -85,7 +86,7 @@ def test_run_that_resumes_with_other_batch_sizes_reads_each_sample_once(configur
     step = 0
     for batch_size, ranks in (8, 1), (4, 2), (16, 2):
         cfg = configure(train={"global_batch_size": batch_size, "steps": step + 5})
-        dataset = open_dataset(cfg)
+        dataset = PreparedDataset(cfg)
         loaders = []
         for rank in range(ranks):
             loaders.append(Loader(dataset, cfg.train, data_rank(rank, ranks), step, samples))
@@ -162,7 +163,7 @@ def test_under_a_document_mask_positions_and_documents_come_along(prepared, corp
 
 def evaluation(cfg: config.Config, count: int, rank: int = 0, ranks: int = 1) -> list[tuple]:
     """The micro-batches of a data rank."""
-    (samples,) = open_dataset(cfg).validation()
+    (samples,) = PreparedDataset(cfg).validation()
     return [*validation_batches(samples, count, cfg.train, data_rank(rank, ranks))]
 
 
@@ -198,7 +199,7 @@ def test_an_evaluation_keeps_to_documents(configure, long_text):
 def test_bytes_of_a_part_of_the_validation_text_are_whole_documents_and_a_share(configure):
     """Documents of 300 and 700 ids, and as many bytes less one."""
     cfg = configure(train={"seq_len": 100})
-    dataset = open_dataset(cfg)
+    dataset = PreparedDataset(cfg)
     assert dataset.text_bytes(0, 1) == pytest.approx(299 * 101 / 300)
     assert dataset.text_bytes(0, 5) == pytest.approx(299 + 699 * 201 / 700)
     assert dataset.text_bytes(0, 10) == 299 + 699
@@ -235,7 +236,7 @@ def test_ranks_with_other_text_than_rank_zero_are_refused(world, corpus, prepare
 def test_a_folder_that_cannot_be_trained_on_is_refused(configure, changes, options, words):
     cfg = configure(changes, **options)
     with refuses(*words):
-        open_dataset(cfg)
+        PreparedDataset(cfg)
 
 
 @pytest.mark.quick
@@ -249,7 +250,7 @@ def test_a_folder_that_cannot_be_trained_on_is_refused(configure, changes, optio
 )
 def test_damaged_token_file_is_refused_as_it_is_read(configure, damage, words):
     cfg = configure(train={"global_batch_size": 2000})
-    damage(open_dataset(cfg).sources[0].stream.files[0].path)
+    damage(pathlib.Path(cfg.data.path or "") / "train-0.bin")
     loader = loader_of(cfg)
     with refuses(*words):
         next(loader)

@@ -5,8 +5,8 @@ import pathlib
 import pytest
 
 from tests.conftest import make_config, prepare_one
-from tests.extras.chat.conftest import tokenizer
 from tests.extras.lora.conftest import adapter, base, bases, run
+from tests.tools.prepare.chat.conftest import tokenizer
 
 __all__ = ["adapter", "base", "bases", "prepared", "run", "tokenizer"]
 

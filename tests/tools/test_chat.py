@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import REPO, make_config, needs_extra, refuses, run_tool, train_run, words
 from tests.distributed import distributed
-from tests.extras.chat.conftest import (
+from tests.tools.prepare.chat.conftest import (
     CHATML,
     SPECIAL,
     conversations,

@@ -25,7 +25,7 @@ from tools.prepare.prepare import prepare
 if not has_extra("chat") or not has_extra("lora"):
     pytest.skip("needs extras/chat and extras/lora", allow_module_level=True)
 
-from tests.extras.chat.conftest import CHATML, LLAMA3, QWEN3, talk
+from tests.tools.prepare.chat.conftest import CHATML, LLAMA3, QWEN3, talk
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 

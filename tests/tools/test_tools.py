@@ -21,11 +21,7 @@ pytestmark = pytest.mark.quick
         ("report", "tools.report"),
         ("huggingface", "tools.huggingface"),
         ("migrate.from_fsdp1", "tools.migrate.from_fsdp1"),
-        ("data.show", "tools.show"),
-        ("data.make_chat", "tools.make_chat"),
         ("planner", "tools.planner"),
-        ("data.prepare", "data.prepare"),
-        ("generate", "generate"),
         ("checkpoint", "checkpoint"),
         ("tensorboard.main", "tensorboard.main"),
         ("tools.report", "tools.report"),
@@ -36,7 +32,7 @@ def test_short_name_of_a_module(name, module):
 
 
 def test_list_names_every_tool_with_its_purpose():
-    names = {"generate", "checkpoint", "data.prepare", "report", "huggingface", "planner", "show"}
+    names = {"generate", "checkpoint", "prepare", "report", "huggingface", "planner", "show"}
     listed = tools()
     assert names <= listed.keys() and "planner.check" not in listed
     assert all(20 < len(purpose) < 110 for purpose in listed.values()), listed
@@ -55,7 +51,7 @@ def run(*words: str, repo: pathlib.Path = REPO, **environ: str) -> subprocess.Co
 @pytest.mark.parametrize(
     "words, module",
     [
-        (["-m", "data.prepare", "a b"], ["data.prepare", "a b"]),
+        (["-m", "prepare", "a b"], ["prepare", "a b"]),
         (["-m", "report", "r", "--help"], ["report", "r", "--help"]),
         (["c.toml", "--dry-run"], ["planner", "c.toml", "--dry-run"]),
         (["c.toml", "--help", "optim"], ["train", "c.toml", "--help", "optim"]),
@@ -82,10 +78,10 @@ def test_run_train_hands_over(tmp_path, words, module, has_tools):
     assert json.loads(done.stdout.splitlines()[-1]) == expected, done.stderr
 
 
-@pytest.mark.parametrize(("name", "meant"), [("generat", "generate"), ("prepare", "data.prepare")])
-def test_a_misspelt_tool_is_answered_with_the_nearest(name, meant):
-    done = run("-m", name)
-    assert done.returncode == 2 and f"-m {name}: no such tool; did you mean {meant}?" in done.stderr
+def test_a_misspelt_tool_is_answered_with_the_nearest():
+    done = run("-m", "generat")
+    assert done.returncode == 2
+    assert "-m generat: no such tool; did you mean generate?" in done.stderr
 
 
 def test_chat_is_generate_s_option(tmp_path):

@@ -21,11 +21,12 @@ import config
 from model.llama import Llama
 from model.loss import CHUNK
 from parallel.activation_checkpoint import (
-    apply_activation_checkpointing,
     checkpoint_selectively,
     is_attention,
     is_checkpointed,
 )
+from parallel.fsdp import apply_fsdp
+from parallel.mesh import World
 from tools.planner.counted import FORMULAS, Counted
 from tools.planner.masks import flex_attention_patches, patches_everywhere
 
@@ -70,9 +71,7 @@ def is_saved_attention(counted: Counted, operator: Any) -> bool:
 
 def compiled_patches(counted: Counted) -> list:
     return [
-        mock.patch(
-            "parallel.parallelize.apply_activation_checkpointing", partial(save_matmuls, counted)
-        ),
+        mock.patch("parallel.parallelize.apply_fsdp", partial(save_matmuls, counted)),
         mock.patch("model.loss.compiled", partial(partial, one_kernel, counted)),
     ]
 
@@ -93,21 +92,21 @@ def wide_addmm(counted: Counted, total: Tensor, a: Tensor, b: Tensor, **unused: 
     return total
 
 
-def save_matmuls(counted: Counted, model: Llama, setting: str | int, compiled: bool) -> None:
-    """apply_activation_checkpointing() for blocks that are counted as compiled.
+def save_matmuls(counted: Counted, model: Llama, p: config.Parallel, world: World) -> None:
+    """apply_fsdp() for blocks that are counted as compiled.
 
-    A compiled block without it saves what "elementwise" saves, and the inputs of its matmuls
-    (PhaseHooks in simulate.py). Its stand-in is checkpointed that way. Backward recomputes the
-    rest, but repeats no collective.
+    Without activation checkpointing a compiled block saves what "elementwise" saves, and the inputs
+    of its matmuls (PhaseHooks in simulate.py). Its stand-in is checkpointed that way. Backward
+    recomputes the rest, but repeats no collective.
     """
-    apply_activation_checkpointing(model, setting, compiled)
     for i, block in enumerate(model.blocks):
-        if is_checkpointed(setting, i):
+        if is_checkpointed(p.recompute, i):
             continue
         block.register_forward_pre_hook(partial(begin_recomputation, counted))
         block.register_forward_hook(partial(end_recomputation, counted), always_call=True)
-        model.blocks[i] = checkpoint_selectively(block, "elementwise", compiled, FORMULAS)
+        model.blocks[i] = checkpoint_selectively(block, "elementwise", False, FORMULAS)
         counted.saving_blocks.add(model.blocks[i])
+    apply_fsdp(model, p, world)
 
 
 def begin_recomputation(counted: Counted, block: nn.Module, args: tuple) -> None:

@@ -62,7 +62,7 @@ class Tokenizer:
         # the ids before and after a document: one of each, or none
         self.bos: list[int]
         self.eos: list[int]
-        self.unknown: int  # the id of what the vocabulary lacks; -1 if it has none
+        self.unknown: int  # the id of what the vocabulary lacks; -1: there is none
         # how SPACE is encoded, if the model would decode it to a space
         self.space: list[int] | None = None
         if "tokenizer.json" in self.files:

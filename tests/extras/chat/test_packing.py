@@ -14,13 +14,19 @@ import torch
 import torch.nn.functional as F
 
 import config
-from data.dataset import open_dataset
+from data.dataset import PreparedDataset
 from data.folder import manifest_of
 from data.loader import validation_batches
 from data.tokens import TokenFile, TokenStream
 from extras.chat.packing import Packed, pack
 from tests.conftest import data_rank, loader_of, make_config, refuses
-from tests.extras.chat.conftest import TEMPLATES, conversations, prepare_here, sections_of, talk
+from tests.tools.prepare.chat.conftest import (
+    TEMPLATES,
+    conversations,
+    prepare_here,
+    sections_of,
+    talk,
+)
 
 # Planning
 
@@ -119,14 +125,14 @@ def chats(tokenizer, tmp_path_factory) -> dict[str, Any]:
 
 
 def packed_of(cfg: config.Config, source: int = 0) -> Packed:
-    stream = open_dataset(cfg).sources[source].stream
+    stream = PreparedDataset(cfg).sources[source].stream
     assert isinstance(stream, Packed)
     return stream
 
 
 def test_a_window_has_each_conversation_with_what_follows_from_it(chats):
     cfg = make_config(**chats)
-    dataset = open_dataset(cfg)
+    dataset = PreparedDataset(cfg)
     packed = packed_of(cfg)
     heldout = dataset.sources[0].validation
     assert isinstance(heldout, Packed) and len(heldout.members) > 2
@@ -153,7 +159,7 @@ def test_a_window_has_each_conversation_with_what_follows_from_it(chats):
 
 def test_validation_reads_each_window_once_on_any_ranks(chats):
     cfg = make_config(**chats)
-    (samples,) = open_dataset(cfg).validation()
+    (samples,) = PreparedDataset(cfg).validation()
     counts = []
     for ranks in (1, 2):
         count = 0
@@ -247,7 +253,7 @@ def test_of_few_conversations_the_last_are_held_out_whole(tokenizer, tmp_path, m
     packed = packed_of(cfg)
     tokens = manifest["tokens"]
     assert 2 <= tokens["heldout"] < sum(tokens.values()) // 10
-    held = open_dataset(cfg).sources[0].validation
+    held = PreparedDataset(cfg).sources[0].validation
     assert isinstance(held, Packed)
     assert len(held.members) + len(packed.members) == 60
     assert held.ends[-1] == tokens["heldout"]
@@ -274,7 +280,7 @@ def test_a_source_without_a_conversation_to_train_on_is_refused(
     cfg = make_config(**sections_of(tokenizer, tmp_path, rows, data=data))
     prepare_here(cfg)
     with refuses("holds no conversation to train on: ", problem):
-        open_dataset(cfg)
+        PreparedDataset(cfg)
 
 
 def test_what_says_nothing_is_left_out_and_counted_as_what_is_cut(tokenizer, tmp_path):
@@ -306,7 +312,7 @@ def test_a_mixture_of_jsonl_and_parquet(tokenizer, tmp_path):
     cfg = make_config(**{**sections, "data": {**sections["data"], "sources": sources}})
     prepare_here(cfg)
     assert [len(packed_of(cfg, source).members) for source in (0, 1)] == [20, 9]
-    dataset = open_dataset(cfg)
+    dataset = PreparedDataset(cfg)
     assert len(dataset.notes()) == 2
     loader = loader_of(cfg)
     assert next(loader).valid_tokens > 50
@@ -320,11 +326,11 @@ def test_another_template_or_format_is_other_data(chats, tokenizer):
             {"chat_template": str(tokenizer / "chatml-bare.jinja")},
             "prepared with data.chat_template = ",
         ),
-        ({"messages_field": None}, "prepared with data.format = 'messages'"),
+        ({"messages_field": None}, "prepared with data.messages_field = 'messages'"),
     ):
         other = {key: value for key, value in {**data, **changes}.items() if value is not None}
         with refuses(problem):
-            open_dataset(make_config(**{**chats, "data": other}))
+            PreparedDataset(make_config(**{**chats, "data": other}))
 
 
 def test_an_id_outside_the_vocabulary_is_named(tokenizer, tmp_path):

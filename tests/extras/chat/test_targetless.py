@@ -14,14 +14,14 @@ import torch.nn.functional as F
 
 import config
 from checkpoint.catalog import read_state
-from data.dataset import open_dataset
+from data.dataset import PreparedDataset
 from extras.chat.packing import Packed
 from optim import learning_rate
 from parallel.mesh import World
 from tests.conftest import has_extra, launch, make_config, rows, saved_tensors, train_run, words
 from tests.distributed import run_on_ranks
-from tests.extras.chat.conftest import prepare_here, sections_of, talk
 from tests.reference import fresh_model
+from tests.tools.prepare.chat.conftest import prepare_here, sections_of, talk
 
 pytestmark = pytest.mark.slow
 
@@ -132,7 +132,7 @@ def plain_losses(cfg: config.Config) -> list[float | None]:
         {"params": norms, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, betas=o.betas, eps=o.eps)
-    dataset = open_dataset(cfg)
+    dataset = PreparedDataset(cfg)
     packed = dataset.sources[0].stream
     limit = cfg.train.max_grad_norm
     assert isinstance(packed, Packed) and limit != "off"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import config
-from data.dataset import open_dataset
+from data.dataset import PreparedDataset
 from data.folder import manifest_of
 from tests.conftest import (
     launch,
@@ -47,7 +47,7 @@ def test_bytes_of_the_validation_text_do_not_depend_on_the_tokenizer(options, tm
     data = {"source": str(tmp_path / "a.jsonl"), "path": str(tmp_path / "out")}
     cfg = make_config(data=data | {"tokenizer": str(tmp_path / "t.model")})
     prepare_one(cfg)
-    dataset = open_dataset(cfg)
+    dataset = PreparedDataset(cfg)
     (samples,) = dataset.validation()
     assert dataset.text_bytes(0, len(samples)) == len("".join(texts).encode())
 
@@ -95,7 +95,7 @@ def test_bits_per_byte_are_those_of_transformers_over_the_bytes_of_the_text(writ
     cfg = config.load(str(path))
     bits = {}
     size = {name: len("".join(held).encode()) for name, held in texts.items()}
-    for name, source in zip(texts, open_dataset(cfg).sources):
+    for name, source in zip(texts, PreparedDataset(cfg).sources):
         stream = source.validation
         ids = torch.from_numpy(stream.read(0, stream.length))
         bits[name] = 0.0

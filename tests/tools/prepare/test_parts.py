@@ -121,6 +121,7 @@ def test_bytes_do_not_depend_on_the_number_of_processes(cores, configure, tmp_pa
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
 def test_tasks_prepare_the_parts_in_any_order(order, configure, tmp_path):
     (alone,) = prepare(*configure(path=str(tmp_path / "alone")), cores=1)
+    folder = tmp_path
     for number in order:
         (folder,) = prepare(*configure(), cores=1, task=(number, 3))
         assert not manifest_of(folder)["complete"]

@@ -8,7 +8,13 @@ import pytest
 
 import tools.prepare.chat.template
 from tests.conftest import make_config, refuses, sentencepiece_model, words
-from tests.extras.chat.conftest import TEMPLATES, conversations, prepare_here, sections_of, talk
+from tests.tools.prepare.chat.conftest import (
+    TEMPLATES,
+    conversations,
+    prepare_here,
+    sections_of,
+    talk,
+)
 from tools.prepare.chat.conversations import Chat, spelled
 from tools.prepare.chat.messages import checked
 from tools.prepare.tokenizer_training import train_tokenizer
@@ -238,7 +244,6 @@ def test_a_tokenizer_that_cannot_serve_is_refused(tokenizer, tmp_path, monkeypat
     "options, problem",
     [
         ({"tokenizer": None}, "needs data.tokenizer"),
-        ({"order": "growing"}, 'is incompatible with order = "growing"'),
         ({"document_mask": False}, "is implied by conversations"),
         ({"messages_field": None, "chat_template": "t", "format": "text"}, "renders conversations"),
         ({"format": "alpaca"}, 'is a column of format = "messages"'),

@@ -13,7 +13,7 @@ import pytest
 import config
 from data.folder import manifest_of
 from tests.conftest import make_config, refuses
-from tests.extras.chat.conftest import conversations, prepare_here, talk
+from tests.tools.prepare.chat.conftest import conversations, prepare_here, talk
 from tools.prepare.chat.conversations import Chat
 from tools.prepare.chat.messages import from_document
 from tools.prepare.source import Range, documents, list_files
@@ -50,15 +50,14 @@ class Row(NamedTuple):
 
 
 class Published(NamedTuple):
-    """A data set. detected: the format that its first row says; None: the options must say it."""
+    """A data set. options: of [data]."""
 
-    detected: str | None
-    rows: tuple[Row, ...]
     options: dict[str, str]
+    rows: tuple[Row, ...]
 
 
-def published(detected: str | None, *rows: Row, **options: str) -> Published:
-    return Published(detected, rows, options)
+def published(format: str, *rows: Row, **options: str) -> Published:
+    return Published({"format": format, **options}, rows)
 
 
 def user(text: Any, **more: Any) -> dict:
@@ -111,11 +110,9 @@ TWO = [user(A), assistant(B), user(C), assistant(D)]
 NOW = calls(name="now", arguments={})
 
 SETS = {
-    # its column text has all of it
     "tatsu-lab/alpaca": published(
-        "text",
+        "alpaca",
         Row({"instruction": A, "input": "", "output": B, "text": f"{A}\n\n{B}"}, EXCHANGE),
-        format="alpaca",
     ),
     "yahma/alpaca-cleaned": published(
         "alpaca",
@@ -123,10 +120,9 @@ SETS = {
         Row({"instruction": A, "input": C, "output": B}, [user(f"{A}\n{C}"), assistant(B)]),
     ),
     "databricks/databricks-dolly-15k": published(
-        None,
+        "alpaca",
         Row({"instruction": A, "context": "", "response": B}, EXCHANGE),
         Row({"instruction": A, "context": C, "response": B}, [user(f"{A}\n{C}"), assistant(B)]),
-        format="alpaca",
     ),
     "LLaMA-Factory's alpaca": published(
         "alpaca",
@@ -170,7 +166,7 @@ SETS = {
     ),
     "HuggingFaceH4/ultrachat_200k": published("messages", Row(messages(*TWO, prompt=A), TWO)),
     "lmsys/lmsys-chat-1m": published(
-        None, Row({"conversation": TWO, "turn": 2}, TWO), messages_field="conversation"
+        "messages", Row({"conversation": TWO, "turn": 2}, TWO), messages_field="conversation"
     ),
     "OpenAI's guide: weights": published(
         "messages",
@@ -232,7 +228,7 @@ SETS = {
     ),
     # nulls of JSON are somebody's, those of a column may be Arrow's
     "JSON in columns": published(
-        None,
+        "messages",
         Row(
             {
                 "messages": json.dumps([user(A, name=None), assistant(None, **calls(**NULLS))]),
@@ -241,7 +237,6 @@ SETS = {
             [user(A), calls(**NULLS)],
             NULL_TOOLS,
         ),
-        format="messages",
     ),
     "ShareGPT's calls without arguments": published(
         "messages",
@@ -299,7 +294,7 @@ def configured(tokenizer, tmp_path) -> Callable[..., config.Config]:
     return lambda **options: make_config(data={**defaults, **options})
 
 
-def documents(cfg: config.Config) -> list[str]:
+def documents_of(cfg: config.Config) -> list[str]:
     return list(documents(cfg.data, map(Range, list_files(cfg.data)[0])))
 
 
@@ -308,9 +303,8 @@ def test_each_kind_of_file_has_the_conversations_written_by_hand(name, configure
     published = SETS[name]
     for kind in KINDS:
         source = write([row.columns for row in published.rows], kind, tmp_path)
-        cfg = configured(source=source, chat_template=None)
-        cfg = configured(source=source, **(published.options or {"format": published.detected}))
-        for row, document in zip(published.rows, documents(cfg), strict=True):
+        cfg = configured(source=source, **published.options)
+        for row, document in zip(published.rows, documents_of(cfg), strict=True):
             _, conversation = from_document(document)
             assert conversation.messages == row.messages and conversation.tools == row.tools
 
@@ -320,9 +314,9 @@ def test_each_kind_of_file_has_the_conversations_written_by_hand(name, configure
 def test_ids_and_mask_are_those_of_transformers(name, configured, tokenizer, theirs, tmp_path):
     published = SETS[name]
     source = write([row.columns for row in published.rows], "jsonl", tmp_path)
-    cfg = configured(source=source, **(published.options or {"format": published.detected}))
+    cfg = configured(source=source, **published.options)
     chat = Chat(tokenizer, cfg.data.chat_template)
-    for row, document in zip(published.rows, documents(cfg), strict=True):
+    for row, document in zip(published.rows, documents_of(cfg), strict=True):
         rendered = theirs.apply_chat_template(
             row.messages,
             tools=row.tools,
@@ -408,14 +402,14 @@ def test_a_wrong_row_is_refused_in_one_line(row, problem, configured, tmp_path):
         format = "prompt_completion"
     source = write([row], "jsonl", tmp_path)
     with refuses("rows.jsonl: row 1: ", problem) as refused:
-        documents(configured(source=source, format=format))
+        documents_of(configured(source=source, format=format))
     assert len(refused.value.problems) == 1 and "\n" not in str(refused.value)
 
 
 def test_nothing_that_recurses_fails_below_the_limit_of_nesting(configured, tokenizer, tmp_path):
     row = messages(user("a"), calls(name="f", arguments=json.dumps(nested(98))))
     cfg = configured(source=write([row], "jsonl", tmp_path), format="messages")
-    (document,) = documents(cfg)
+    (document,) = documents_of(cfg)
     ids, _ = Chat(tokenizer, cfg.data.chat_template).encode(*from_document(document)[1])
     assert ids
 

@@ -1,0 +1,174 @@
+"""A tokenizer with chat templates, transformers' own over it, and runs on conversations."""
+
+import json
+import pathlib
+import random
+from typing import Any
+
+import pytest
+
+import config
+from tests.conftest import words
+from tools.prepare.prepare import prepare
+
+CHATML = """{% for message in messages %}
+{{ '<|im_start|>' + message.role + '\n' -}}
+{% if message.role == 'assistant' %}
+{% generation %}
+{{- message.content + '<|im_end|>' -}}
+{% endgeneration %}
+{{ '\n' -}}
+{% else %}
+{{- message.content + '<|im_end|>\n' -}}
+{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+{{- '<|im_start|>assistant\n' -}}
+{% endif %}
+"""
+LLAMA3 = """{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}{{- message['content'] | trim + '<|eot_id|>' }}{%- endgeneration %}
+    {%- else %}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}
+"""
+QWEN3 = """{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- generation %}
+        {{- content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\n<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>' }}
+        {%- endgeneration %}
+        {{- '\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\n<tool_response>\n' + content + '\n</tool_response><|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3}
+SPECIAL = [
+    "<|begin_of_text|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+]
+BLOCK_TAGS = (
+    "{% generation %}\n",
+    "{% endgeneration %}\n",
+    "{%- generation %}",
+    "{%- endgeneration %}",
+)
+
+
+def without_blocks(template: str) -> str:
+    for tag in BLOCK_TAGS:
+        template = template.replace(tag, "")
+    assert "generation %" not in template.replace("add_generation_prompt %", "")
+    return template
+
+
+def talk(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
+    """The user's and the assistant's texts in turn."""
+    turns = []
+    if system is not None:
+        turns.append({"role": "system", "content": system})
+    for i, text in enumerate(texts):
+        turns.append({"role": ("user", "assistant")[i % 2], "content": text})
+    return turns
+
+
+def conversations(count: int) -> list[list[dict[str, Any]]]:
+    """One to three turns of one to twenty words, every third with a system prompt."""
+    draw = random.Random(7)
+    talks = []
+    for i in range(count):
+        turns = 2 * draw.randint(1, 3)
+        texts = [words(draw.randrange(10**6), draw.randint(1, 20)) for _ in range(turns)]
+        talks.append(talk(*texts, system="be kind" if i % 3 == 0 else None))
+    return talks
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory) -> pathlib.Path:
+    """A byte-level BPE tokenizer with 320 entries, as Llama 3's and Qwen's, and next to it files of
+    the templates, with blocks and without."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("tokenizer")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=318,
+        special_tokens=SPECIAL,
+        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    made.train_from_iterator([words(i, 50) for i in range(20)], trainer)
+    made.add_tokens(["<tool_call>", "</tool_call>"])  # not special, as Qwen's
+    made.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL[0],
+        "eos_token": "<|im_end|>",
+        "chat_template": CHATML,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    for name, template in TEMPLATES.items():
+        (folder / f"{name}.jinja").write_text(template)
+        (folder / f"{name}-bare.jinja").write_text(without_blocks(template))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def theirs(tokenizer) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoTokenizer.from_pretrained(tokenizer)
+
+
+def prepare_here(cfg: config.Config) -> pathlib.Path:
+    """prepare() in this process. Returns the first source's folder."""
+    return prepare(cfg.data, cfg.model.vocab_size, cores=1)[0]
+
+
+def sections_of(
+    tokenizer: pathlib.Path, folder: pathlib.Path, rows: list, **more: Any
+) -> dict[str, Any]:
+    """The sections of a run on these rows. One more conversation is the validation text, so that
+    none of them is held out."""
+    for name, content in {"chat": rows, "valid": [talk("the cat", "sat")]}.items():
+        lines = []
+        for row in content:
+            lines.append(json.dumps(row if isinstance(row, dict) else {"messages": row}) + "\n")
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    data = {
+        "source": str(folder / "chat.jsonl"),
+        "validation": str(folder / "valid.jsonl"),
+        "tokenizer": str(tokenizer),
+        "messages_field": "messages",
+        "path": str(folder / "out"),
+        **more.pop("data", {}),
+    }
+    train = {"steps": 4, "seq_len": 128, "global_batch_size": 4, "micro_batch_size": 1}
+    return {"data": data, "train": train, **more}
