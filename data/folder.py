@@ -125,7 +125,9 @@ def check_identity(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) ->
     configuration. now: identity() of that."""
     before = manifest["identity"]
     if before is None:
-        check_imported(folder, manifest, now)
+        check_imported(folder, manifest)
+    if pathlib.Path(now["data.source"]) == folder:
+        check_named(folder, before or {}, now)
         return
     problems = []
     for key in before | now:
@@ -138,16 +140,25 @@ def check_identity(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) ->
         raise ConfigError(*problems)
 
 
-def check_imported(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) -> None:
-    """Raises ConfigError if options say what an import decides, or if a file was written anew since:
-    a run would resume in other text."""
+def check_named(folder: pathlib.Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises ConfigError if options say something else than what a folder was prepared with that
+    data.source names. before: the folder's identity."""
     for name in ("max_tokens", "validation", "format", "messages_field"):
         value = now.get(f"data.{name}")
-        if value:
+        if value and value != before.get(f"data.{name}"):
             raise ConfigError(
-                f"[data] {name} = {value}: has no effect on {folder}, which names token files of "
-                f"another program; see {config.command('-m', 'import_tokens', '--help')}"
+                f"[data] {name} = {value}: has no effect on {folder}, which is prepared already"
             )
+    if "data.format" in before and "data.format" not in now:
+        raise ConfigError(
+            f"[data] source = {folder}: holds conversations, so write as it was prepared with: "
+            f'data.format = "{before["data.format"]}"'
+        )
+
+
+def check_imported(folder: pathlib.Path, manifest: dict) -> None:
+    """Raises ConfigError if a file was written anew since it was imported: a run would resume in
+    other text."""
     for path, size, mtime, sample in manifest["files"]:
         try:
             status = os.stat(path)

@@ -14,7 +14,7 @@ import pytest
 
 import config
 import minimal
-from data.dataset import open_dataset
+from data.dataset import PreparedDataset
 from data.tokens import TokenStream
 from tests.conftest import content, make_config, refuses
 from tools import import_tokens
@@ -106,7 +106,7 @@ def run(*words: object) -> int:
 
 def streams(folder: pathlib.Path) -> tuple[TokenStream, TokenStream]:
     """The training and the validation text of a folder, as a run opens it."""
-    source = open_dataset(config_of(folder)).sources[0]
+    source = PreparedDataset(config_of(folder)).sources[0]
     assert isinstance(source.stream, TokenStream) and isinstance(source.validation, TokenStream)
     return source.stream, source.validation
 
@@ -172,7 +172,7 @@ def test_a_mixture_of_two_imports(tmp_path):
         raw(tmp_path / f"{seed}.bin", documents(seed))
         run(tmp_path / f"{seed}.bin", tmp_path / f"out-{seed}", *RAW)
         sources.append({"source": str(tmp_path / f"out-{seed}"), "weight": 3.0 - 2 * seed})
-    dataset = open_dataset(make_config(data={"source": None, "sources": sources}))
+    dataset = PreparedDataset(make_config(data={"source": None, "sources": sources}))
     drawn = [dataset.position(number).source for number in range(80)]
     assert drawn.count(1) == 20 and dataset.tokenizer_files == []
 
@@ -180,7 +180,7 @@ def test_a_mixture_of_two_imports(tmp_path):
 def test_a_tokenizer_goes_with_the_folder(prepared, tmp_path):
     raw(tmp_path / "a.bin", documents(0))
     run(tmp_path / "a.bin", tmp_path / "out", *RAW, "--tokenizer", prepared)
-    names = [path.name for path in open_dataset(config_of(tmp_path / "out")).tokenizer_files]
+    names = [path.name for path in PreparedDataset(config_of(tmp_path / "out")).tokenizer_files]
     assert names == ["tokenizer.model"]
     kept = json.loads((prepared / "manifest.json").read_text())
     assert (
@@ -199,14 +199,14 @@ def test_a_file_written_anew_is_refused_and_one_touched_is_not(tmp_path, name):
     run(tmp_path / "a.bin", out, *RAW, "--validation", tmp_path / "validation.bin")
     path = tmp_path / name
     os.utime(path, (1, 1))
-    open_dataset(config_of(out))
+    PreparedDataset(config_of(out))
     ids = np.fromfile(path, "<u2")
     ids[::-1].tofile(path)
     with refuses(name, "written anew", "import"):
-        open_dataset(config_of(out))
+        PreparedDataset(config_of(out))
     path.unlink()
     with refuses(name, "missing"):
-        open_dataset(config_of(out))
+        PreparedDataset(config_of(out))
 
 
 def test_identity_is_that_of_the_ids_and_documents_not_of_their_paths(tmp_path):
@@ -218,7 +218,7 @@ def test_identity_is_that_of_the_ids_and_documents_not_of_their_paths(tmp_path):
         raw(folder / "a.bin", documents(seed))
         megatron(folder / "b.bin", [flat(documents(1))] if joined else documents(1))
         run(folder / "a.bin", folder / "b.bin", folder / "out", "--dtype", "uint16", "--eos", eos)
-        return open_dataset(config_of(folder / "out")).identities
+        return PreparedDataset(config_of(folder / "out")).identities()
 
     first = identity("first")
     assert identity("moved") == first
@@ -231,7 +231,7 @@ def test_options_of_text_are_refused(tmp_path, option, value):
     raw(tmp_path / "a.bin", documents(0))
     run(tmp_path / "a.bin", tmp_path / "out", *RAW)
     with refuses(option, "out", "import_tokens"):
-        open_dataset(config_of(tmp_path / "out", **{option: value}))
+        PreparedDataset(config_of(tmp_path / "out", **{option: value}))
 
 
 @pytest.mark.parametrize("wrong", [320, config.IGNORE])
