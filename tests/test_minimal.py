@@ -381,7 +381,7 @@ def test_an_option_that_is_not_implemented_is_refused(tmp_path, name, value):
         ("[model]\nx\n", "line 2"),
         ("[lora]", "not implemented: lora"),
         ("seed = 1", "not implemented: seed"),
-        ((REPO / "configs/tiny.toml").read_text(), "python -m data.prepare"),
+        ((REPO / "configs/tiny.toml").read_text(), "run_train.sh -m prepare CONFIG"),
     ],
 )
 def test_wrong_input_ends_with_2_and_without_a_traceback(

@@ -32,7 +32,14 @@ FIRST_LEG = 2  # steps before a run with [checkpoint] is started again
 # What a run that is allowed to goes on with.
 CHANGED = {"train.seq_len": 16, "train.global_batch_size": 4}
 # Documents by file, of numbers that nothing divides.
-TEXTS = {"a.jsonl": 211, "b.json": 97, "more-0.jsonl": 53, "more-1.jsonl": 71, "more-2.jsonl": 43}
+TEXTS = {
+    "a.jsonl": 211,
+    "c.jsonl": 211,
+    "b.json": 97,
+    "more-0.jsonl": 53,
+    "more-1.jsonl": 71,
+    "more-2.jsonl": 43,
+}
 ROWS = (REPO / "tests/pairs.jsonl").read_text().splitlines()
 BASE = {
     "hidden_size": 64,
