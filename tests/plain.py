@@ -402,6 +402,7 @@ class Run:
         ]
         for name in self.trained:
             self.weights[name].requires_grad_()
+        self.samples = 0  # read so far
         self.rows: dict[int, dict] = {}
         self.evaluations: dict[int, dict] = {}
 
@@ -409,9 +410,11 @@ class Run:
         """Steps first ... last."""
         sources = sources_of(cfg)
         t = cfg.train
-        order = samples(cfg, sources, last * t.global_batch_size)
+        count = self.samples + (last - first + 1) * t.global_batch_size
+        order = samples(cfg, sources, count)
         for step in range(first, last + 1):
-            numbers = range((step - 1) * t.global_batch_size, step * t.global_batch_size)
+            numbers = range(self.samples, self.samples + t.global_batch_size)
+            self.samples += t.global_batch_size
             rows = []
             digests = 0
             for number in numbers:
