@@ -473,7 +473,7 @@ class Run:
             losses, its_targets = self.losses(cfg, rows)
             nats.append(losses.sum().item())
             targets.append(its_targets)
-            sizes.append(text_bytes(read, masked, cfg.data.tokenizer))
+            sizes.append(text_bytes(text, count, cfg.data.tokenizer))
         found = {
             "loss": sum(nats) / sum(targets),
             "bits_per_byte": sum(nats) / math.log(2) / sum(sizes),
@@ -486,15 +486,12 @@ class Run:
         return found
 
 
-def text_bytes(text: Text, masked: bool, tokenizer: str) -> int:
-    """Of the text that the targets encode: all but the first token, and under a document mask but each document's
-    first."""
+def text_bytes(text: Text, count: int, tokenizer: str) -> float:
+    """Of the first tokens: of whole documents, and of one that is cut its tokens' share."""
     model = tokenizer_of(tokenizer)
-    total = 0
-    for number in dict.fromkeys(text.document):
+    total = 0.0
+    for number in dict.fromkeys(text.document[:count]):
         ids = [i for i, document in zip(text.ids, text.document) if document == number]
-        total += len(model.decode(ids).encode())
-        starts_without_a_loss = masked or number == text.document[0]
-        if starts_without_a_loss:
-            total -= len(model.decode(ids[:1]).encode())
+        share = text.document[:count].count(number) / len(ids)
+        total += share * len(model.decode(ids).encode())
     return total
