@@ -126,7 +126,7 @@ def check_identity(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) ->
     before = manifest["identity"]
     if before is None:
         check_imported(folder, manifest)
-    if pathlib.Path(now["data.source"]) == folder:
+    if before is None or pathlib.Path(now["data.source"]) == folder:
         check_named(folder, before or {}, now)
         return
     problems = []

@@ -230,7 +230,7 @@ def test_identity_is_that_of_the_ids_and_documents_not_of_their_paths(tmp_path):
 def test_options_of_text_are_refused(tmp_path, option, value):
     raw(tmp_path / "a.bin", documents(0))
     run(tmp_path / "a.bin", tmp_path / "out", *RAW)
-    with refuses(option, "out", "import_tokens"):
+    with refuses(option, "out", "prepared already"):
         PreparedDataset(config_of(tmp_path / "out", **{option: value}))
 
 
