@@ -416,7 +416,7 @@ def other_quantities(runs: list[Run]) -> list[Quantity]:
     for run in runs:
         for row in run.train:
             for key in row.keys() - known - names.keys():
-                if as_number(row[key]) is not None and not key.startswith("slowest_rank."):
+                if as_number(row[key]) is not None:
                     names[key] = None
     return [Quantity(name, name) for name in sorted(names)]
 

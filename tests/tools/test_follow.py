@@ -77,12 +77,12 @@ def run_folder(tmp_path: pathlib.Path, name: str) -> pathlib.Path:
 def test_each_row_is_sent_once_over_launches(tmp_path, store, name):
     """The second launch resumes from an earlier step, and evaluates the step it was stopped after."""
     folder = run_folder(tmp_path, name)
-    tracker.send(folder, [row(1), row(2, "eval"), {**row(3), "slowest_rank": {"rank": 2}}])
+    tracker.send(folder, [row(1), row(2, "eval"), {**row(3), "loss_by_source": {"a": 2}}])
     tracker.send(folder, [row(1), row(2), row(2, "eval"), row(3), row(3, "eval"), row(4)])
     steps = [(r["at"], r.get("train/loss"), r.get("eval/loss")) for r in sent(store)]
     expected = [(1, 0.125, None), (2, None, 0.25), (3, 0.375, None), (3, None, 0.375)]
     assert steps == [*expected, (4, 0.5, None)]
-    assert sent(store)[2] == {"at": 3, "train/loss": 0.375, "train/slowest_rank.rank": 2}
+    assert sent(store)[2] == {"at": 3, "train/loss": 0.375, "train/loss_by_source.a": 2}
 
 
 @pytest.mark.quick
