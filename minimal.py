@@ -241,9 +241,9 @@ def train(cfg: SimpleNamespace, files: list[Tensor], device: torch.device) -> No
     optimizer = build_optimizer(model, cfg.optim)  # last: the two lines above replace parameters
 
     weights = dict(model.named_parameters())
-    samples = torch.zeros((), dtype=torch.int64)  # read so far
+    samples_read = torch.zeros((), dtype=torch.int64)
     state = {"model": weights, "optim": {name: optimizer.state[w] for name, w in weights.items()}}
-    state |= {"samples": samples}
+    state |= {"samples": samples_read}
     folder = Path(cfg.run.output_dir, f"{cfg.run.name}-minimal", "checkpoints")
     newest = max(folder.glob("step-*"), default=None)
     if newest:
@@ -256,14 +256,14 @@ def train(cfg: SimpleNamespace, files: list[Tensor], device: torch.device) -> No
     for step in range(first_step, t.steps + 1):
         loss_sum = torch.zeros((), device=device)
         for begin in range(0, t.global_batch_size, micro_batch * ranks):
-            first = int(samples) + begin + rank * micro_batch
+            first = int(samples_read) + begin + rank * micro_batch
             samples = [read_sample(cfg, files, first + i) for i in range(micro_batch)]
             batch = torch.stack(samples).to(device)  # (B, T+1)
             loss = model(batch[:, :-1], batch[:, 1:])  # the target of a token is the next one
             # FSDP2 averages gradients over ranks: so scaled, to those of the global batch's mean.
             (loss * ranks / tokens_per_step).backward()
             loss_sum += loss.detach()
-        samples += t.global_batch_size
+        samples_read += t.global_batch_size
         dist.all_reduce(loss_sum)
         limit = math.inf if t.max_grad_norm == "off" else t.max_grad_norm
         norm = nn.utils.clip_grad_norm_(model.parameters(), limit, error_if_nonfinite=True)

@@ -127,7 +127,7 @@ def check_identity(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) ->
     if before is None:
         check_imported(folder, manifest)
     if before is None or pathlib.Path(now["data.source"]) == folder:
-        check_named(folder, before or {}, now)
+        check_named(folder, manifest, now)
         return
     problems = []
     for key in before | now:
@@ -140,11 +140,15 @@ def check_identity(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) ->
         raise ConfigError(*problems)
 
 
-def check_named(folder: pathlib.Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises ConfigError if options say something else than what a folder was prepared with that
-    data.source names. before: the folder's identity."""
+def check_named(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) -> None:
+    """Raises ConfigError if options say something else than what a folder was prepared with that is
+    a source itself."""
+    before = manifest["identity"] or {}
+    tokens = sum(length for _path, _dtype, length, *_ in manifest["token_files"]["train"])
     for name in ("max_tokens", "validation", "format", "messages_field"):
         value = now.get(f"data.{name}")
+        if name == "max_tokens" and value and value >= tokens:
+            continue
         if value and value != before.get(f"data.{name}"):
             raise ConfigError(
                 f"[data] {name} = {value}: has no effect on {folder}, which is prepared already"

@@ -348,7 +348,7 @@ def test_state_of_another_version_is_refused(world, tmp_path, monkeypatch):
     cfg = run_config(tmp_path)
     make_checkpoint(cfg, 10)
     monkeypatch.setattr("checkpoint.checkpointer.restore", lambda *unused: None)
-    with refuses("step-00000010", "another version", "tokens"):
+    with refuses("step-00000010", "another version", "samples"):
         Checkpointer(cfg, world, no_data(cfg)).restore(None, None)
 
 

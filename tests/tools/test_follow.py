@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -204,3 +205,46 @@ def test_launcher_that_is_killed_leaves_a_report_and_no_process(begin, store, tm
     process.communicate(timeout=100)  # once no process holds its output
     assert (tmp_path / "outputs/r/report.html").exists()
     assert len([*store.glob("*.finished")]) == 1
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_commands_that_work(write_config, tmp_path):
+    folder = tmp_path / "my outputs"
+    path = write_config(
+        "it",
+        train={"steps": 4, "global_batch_size": 2},
+        checkpoint={},
+        run={"output_dir": str(folder)},
+        log={"tensorboard": True, "every_steps": 2},
+    )
+    done = launch(path, "--optim.schedule=linear")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout[done.stdout.index("finished: ") :].splitlines()
+    found = {
+        what: shlex.split(words)
+        for what, words in (line.split(": ./run_train.sh ") for line in lines)
+    }
+    assert found.pop(f"finished: {folder}/it/report.html; curves") == [
+        "-m",
+        "tensorboard.main",
+        "--logdir",
+        str(folder),
+    ]
+    assert found["more steps, a longer schedule"] == [
+        str(path),
+        "--optim.schedule=linear",
+        "--train.steps=8",
+    ]
+    assert len(found) == 3
+    for words in found.values():
+        done = launch(*words)
+        assert done.returncode == 0, done.stderr
+    done = launch(
+        path,
+        "--optim.schedule=linear",
+        "--train.steps=2",
+        "--log.tensorboard=false",
+        "--checkpoint=off",
+        "--run.name=other",
+    )
+    assert done.stdout.splitlines()[-1] == f"finished: {folder}/other/report.html"
