@@ -41,8 +41,6 @@ def tools() -> dict[str, str]:
 
 
 def main(name: str, words: list[str]) -> None:
-    if name == "generate" and "--chat" in words:
-        name = "chat"
     sys.argv[:] = [name, *words]
     path = REPO / f"{name}.py"
     if path.exists() and "__main__" not in path.read_text():

@@ -1,7 +1,6 @@
 """Sample text from a checkpoint, or from a run's newest one, with the tokenizer in its folder.
 
     ./run_train.sh -m generate outputs/tiny --prompt "def " --tokens 64
-    ./run_train.sh -m generate outputs/tiny-chat --chat            a conversation
 
 Shapes: T tokens, S cached positions, K key/value heads, E head dimension, V vocabulary.
 """
@@ -140,13 +139,13 @@ def encode(tokenizer, prompt: str) -> list[int]:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m generate", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="run_train.sh -m generate", description=__doc__.splitlines()[0]
+    )
     # one line, as every error here
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="CKPT_OR_RUN")
-    parser.add_argument("--prompt", metavar="TEXT", required="--chat" not in argv)
-    chat = config.command("-m", "generate", "CKPT_OR_RUN", "--chat")
-    parser.add_argument("--chat", action="store_true", help=f"a conversation: {chat}")
+    parser.add_argument("--prompt", metavar="TEXT", required=True)
     parser.add_argument("--tokens", type=int, default=128, metavar="N", help="at most")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws")
@@ -156,8 +155,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="of adapters: where their base lies now; default: as trained",
     )
     args = parser.parse_args(argv)
-    if args.chat:
-        parser.error(f"--chat: a conversation is a tool of its own: {chat}")
     if args.tokens < 1:
         parser.error(f"--tokens {args.tokens}: must be at least 1")
     if not 0 <= args.temperature < math.inf:

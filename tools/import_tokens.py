@@ -231,7 +231,9 @@ def entry(
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="import_tokens", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="run_train.sh -m import_tokens", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("files", nargs="+", help="names or patterns")
     parser.add_argument("out", type=pathlib.Path, help="a new folder")
     parser.add_argument("--validation", help="a name or a pattern; default: some is held out")

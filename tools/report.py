@@ -468,13 +468,13 @@ def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
         )
     if cfg.checkpoint is not None:
         if cfg.data.has_conversations:
-            prompt = ["--chat"]
+            sample = ["chat", folder]
         elif cfg.data.source == "python-stdlib":
-            prompt = ["--prompt", "def "]
+            sample = ["generate", folder, "--prompt", "def "]
         else:
-            prompt = ["--prompt", "The "]
+            sample = ["generate", folder, "--prompt", "The "]
         if any(config.run_folder(cfg).glob("tokenizer.*")):  # token files need none
-            commands.append(command_line("text from it", "-m", "generate", folder, *prompt))
+            commands.append(command_line("text from it", "-m", *sample))
 
         # without schedule_steps the learning rate's schedule is as long as the run
         is_stretched = cfg.optim.schedule_steps is None and cfg.optim.schedule != "constant"

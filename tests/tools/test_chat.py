@@ -72,7 +72,7 @@ def test_a_conversation_keeps_what_fits_and_ends_turns(tokenizer, monkeypatch, c
 @needs_extra("huggingface")
 @distributed(ranks=1)
 def test_the_template_goes_along_with_checkpoints_and_exports(world, tokenizer, tmp_path):
-    """And generate --chat speaks by it."""
+    """And `-m chat` speaks by it."""
     from tools import huggingface
 
     run = {"name": "r", "output_dir": str(tmp_path)}
@@ -90,7 +90,7 @@ def test_the_template_goes_along_with_checkpoints_and_exports(world, tokenizer, 
     out: Any = io.StringIO()
     out.reconfigure = lambda **_: None
     with mock.patch("sys.stdin", typed), contextlib.redirect_stdout(out):
-        options = ["--chat", "--tokens", 8, "--temperature", 0]
+        options = ["--tokens", 8, "--temperature", 0]
         assert run_tool(terminal.main, checkpoint, *options) == 0
     printed = out.getvalue()
     assert printed.count("> ") == 5 and "too long for a context of 128 tokens" in printed

@@ -82,8 +82,3 @@ def test_a_misspelt_tool_is_answered_with_the_nearest():
     done = run("-m", "generat")
     assert done.returncode == 2
     assert "-m generat: no such tool; did you mean generate?" in done.stderr
-
-
-def test_chat_is_generate_s_option(tmp_path):
-    done = run("-m", "generate", str(tmp_path), "--chat", "--tokens", "0")
-    assert done.returncode == 2 and "run_train.sh -m generate: --tokens must be" in done.stderr
