@@ -101,7 +101,8 @@ def prepare(cfg: Config, job: str, words: list[str]) -> None:
     if job and not is_ready:
         command = config.command("-m", "prepare", *words)
         raise ConfigError(
-            f"its data is not prepared, and none is inside a job; run {command} on the login node"
+            f"its data is not prepared, and none is inside a job: {command} prepares it, on the "
+            "login node or as a job of its own (an array of N tasks does it on N machines)"
         )
     # die_with_parent: a signal ends this process at once (quit_early)
     child = subprocess.Popen(
@@ -261,13 +262,14 @@ class Attempts:
             print_error(f"the ranks ended with exit code {code}: {hint}")
             return
         first = failed[0]
-        lines = [f"the log of every rank is in {self.run_folder}/logs"]
-        lines.append(f"failed first on {first.place}:\n{first.text}")
+        lines = [f"failed first on {first.place}:\n{first.text}"]
+        if (self.run_folder / "logs").exists():  # the ranks have taken the run's folder
+            lines.insert(0, f"the log of every rank is in {self.run_folder}/logs")
         silent = [report.place for report in reports if not report.text]
         if silent:
             line = f"no report from {'; '.join(silent[:8])}: killed, stopped, or unable to answer"
             # a rank that exceeds a timeout waits for those that cannot report
-            lines.insert(2 if first.is_timeout else 1, line)
+            lines.insert(len(lines) if first.is_timeout else -1, line)
         for report in failed[1:]:
             if report.progress == first.progress and report.is_timeout:
                 lines.append(f"as far as that: rank {report.rank}, {report.innermost_frame}")

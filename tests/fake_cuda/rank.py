@@ -107,21 +107,22 @@ def ignore_values() -> None:
         mock.patch.object(owner, name, value).start()
 
     quantize = NF4Linear.quantize
-    figures = optim.UpdateGuard._figures
+    is_skipped = optim.UpdateGuard._is_skipped
 
     def quantize_unchecked(*arguments: Any) -> None:
         with mock.patch.object(torch.Tensor, "isfinite", lambda tensor: torch.tensor(True)):
             quantize(*arguments)
 
-    def no_figures(guard: optim.UpdateGuard) -> list[float]:
-        return [0.0 for _ in figures(guard)]  # waits as it does on a GPU
+    def never_skipped(guard: optim.UpdateGuard) -> bool:
+        is_skipped(guard)  # waits as it does on a GPU
+        return False
 
     replace(Weights, "read_into", lambda weights, name, offsets, out: name in weights.stored)
     replace(torch.nn.init, "trunc_normal_", lambda tensor, *unused, **options: tensor)
     replace(materialize, "is_finite", lambda tensor: True)
     replace(save, "all_finite", lambda tensors: True)
     replace(NF4Linear, "quantize", quantize_unchecked)
-    replace(optim.UpdateGuard, "_figures", no_figures)
+    replace(optim.UpdateGuard, "_is_skipped", never_skipped)
 
 
 def plant(fault: Callable[[Any], object]) -> None:

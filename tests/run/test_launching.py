@@ -228,7 +228,7 @@ def test_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch, make, word
 
 @pytest.mark.quick
 def test_job_does_not_prepare_text_for_which_its_ranks_would_wait():
-    with refuses("run ./run_train.sh -m prepare c.toml --run.seed=3 on the login node"):
+    with refuses("none is inside a job: ./run_train.sh -m prepare c.toml --run.seed=3 prepares it"):
         launch.prepare(make_config(), "7", ["c.toml", "--run.seed=3"])
 
 

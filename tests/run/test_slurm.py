@@ -207,7 +207,7 @@ def test_data_is_not_prepared_inside_a_job(limited, cluster, configured, tmp_pat
     path = configured("unprepared", data=tmp_path / "nothing")
     job = cluster.submit(path, "--run.seed=3", nodes=1)
     assert job.until_over() == "FAILED" and job.shows("ExitCode") == "2:0"
-    assert f"run_train.sh -m prepare {path} --run.seed=3 on the login node" in job.log()
+    assert f"run_train.sh -m prepare {path} --run.seed=3 prepares it" in job.log()
     assert not job.folder.exists() and not (tmp_path / "nothing").exists()
 
 

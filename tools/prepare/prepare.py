@@ -222,21 +222,24 @@ class Preparation:
             )
 
     def print_progress(self, is_over: threading.Event) -> None:
-        """Prints a line now and then, of what all processes have written."""
+        """Prints a line now and then, of what all processes on all machines have written."""
         parts = [part for part in self.parts if part.split == "train"]
-        sizes = {part.path("").name: part.size for part in parts}
-        tokens = 0
+        text = sum(part.size for part in parts)
+        tokens = done_tokens = 0
         first = None  # the share that was done at the first line, and when that was
         while not is_over.wait(LOG_SECONDS):
-            done = {path.stem for path in self.folder.glob("train-*.json")}
+            done = [part for part in parts if part.path(".json").exists()]
+            done_text = sum(part.size for part in done)
             before = tokens
             with contextlib.suppress(OSError):  # one was renamed
+                done_tokens = sum(part.path(".bin").stat().st_size for part in done) // self.width
                 written = [*self.folder.glob("*train-?????.bin*")]
                 tokens = sum(path.stat().st_size for path in written) // self.width
-            line = f"{tokens:,} tokens, {(tokens - before) / LOG_SECONDS:,.0f}/s"
-            line += f"; {len(done)} of {len(sizes)} parts"
-            of_text = sum(sizes.get(name, 0) for name in done) / max(1, sum(sizes.values()))
-            now = max(tokens / self.limit, of_text), time.monotonic()
+            line = f"{tokens:,} tokens, {len(done)} of {len(parts)} parts"
+            if done_tokens:  # before, nothing says how much text a token is
+                speed = (tokens - before) * done_text / done_tokens / LOG_SECONDS
+                line += f", {speed / 1e6:,.1f} MB/s"
+            now = max(tokens / self.limit, done_text / max(1, text)), time.monotonic()
             first = first or now
             if now[0] > first[0]:
                 left = (1 - now[0]) * (now[1] - first[1]) / (now[0] - first[0])

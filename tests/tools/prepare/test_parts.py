@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import signal
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from system import processes
 from tests.conftest import make_config, refuses, words
 from tools.prepare import parts
 from tools.prepare.parts import TokenWriter, hold_out_end, parts_of
-from tools.prepare.prepare import main, prepare
+from tools.prepare.prepare import Preparation, main, prepare
 from tools.prepare.row_format import Texts
 from tools.prepare.source import Range, SourceFile, documents, list_files
 
@@ -96,6 +97,22 @@ def by_hand(prepared) -> Callable[..., dict[str, list[list[int]]]]:
         return found
 
     return plain
+
+
+def test_progress_is_in_tokens_parts_and_text_a_second(configure, monkeypatch, capfd):
+    monkeypatch.setattr("tools.prepare.prepare.LOG_SECONDS", 0.001)
+    data, vocab_size = configure()
+    (folder,) = prepare(data, vocab_size)
+    preparation = Preparation(folder, data)
+    *done, last = [part for part in preparation.parts if part.split == "train"]
+    for suffix in (".json", ".bin"):
+        last.path(suffix).unlink()
+    waits = iter([False, True])
+    preparation.print_progress(types.SimpleNamespace(wait=lambda seconds: next(waits)))
+    tokens = sum(length for _, _, length, *_ in manifest_of(folder)["token_files"]["train"][:-1])
+    speed = sum(part.size for part in done) / 0.001 / 1e6
+    expected = f"{tokens:,} tokens, {len(done)} of {len(done) + 1} parts, {speed:.1f} MB/s"
+    assert expected in capfd.readouterr().err
 
 
 # Bytes are a function of the text
