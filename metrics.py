@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 import config
+import system
 from data.dataset import Dataset
 from model.build import meta_model
 from model.llama import Llama, flops_per_token, parameter_count
 from optim import Progress
 from parallel.mesh import World
 from parallel.ranks import all_gather_objects, on_rank_zero
-from system import files
 
 log = logging.getLogger("train")
 
@@ -269,7 +269,7 @@ class Rows:
         """Raises OSError."""
         try:
             self.file.flush()
-            files.sync_handle(self.file.fileno())
+            system.sync_handle(self.file.fileno())
         except OSError as error:
             error.filename = self.file.name  # it knows only the handle
             raise

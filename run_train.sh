@@ -153,4 +153,4 @@ blocked=(env --block-signal=TERM,INT,HUP,USR1,USR2)
 start=(${blocked[@]+"${blocked[@]}"} "$python" -c "$module" "$repo")
 # What this machine lacks for the run ends it here.
 if [[ -e $repo/tools/preflight.py ]]; then "${start[@]}" tools.preflight "$@"; fi
-exec "${start[@]}" run.launch "$@"
+exec "${start[@]}" launch.launch "$@"

@@ -43,7 +43,7 @@ from parallel.materialize import materialize  # noqa: E402
 from parallel.mesh import World  # noqa: E402
 from parallel.parallelize import parallelize  # noqa: E402
 from run.rank import distributed  # noqa: E402
-from system.files import sync  # noqa: E402
+from system import sync  # noqa: E402
 
 
 def configuration(mib: int, folder: str) -> config.Config:

@@ -13,7 +13,7 @@ from checkpoint.catalog import problems_of
 from checkpoint.manifest import read_manifest
 from checkpoint.newest import checkpoints_of
 from config import Problems, run_tool
-from system.processes import print_line
+from system import print_line
 
 
 def main(argv: list[str]) -> int:

@@ -17,8 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 from config import ConfigError, Problems
-from system.files import TRANSIENT_ERRORS
-from system.machine import usable_cores
+from system import TRANSIENT_ERRORS, usable_cores
 
 MANIFEST = "manifest.json"
 STATE = "state.json"

@@ -8,7 +8,7 @@ import config
 from checkpoint import catalog
 from checkpoint.manifest import METADATA, STATE
 from config import ConfigError
-from system.processes import print_error
+from system import print_error
 
 
 def checkpoints_of(path: pathlib.Path) -> list[pathlib.Path]:

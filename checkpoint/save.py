@@ -25,13 +25,13 @@ from torch.futures import Future
 from torch.utils.serialization import config as torch_config
 
 import config
+import system
 from checkpoint import catalog
 from checkpoint.load import first_cause
 from checkpoint.manifest import MANIFEST, METADATA, STATE, HashedFile, entry_of, render_manifest
 from config import Problems
 from parallel.ranks import all_gather_objects, on_each_rank, on_rank_zero
 from parallel.torch_patches import IS_TORCH_2_11
-from system import files
 
 ROOM = (
     "; an old checkpoint is removed once the new one is complete, so the disk needs room for one more "
@@ -89,7 +89,7 @@ class Saver:
                 log.warning(
                     "%s: its last rows are not on disk; step %d is saved anyway", problem, step
                 )
-            files.publish(folder, final)
+            system.publish(folder, final)
 
         try:
             temporary = self._on_rank_zero(partial(make_folder, self.root, step))
@@ -166,9 +166,9 @@ def try_disk(root: pathlib.Path) -> None:
     try:
         folder = make_folder(root, 0)
         (folder / STATE).write_text("{}")
-        files.sync(folder / STATE)
+        system.sync(folder / STATE)
         trial = catalog.temporary_of(root, 0)
-        files.publish(folder, trial)
+        system.publish(folder, trial)
         shutil.rmtree(trial)
     except OSError as error:
         problem = "its disk cannot write, sync, rename and remove a folder, as a checkpoint needs"
@@ -224,7 +224,7 @@ class Writer(FileSystemWriter):
                     info = _StorageInfo(name, begin, length)
                     results.append(WriteResult(item.index, length, info))
                 hashed.flush()
-                files.sync_handle(hashed.file.fileno())
+                system.sync_handle(hashed.file.fileno())
             self.entries = {name: hashed.entry()}
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -261,4 +261,4 @@ def write_manifest(
     contents[MANIFEST] = render_manifest(entries)
     for name, content in contents.items():
         (folder / name).write_bytes(content)
-        files.sync(folder / name)
+        system.sync(folder / name)

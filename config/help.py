@@ -10,7 +10,7 @@ from config.option import ConfigError, Option, Schema
 from config.options import SCHEMA
 from config.read import describe, search, suggestion
 from config.show import is_in, toml
-from system.processes import print_line
+from system import print_line
 
 HELP_COLUMN = 32  # where the meanings of options begin
 

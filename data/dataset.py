@@ -16,8 +16,7 @@ import numpy as np
 import config
 from config import ConfigError
 from data.folder import check_identity, identity, manifest_of, prepare_command, source_folders
-from data.mixture import Mixture
-from data.order import SamplePosition, SourceOrder
+from data.order import Mixture, SamplePosition, SourceOrder
 from data.tokens import Span, TextStream, stream_of
 
 

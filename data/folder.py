@@ -33,8 +33,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 import config
+import system
 from config import ConfigError
-from system import files
 
 MANIFEST = "manifest.json"
 FORMAT = 8  # version of the files; part of the identity
@@ -198,7 +198,7 @@ def read_manifest(folder: pathlib.Path) -> dict | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        if error.errno in files.TRANSIENT_ERRORS:
+        if error.errno in system.TRANSIENT_ERRORS:
             error.filename = str(path)  # a read knows only its handle
             raise
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None

@@ -44,7 +44,7 @@ from parallel.collectives import Group, all_gather, all_reduce, group_of, reduce
 from parallel.mesh import World
 from parallel.ranks import local_world_size
 from parallel.torch_patches import share_classes
-from system.processes import print_error
+from system import print_error
 
 # Of x @ weight.T: colwise shards the output features, rowwise the input features.
 COLWISE = Shard(0)

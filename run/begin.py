@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import config
 from config import ConfigError
-from system.processes import die_with_parent
+from system import die_with_parent
 
 CONFIG = "config.toml"  # the configuration in a launch's folder
 LAUNCH = "TRAINER_LAUNCH"  # the variable that names the launch's folder to torchrun and ranks

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+import system
 from metrics import log
-from system import processes
 
 REPO = pathlib.Path(__file__).parent.parent
 GIT_SECONDS = 10.0  # a network's disk may hang, or a repository be huge
@@ -65,7 +65,7 @@ def start_logging(folder: pathlib.Path, rank: int) -> None:
         # appends, also after another program has truncated the file
         in_file = logging.FileHandler(path)
     except OSError as error:  # a full disk
-        processes.print_error(f"{path}: {error.strerror}; this launch has none")
+        system.print_error(f"{path}: {error.strerror}; this launch has none")
         in_file = logging.FileHandler(os.devnull)
     in_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log.setLevel(logging.INFO)

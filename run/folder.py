@@ -7,8 +7,8 @@ from typing import Any
 
 import filelock
 
+import system
 from config import ConfigError
-from system import files
 
 ENDING_SECONDS = 30.0  # for ranks that were killed, until they release the lock
 
@@ -35,7 +35,7 @@ class FolderClaim:
         self.step = step
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         status = {"state": state, "step": step, "launch": self.launch, "time": now, **details}
-        files.write_if_possible(self.folder / "status.json", json.dumps(status) + "\n")
+        system.write_if_possible(self.folder / "status.json", json.dumps(status) + "\n")
 
     def release(self) -> None:
         if self.lock:
@@ -46,7 +46,7 @@ def lock(folder: pathlib.Path, seconds: float) -> filelock.BaseFileLock:
     """Locks an existing folder until release() or the end of this process. Raises ConfigError if
     another run still holds the lock after `seconds`, and OSError."""
     try:
-        return files.lock(folder / ".lock", seconds)
+        return system.lock(folder / ".lock", seconds)
     except filelock.Timeout:
         raise ConfigError(
             f"{folder}: another run works here; wait for it, or choose another run.name"
@@ -55,4 +55,4 @@ def lock(folder: pathlib.Path, seconds: float) -> filelock.BaseFileLock:
 
 def read_status(folder: pathlib.Path) -> dict:
     """status.json of a run's folder; {} if it is missing or cannot be read."""
-    return files.read_json(folder / "status.json")
+    return system.read_json(folder / "status.json")

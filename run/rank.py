@@ -30,12 +30,13 @@ from parallel.torch_patches import set_default_timeout, shield_compilers
 from run.begin import LAUNCH, check_not_one_of_several
 from run.run import Run
 from run.watchdog import EXITED, Watchdog
-from system.machine import NVIDIA, has_driver
-from system.processes import (
+from system import (
     FINISHED,
     INPUT_IS_WRONG,
+    NVIDIA,
     SIGNALS,
     STOPPED,
+    has_driver,
     print_error,
     raise_file_limit,
 )

@@ -27,15 +27,45 @@ from parallel.ranks import all_gather_objects, on_rank_zero
 from parallel.torch_patches import shorten_nccl_timeout
 from run.environment import environment, start_logging
 from run.folder import ENDING_SECONDS, FolderClaim
-from run.stop import Agreement
 from run.watchdog import Watchdog
-from system.files import read_json, write_if_possible
-from system.processes import listen
+from system import listen, read_json, write_if_possible
 
 DUMP_SECONDS = 60.0  # for NCCL to record its collectives before the watchdog ends the process
 COLLECT_EVERY_STEPS = 100  # Python's garbage; automatic, it would stall each rank at another time
 # may compile, or take as long as what they wait for
 SLOW_PHASES = ("start", "first step", "first evaluation batch", "end")
+
+
+class Agreement:
+    """What all ranks agree on in each step: one all-reduce on the host, which never waits for the
+    device."""
+
+    def __init__(self) -> None:
+        self.received = 0  # the signal that this rank knows of, by its number
+        self.signal = 0  # the signal that all stop by
+
+    @property
+    def stops(self) -> bool:
+        """Whether all ranks stop after this step."""
+        return self.signal > 0
+
+    def note(self, number: int, frame: Any) -> None:
+        """The signal handler of a rank."""
+        self.received = self.received or number
+
+    def all_reduce(self, count: int = 0) -> int:
+        """Returns the sum of all ranks' counts. A signal that a rank receives later counts at the
+        next call. Collective."""
+        # [0]: the count; [n]: how many ranks received signal n
+        sums = torch.zeros(signal.NSIG, dtype=torch.int64)
+        sums[0] = count
+        if self.received:
+            sums[self.received] = 1
+        dist.all_reduce(sums)
+        received = sums[1:].nonzero()
+        if len(received):
+            self.signal = int(received[-1]) + 1
+        return int(sums[0])
 
 
 class Run:

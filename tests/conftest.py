@@ -34,6 +34,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 
 import config
+import system
 from config import ConfigError
 from data.folder import identity
 from model import loss as loss_module
@@ -42,7 +43,6 @@ from model.llama import Llama, named_parameters
 from parallel.materialize import ReadShard, materialize
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
-from system import files
 from tests.gloo import run_on_ranks
 
 torch.set_num_threads(1)
@@ -400,7 +400,7 @@ def write_config(tmp_path, corpus, prepared):
         path = tmp_path / f"{name}.toml"
         content = config.to_toml(config.from_dict(tables(**sections), str(path)))
         temporary = path.with_suffix(f".{os.getpid()}.tmp")  # ranks may write it side by side
-        files.write_atomic(path, content, temporary)
+        system.write_atomic(path, content, temporary)
         return path
 
     return write

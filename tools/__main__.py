@@ -10,7 +10,7 @@ import runpy
 import sys
 
 from config import command, nearest
-from system.processes import INPUT_IS_WRONG, print_error
+from system import INPUT_IS_WRONG, print_error
 
 TOOLS = pathlib.Path(__file__).parent
 REPO = TOOLS.parent

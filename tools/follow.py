@@ -2,7 +2,7 @@
 
     ./run_train.sh -m follow outputs/tiny
 
-The launcher starts it next to the ranks, and closes its stdin once they have ended (run/follower.py).
+The launcher starts it next to the ranks, and closes its stdin once they have ended (launch/follower.py).
 By hand it does what is left to do: sends the rows that the tracker lacks, and writes the report. It
 reads the run's folder alone (metrics.jsonl, status.json, config.toml, environment.json), and what
 fails here costs the run a line.
@@ -24,8 +24,7 @@ from typing import NamedTuple
 import config
 from config import ConfigError, run_tool
 from run.folder import read_status
-from system.files import read_json
-from system.processes import SIGNALS, print_error, print_line, python_command
+from system import SIGNALS, print_error, print_line, python_command, read_json
 from tools import report, tracker
 
 POLL_SECONDS = 1.0

@@ -27,7 +27,7 @@ from model.llama import Llama
 from parallel.fsdp import cast_residual_stream, unit_dtypes, unit_parameters, units
 from parallel.materialize import initialize_buffers, materialize
 from parallel.mesh import has_native_bfloat16
-from system.processes import printable
+from system import printable
 from tools.prepare.tokenizer import Tokenizer
 
 

@@ -29,6 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import config
+import system
 from checkpoint import catalog, compare, load, newest, save
 from config import ConfigError, together
 from extras.huggingface import config as hf_config
@@ -36,7 +37,6 @@ from extras.huggingface import hub
 from extras.huggingface import weights as hf_weights
 from model.build import meta_model
 from optim import Progress
-from system import files, processes
 from tools.fast_tokenizer import fast_tokenizer_files, inexpressible, read_sentencepiece
 from tools.prepare.tokenizer import TOKENIZERS, Tokenizer
 from tools.reference import check_export
@@ -271,7 +271,7 @@ def published(out: Path) -> Iterator[Path]:
     folder = temporary / out.name
     temporary.mkdir(parents=True, exist_ok=True)
     try:
-        lock = files.lock(temporary / "lock")
+        lock = system.lock(temporary / "lock")
     except TimeoutError:
         raise ConfigError(f"{out}: is being written by another process") from None
     try:
@@ -283,8 +283,8 @@ def published(out: Path) -> Iterator[Path]:
         folder.mkdir()
         yield folder
         for path in folder.iterdir():
-            files.sync(path)
-        files.publish(folder, out)  # replaces at most an empty folder
+            system.sync(path)
+        system.publish(folder, out)  # replaces at most an empty folder
     finally:
         # before the release: another process may use it then
         shutil.rmtree(temporary, ignore_errors=True)
@@ -527,15 +527,15 @@ def main(argv: list[str]) -> int:
                 import_folder(str(args.source), folder)
     except OSError as error:
         raise ConfigError(f"{error.filename or out}: {error.strerror or error}") from None
-    processes.print_line(f"wrote {out}")
+    system.print_line(f"wrote {out}")
     if is_export and args.adapter and (out / GENERATION).is_file():
-        processes.print_line(
+        system.print_line(
             "transformers and PEFT take what ends an answer from the base alone: call "
             f'generate(generation_config=GenerationConfig.from_pretrained("{out}"))'
         )
     if not is_export:
         source = json.dumps(str(args.source))
-        processes.print_line(
+        system.print_line(
             f"to train from these weights, leave it and set model.init_from = {source}"
         )
     return 0

@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+import system
 from config import ConfigError, run_tool
 from data.folder import MANIFEST, sample_hash, short_hash
 from data.order import name_hash
-from system import files
 from tools.prepare.parts import last_hundredth
 from tools.prepare.tokenizer import tokenizer_files, tokenizer_hash
 
@@ -226,7 +226,7 @@ def entry(
     if ids.ends is None:
         return [str(path), ids.dtype, stop - first, begin, None, eos, None]
     inside = ids.ends[(ids.ends > first) & (ids.ends < stop)]
-    files.write_atomic(ends, (np.append(inside, stop) - first).tobytes())
+    system.write_atomic(ends, (np.append(inside, stop) - first).tobytes())
     return [str(path), ids.dtype, stop - first, begin, ends.name, None, None]
 
 
@@ -258,7 +258,7 @@ def main(argv: list[str]) -> int:
         folder.mkdir()
         imported = import_files(folder, train, validation, args.dtype, args.eos)
         for name, content in tokenizer.items():
-            files.write_atomic(folder / name, content)
+            system.write_atomic(folder / name, content)
         manifest = {
             "identity": None,
             "revision": None,
@@ -267,8 +267,8 @@ def main(argv: list[str]) -> int:
             "complete": True,
             **imported,
         }
-        files.write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1))
-        files.publish(folder, out)
+        system.write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1))
+        system.publish(folder, out)
     return 0
 
 

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import config
 from checkpoint import catalog
 from config import ConfigError
-from run.command import Ranks, first_host, rendezvous_port
-from system.processes import listen, print_error
+from launch.ranks import Ranks, first_host, rendezvous_port
+from system import listen, print_error
 
 GIB = 2**30
 # Open files of rank 0, of so many ranks: its store has a connection to each, and so has each of the

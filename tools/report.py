@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 
 import config
 from config import ConfigError, run_tool
-from system.files import read_json, write_atomic
-from system.processes import print_line
+from system import print_line, read_json, write_atomic
 from tools.svg import Chart, Drawing, Point
 
 

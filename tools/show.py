@@ -14,7 +14,7 @@ from config import ConfigError, run_tool
 from data.dataset import PreparedDataset
 from data.order import SamplePosition
 from data.tokens import Span
-from system.processes import print_line, printable
+from system import print_line, printable
 from tools.prepare.formats import row_format
 from tools.prepare.tokenizer import Tokenizer
 

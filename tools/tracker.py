@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import config
-from system import files
-from system.processes import print_line
+import system
+from system import print_line
 
 PROJECT = "fsdp2"
 
@@ -24,11 +24,11 @@ def send(folder: pathlib.Path, rows: Iterable[dict]) -> None:
     name = options["log"].get("tracker")
     if name is None:
         return
-    lock = files.lock(folder / ".tracker.lock")  # raises if another process sends already
+    lock = system.lock(folder / ".tracker.lock")  # raises if another process sends already
     path = folder / f"tracker-{name}.json"
     new = {"id": f"{options['run']['name']}-{secrets.token_hex(4)}", "sent": [0, False]}
-    state: dict[str, Any] = files.read_json(path) or new
-    files.write_atomic(path, json.dumps(state))
+    state: dict[str, Any] = system.read_json(path) or new
+    system.write_atomic(path, json.dumps(state))
     run = open_run(name, state["id"], options, str(folder))
     print_line(f"{name}: {getattr(run, 'url', None) or state['id']}")
     for row in rows:
@@ -37,7 +37,7 @@ def send(folder: pathlib.Path, rows: Iterable[dict]) -> None:
             continue
         # first: after a kill between the two, a missing row is better than a row twice
         state["sent"] = position
-        files.write_atomic(path, json.dumps(state))
+        system.write_atomic(path, json.dumps(state))
         run.log(numbers(row), step=row["step"])
     run.finish()
     lock.release()

@@ -31,12 +31,12 @@ import tempfile
 import time
 from typing import Any
 
+import system
 from benchmarks.gpu import processes, report
 from benchmarks.gpu.arms import GROUPS
 from benchmarks.gpu.measure import Work
 from benchmarks.step import add_experiments, experiments
 from config import ConfigError
-from system import files
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -59,7 +59,7 @@ def earlier_rows(path: pathlib.Path, conditions: dict[str, Any]) -> list[dict]:
     """
     if not path.exists():
         return []
-    earlier = files.read_json(path)
+    earlier = system.read_json(path)
     if not {"measured_under", "rows"} <= earlier.keys():
         raise ConfigError(
             f"{path}: was not written by benchmarks.gpu; name another --json, or pass --afresh to "
@@ -90,7 +90,7 @@ class Report:
     def write(self) -> None:
         if self.path:
             content = json.dumps({**self.facts, "rows": self.rows}, indent=1)
-            files.write_atomic(self.path, content)
+            system.write_atomic(self.path, content)
 
     def add(self, row: dict) -> None:
         """Adds a row, in place of an earlier one of the same arm."""

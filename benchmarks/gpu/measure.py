@@ -45,7 +45,7 @@ from benchmarks.step import measure_by_size
 from config import ConfigError
 from parallel.mesh import World
 from run.rank import distributed
-from system.processes import die_with_parent
+from system import die_with_parent
 
 FITS_8B = 120 * 2**30  # bytes of a GPU
 REPORTED = 3  # exit status: the last arm has its row; what is left needs a new process

@@ -16,7 +16,7 @@ import torch
 
 import config
 from config import ConfigError
-from system.processes import die_with_parent
+from system import die_with_parent
 
 TIMEOUT = 60.0  # seconds that a measurement that is over waits for its plan
 

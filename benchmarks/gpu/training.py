@@ -21,7 +21,7 @@ import torch
 
 from benchmarks import REPO
 from metrics import read_rows
-from system.processes import die_with_parent
+from system import die_with_parent
 
 # steps after which the CPU's run and the device's save
 CPU_SAVES = 4

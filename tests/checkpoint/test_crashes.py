@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 
 import config
+import system
 from checkpoint import catalog
 from checkpoint.catalog import root_of
 from checkpoint.checkpointer import Checkpointer
@@ -22,7 +23,6 @@ from checkpoint.save import Saver
 from model.llama import Llama
 from optim import build_optimizer
 from parallel.ranks import on_rank_zero
-from system import files
 from tests.checkpoint.conftest import no_data, run_config
 from tests.conftest import REPO, build, hashes
 from tests.distributed import distributed
@@ -204,7 +204,7 @@ def test_crash_at_any_call_of_a_save_leaves_the_old_checkpoint_or_the_new(world,
 def test_file_that_is_replaced_is_the_old_one_or_the_new(tmp_path):
     (tmp_path / "rows").write_bytes(b"old")
     with crashes(tmp_path) as left:
-        files.write_atomic(tmp_path / "rows", b"new")
+        system.write_atomic(tmp_path / "rows", b"new")
     for kind, trees in left.items():
         assert {tree["rows"] for tree in trees} <= {b"old", b"new"}, kind
     assert left["kill"][-1]["rows"] == b"new"

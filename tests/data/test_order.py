@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from config import LONGEST_PERIOD
-from data.mixture import Mixture, integer_weights
 from data.order import (
+    Mixture,
     SourceOrder,
+    integer_weights,
     permute,
     rank_samples,
 )

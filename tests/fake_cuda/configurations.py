@@ -10,9 +10,9 @@ import sys
 from dataclasses import dataclass
 
 import config
+import system
 from extras.huggingface import config as hf_config
 from extras.huggingface import weights as hf_weights
-from system import files
 from tests.conftest import config_for, prepare_one, words
 from tests.fake_cuda import build
 
@@ -159,10 +159,10 @@ def make_text() -> Text:
     few = folder / "few.jsonl"
     source = folder / "text.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    with files.lock(folder / ".lock", timeout=-1):
+    with system.lock(folder / ".lock", timeout=-1):
         for path, count in ((few, 50), (source, len(documents))):
             if not path.exists():
-                files.write_atomic(path, "".join(documents[:count]))
+                system.write_atomic(path, "".join(documents[:count]))
         trained = config_for(few, folder / "few")
         tokenizer = next(prepare_one(trained).glob("tokenizer.*"))
         prepared = prepare_one(config_for(source, folder / "all", tokenizer=str(tokenizer)))

@@ -91,7 +91,7 @@ COMPILING = """
 import os, signal, sys, time
 
 os.setsid()
-from system.processes import SIGNALS
+from system import SIGNALS
 
 received = []
 signal.signal(signal.SIGTERM, lambda *_: received.append(1))

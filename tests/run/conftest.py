@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from system.files import read_json
+from system import read_json
 from tests.conftest import REPO, copy_tracked
 
 # of a run that a test stops
@@ -62,7 +62,7 @@ class Launch:
             for variable in environment:
                 name, _, value = variable.partition("=")
                 variables[name] = value
-            if any("run.agent" in word for word in words):
+            if any("launch.agent" in word for word in words):
                 found["torchrun"] = int(entry.name)
             elif any(word.endswith("train.py") for word in words):
                 found[f"rank {variables.get('RANK', 0)}"] = int(entry.name)

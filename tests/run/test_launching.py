@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import config
+from launch.agent import report_wait
+from launch.ranks import Ranks, first_host, requeue
 from run import launch
-from run.agent import report_wait
-from run.command import Ranks, first_host, requeue
 from run.watchdog import EXITED, Report
-from system.files import lock
+from system import lock
 from tests.conftest import REPO, make_config, refuses
 from tests.conftest import launch as launch_run
 
@@ -29,7 +29,7 @@ def environment(monkeypatch) -> Callable[..., None]:
     for name in os.environ:
         if name.startswith(("SLURM_", "PMI_", "OMPI_", "PET_")) or name in ("NPROC", "WORLD_SIZE"):
             monkeypatch.delenv(name)
-    monkeypatch.setattr("system.machine.DRIVERS", ())
+    monkeypatch.setattr("system.DRIVERS", ())
 
     def put(**variables: str) -> None:
         for name, value in variables.items():
@@ -135,7 +135,7 @@ def test_first_host_of_slurms_lists(nodes, host):
 
 @pytest.mark.quick
 def test_ranks_share_the_cores_and_keep_what_the_user_has_set(environment, monkeypatch):
-    monkeypatch.setattr("run.command.usable_cores", lambda: 8)
+    monkeypatch.setattr("launch.ranks.usable_cores", lambda: 8)
     folder = pathlib.Path("outputs/test")
     environment(MASTER_PORT="1", PET_MAX_RESTARTS="3", TRAINER_PARENT="1")
     monkeypatch.delenv("OMP_NUM_THREADS")
@@ -157,7 +157,7 @@ def test_ranks_share_the_cores_and_keep_what_the_user_has_set(environment, monke
 def test_torchrun_reports_that_it_waits_for_other_nodes():
     """In all versions it waits without a word."""
     soon = "import parallel.ranks; parallel.ranks.NOTICE_SECONDS = 0.1"
-    torchrun = [sys.executable, "-c", f"{soon}; from run.agent import main; main()"]
+    torchrun = [sys.executable, "-c", f"{soon}; from launch.agent import main; main()"]
     nodes = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:29481"]
     nodes += ["--rdzv-conf=join_timeout=10", "train.py"]
     with subprocess.Popen(

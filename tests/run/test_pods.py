@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from system.files import read_json
+from system import read_json
 from tests.conftest import REPO, launch, rows
 from tests.run.conftest import LONG
 

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import config
+import system
 from checkpoint import catalog
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.load import Reader
@@ -23,7 +24,6 @@ from run import environment
 from run.folder import FolderClaim, lock, read_status
 from run.run import Run
 from run.watchdog import LINE_BYTES, Watchdog, read_reports, report_killed
-from system import files
 from tests.conftest import make_config, mesh_for, refuses, rows, train_run
 from tests.distributed import distributed
 
@@ -149,7 +149,7 @@ def test_rows_are_on_disk_before_their_checkpoint_is_published(world, write_conf
     found = []
     synced = []
     fsync = os.fsync
-    publish = files.publish
+    publish = system.publish
 
     def noting(handle: int) -> None:
         fsync(handle)
@@ -185,7 +185,7 @@ def test_checkpoint_after_an_evaluation_has_every_tensor(world, ranks, reshard, 
 
 @distributed(ranks=1)
 def test_small_files_that_cannot_be_written_cost_a_line(world, write_config, monkeypatch, capfd):
-    write = files.write_atomic
+    write = system.write_atomic
     small = ("status.json", "config.toml", "environment.json", "tokenizer.model")
 
     def full(path: pathlib.Path, *arguments: Any) -> None:

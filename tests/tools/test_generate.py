@@ -23,7 +23,7 @@ from model.build import build_model
 from model.llama import Llama
 from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.materialize import materialize
-from system.processes import printable
+from system import printable
 from tests import forks
 from tests.conftest import build, make_config, run_tool, seal, token_ids, train_run
 from tests.distributed import distributed

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from launch.ranks import Ranks
 from model.build import meta_model
-from run.command import Ranks
 from tests.conftest import make_config, run_tool
 from tools import preflight
 from tools.preflight import GIB

@@ -25,8 +25,7 @@ import config
 from config import ConfigError
 from data.dataset import PreparedDataset
 from data.folder import is_prepared
-from system.machine import visible_gpus
-from system.processes import FINISHED, print_error, print_line
+from system import FINISHED, print_error, print_line, visible_gpus
 from tools.planner.advice import advise
 from tools.planner.devices import Moment, device
 from tools.planner.plan import Asked, planned

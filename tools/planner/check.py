@@ -8,8 +8,7 @@ import json
 import pathlib
 
 import config
-from system.files import read_json, write_atomic
-from system.processes import print_error, print_line
+from system import print_error, print_line, read_json, write_atomic
 from tools.planner.devices import DEVICES, known_as
 from tools.planner.plan import Asked, plan
 

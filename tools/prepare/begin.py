@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import config
+import system
 from config import ConfigError
 from data.folder import (
     MANIFEST,
@@ -27,7 +28,6 @@ from data.folder import (
     separated,
     source_folders,
 )
-from system import files, processes
 from tools.prepare.formats import row_format
 from tools.prepare.parts import temporary
 from tools.prepare.source import (
@@ -49,7 +49,7 @@ def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items()]
     content = "{\n" + ",\n".join(lines) + "\n}\n"
     # where locks don't exist, another process may write it at the same time
-    files.write_atomic(folder / MANIFEST, content, temporary(folder / MANIFEST))
+    system.write_atomic(folder / MANIFEST, content, temporary(folder / MANIFEST))
 
 
 def beside(folder: pathlib.Path) -> str:
@@ -77,7 +77,7 @@ def begin_all(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, co
                     check_first_row(source, list_files(source)[0])
                 weights = [source.weight for source in data.sources]
                 model = train_on_sources(separated(data), weights, vocab_size)
-                files.write_atomic(path, model)
+                system.write_atomic(path, model)
     for (folder, source), files_now in zip(sources, local):
         if not read_manifest(folder):  # one that exists may be on a disk that can only be read
             with alone(folder):
@@ -100,13 +100,13 @@ def alone(path: pathlib.Path) -> Iterator[None]:
     lock_file = path.with_name(f".{path.name}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        lock = files.lock(lock_file)
+        lock = system.lock(lock_file)
     except TimeoutError:
         holder = lock_file.read_text() or "another process"
-        processes.print_error(f"waiting for {holder}, which prepares {path}")
-        lock = files.lock(lock_file, timeout=-1)
+        system.print_error(f"waiting for {holder}, which prepares {path}")
+        lock = system.lock(lock_file, timeout=-1)
     try:
-        lock_file.write_text(processes.process_name())
+        lock_file.write_text(system.process_name())
         yield
     finally:
         lock.release()
@@ -143,10 +143,10 @@ def _begin(folder: pathlib.Path, data: config.Data, vocab_size: int) -> None:
     begun = temporary(folder)
     begun.mkdir()
     for name, content in (contents | row_format(data).files()).items():
-        files.write_atomic(begun / name, content)
+        system.write_atomic(begun / name, content)
     write_manifest(begun, manifest)
     try:
-        files.publish(begun, folder)
+        system.publish(begun, folder)
     except OSError:
         if not read_manifest(folder):  # else another process began it, where locks don't exist
             raise
@@ -160,11 +160,11 @@ def _tokenizer_of(data: config.Data, vocab_size: int) -> tuple[dict[str, bytes],
         return {"tokenizer.model": train_on_sources([data], [1.0], vocab_size)}, vocab_size
     tokenizer = Tokenizer(name)
     if not tokenizer.eos:
-        processes.print_error(
+        system.print_error(
             f"{name}: has no EOS token that is known, so nothing separates documents"
         )
     if not tokenizer.encode([RARE])[0]:
-        processes.print_error(f"{name}: silently drops characters that are not in its vocabulary")
+        system.print_error(f"{name}: silently drops characters that are not in its vocabulary")
     tokenizer.require_size(vocab_size)
     return tokenizer.files, tokenizer.vocab_size
 
@@ -249,7 +249,7 @@ def check_files(
         now = {file.path: file for file in entries}
         if not now:
             if not any(path.startswith(HUB) for path in before):
-                processes.warn_once(
+                system.warn_once(
                     f"{folder}: the files of its {split} text are gone: it is used as it is"
                 )
             continue
@@ -262,7 +262,7 @@ def check_files(
             if now[path].size != before[path].size:
                 raise _changed(folder, f"{path} was changed")
         if touched:
-            processes.warn_once(
+            system.warn_once(
                 f"{len(touched)} of {len(before)} files were written anew at equal sizes after {folder} "
                 f"was prepared, {touched[0]} for one; the text of before is used; to prepare anew: "
                 f"{beside(folder)}"

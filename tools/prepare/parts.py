@@ -24,9 +24,9 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import config
+import system
 from config import ConfigError
 from data.folder import short_hash
-from system import files, processes
 from tools.prepare.formats import row_format
 from tools.prepare.row_format import Encoded
 from tools.prepare.rows import is_divisible
@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
     def record(self) -> dict:
         """Empty if the part is not complete, or its files were changed since."""
-        record = files.read_json(self.path(".json"))
+        record = system.read_json(self.path(".json"))
         return record if record and record["stamp"] == self.stamp() else {}
 
 
@@ -127,9 +127,9 @@ def prepare_part(part: Part, data: config.Data, dtype: str, threads: int) -> int
     token_files = {part.split: train.publish(counts_bytes)}
     if heldout:
         token_files["heldout"] = heldout.publish(not data.has_conversations)
-    files.sync(part.folder)
+    system.sync(part.folder)
     record = {"stamp": stamp, "read": read, **count, "token_files": token_files}
-    files.write_atomic(part.path(".json"), json.dumps(record), temporary(part.path(".json")))
+    system.write_atomic(part.path(".json"), json.dumps(record), temporary(part.path(".json")))
     return read
 
 
@@ -215,7 +215,7 @@ class TokenWriter:
         """Returns (what a manifest stores of the file, its documents, its hash). counts_bytes: also
         writes the bytes of the texts. Raises OSError."""
         self.file.flush()
-        files.sync_handle(self.file.fileno())
+        system.sync_handle(self.file.fileno())
         self.file.close()
         temporary(self.path).replace(self.path)
         entry = [self.path.name, self.dtype, self.tokens, 0, self._write(".ends.bin", self.ends)]
@@ -225,7 +225,7 @@ class TokenWriter:
     def _write(self, suffix: str, by_document: array.array) -> str:
         """Returns the name of the file."""
         path = self.path.with_suffix(suffix)
-        files.write_atomic(path, by_document.tobytes(), temporary(path))
+        system.write_atomic(path, by_document.tobytes(), temporary(path))
         return path.name
 
 
@@ -253,7 +253,7 @@ def last_hundredth(tokens: int) -> int:
 
 
 def temporary(path: pathlib.Path) -> pathlib.Path:
-    return path.with_name(f".{path.name}.{processes.process_name()}.tmp")
+    return path.with_name(f".{path.name}.{system.process_name()}.tmp")
 
 
 def sha256(path: pathlib.Path) -> str:

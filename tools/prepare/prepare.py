@@ -29,9 +29,7 @@ import config
 from config import ConfigError
 from data.folder import manifest_of
 from data.tokens import damaged
-from system.files import read_json
-from system.machine import usable_cores
-from system.processes import FINISHED, die_with_parent, print_error
+from system import FINISHED, die_with_parent, print_error, read_json, usable_cores
 from tools.prepare.begin import alone, begin_all, check_files, local_splits, write_manifest
 from tools.prepare.formats import row_format
 from tools.prepare.parts import (

@@ -18,8 +18,7 @@ import config
 from config import ConfigError
 from data.folder import STDLIB
 from data.order import name_hash
-from system.files import TRANSIENT_ERRORS
-from system.processes import print_error, warn_once
+from system import TRANSIENT_ERRORS, print_error, warn_once
 from tools.prepare.formats import options_for, row_format
 from tools.prepare.row_format import MissingColumn
 from tools.prepare.rows import COMPRESSIONS, READERS, is_plain_text, is_readable, read_rows

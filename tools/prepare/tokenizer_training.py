@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import config
 from config import ConfigError
-from system.processes import print_error
+from system import print_error
 from tools.prepare.source import Range, documents, list_files
 
 LONGEST_LINE = 1 << 14  # characters; a longer line is split for training

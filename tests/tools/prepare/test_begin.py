@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from system.processes import warn_once
+from system import warn_once
 from tests.conftest import launch, make_config, refuses, words
 from tools.prepare.begin import begin_all
 from tools.prepare.prepare import prepare

@@ -18,7 +18,6 @@ import pytest
 import config
 from data.folder import manifest_of
 from data.tokens import TokenStream, stream_of
-from system import processes
 from tests.conftest import make_config, refuses, words
 from tools.prepare import parts
 from tools.prepare.parts import TokenWriter, hold_out_end, parts_of

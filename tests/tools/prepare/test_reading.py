@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import config
-from system.processes import warn_once
+from system import warn_once
 from tests.conftest import make_config, prepare_one, refuses, words
 from tools.prepare import row_format, rows
 from tools.prepare import source as source_module

@@ -1,7 +1,7 @@
 """The launcher: checks and prepares what one process can, runs the ranks, and turns their outcome
 into an exit code.
 
-    python -m run.launch CONFIG [--section.key=value ...]      run_train.sh execs this
+    python -m launch.launch CONFIG [--section.key=value ...]      run_train.sh execs this
 
 Exit codes: 0 finished, 2 invalid input, 75 stopped after saving, any other a failure. torchrun has
 one code for all ranks, so it comes from the ranks' reports (watchdog.py). In a SLURM job this
@@ -12,7 +12,7 @@ import os
 import signal
 from typing import Any
 
-from system.processes import FINISHED, INPUT_IS_WRONG, SIGNALS, STOPPED, listen
+from system import FINISHED, INPUT_IS_WRONG, SIGNALS, STOPPED, listen
 
 
 def quit_early(number: int, frame: Any) -> None:
@@ -36,13 +36,12 @@ import config
 from checkpoint import compare
 from config import Config, ConfigError, together
 from data.folder import is_prepared
+from launch.follower import followed
+from launch.ranks import Ranks, requeue
 from run.begin import CONFIG, LAUNCH, resume_newest
-from run.command import Ranks, requeue
 from run.folder import ENDING_SECONDS, FolderClaim, lock, read_status
-from run.follower import followed
 from run.watchdog import BEFORE, EXITED, Report, read_reports
-from system.machine import visible_gpus
-from system.processes import die_with_parent, print_error, print_line, python_command
+from system import die_with_parent, print_error, print_line, python_command, visible_gpus
 
 PREPARE = (
     "from config import run_tool; from tools.prepare.prepare import before_training as main; "

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import config
 from config import Config
 from run.folder import read_status
-from system.processes import print_error, python_command
+from system import print_error, python_command
 
 REPO = pathlib.Path(__file__).parent.parent
 # the folder and the launch before leave argv: what is left is the command line of the run

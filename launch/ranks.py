@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from config import ConfigError
 from run.begin import LAUNCH, PARENT, check_not_one_of_several
 from run.watchdog import Report
-from system.machine import usable_cores, visible_gpus
-from system.processes import SIGNALS, print_error, python_command
+from system import SIGNALS, print_error, python_command, usable_cores, visible_gpus
 
 TRAIN = str(pathlib.Path(__file__).parent.parent / "train.py")
 # torchrun would look up this machine's name, which may not resolve, or to an address that does not
@@ -65,7 +64,7 @@ class Ranks:
         if self.total == 1:
             return [sys.executable, TRAIN]
         torchrun = [
-            *python_command("from run.agent import main; main()"),
+            *python_command("from launch.agent import main; main()"),
             f"--nproc-per-node={self.local}",
             f"--signals-to-handle={','.join(number.name for number in SIGNALS)}",
             "--log-dir=/dev/null",  # else each launch leaves a folder in the temporary directory

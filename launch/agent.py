@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 
-from system.processes import print_error
+from system import print_error
 
 
 def main() -> None:

@@ -1,0 +1,314 @@
+"""What the rest needs of the operating system: processes, files, cores and GPUs. Imports nothing of
+this repository."""
+
+import contextlib
+import errno
+import fcntl
+import functools
+import json
+import math
+import os
+import pathlib
+import platform
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import filelock
+
+# Processes: exit codes, what they print, signals, and how one ends with its parent
+
+# exit codes
+FINISHED = 0
+INPUT_IS_WRONG = 2
+STOPPED = 75  # EX_TEMPFAIL: start again to resume
+
+MACOS_FILES = 10_240  # its OPEN_MAX, as many as a process may open there
+
+# signals that ask to stop
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def printable(text: str) -> str:
+    """Text that is safe on a terminal: control characters other than line ends and tabs are
+    escaped."""
+    safe = []
+    for character in text:
+        if character.isprintable() or character in "\n\t":
+            safe.append(character)
+        else:
+            safe.append(character.encode("unicode_escape").decode())
+    return "".join(safe)
+
+
+def print_line(text: str) -> None:
+    """Prints a line. It is not an error if the reader closes the pipe early, as `head` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_error(text: str) -> None:
+    """Prints a line to stderr. It is not an error if its terminal is closed, or its reader has
+    ended. It may quote a path or a word of the command line: control characters are escaped."""
+    try:
+        print(printable(text), file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        # else Python would try to flush the line again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Prints a line to stderr, once in this process."""
+    print_error(text)
+
+
+def process_name() -> str:
+    """Names this process among those that share a disk: in the names of temporary files."""
+    return f"{platform.node()}-{os.getpid()}"
+
+
+def listen(handler: Callable | signal.Handlers) -> None:
+    """Installs the handler of all signals that ask to stop, and unblocks them."""
+    for number in SIGNALS:
+        # under nohup it is ignored, and stays so
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def raise_file_limit() -> None:
+    """Raises this process's limit of open files, usually 1,024, to the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:  # on macOS, which allows no process that many
+        hard = max(soft, MACOS_FILES)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def python_command(statements: str) -> list[str]:
+    """The command of a process of its own that runs statements with this repository's modules. They
+    need not be on Python's path: a rank that torchrun starts has them because its script, train.py,
+    lies beside them."""
+    repo = str(pathlib.Path(__file__).parent)
+    # Python 3.10 has the caller's folder in there, as ""
+    modules = f"import sys; sys.path[:] = [{repo!r}, *filter(None, sys.path)]"
+    return [sys.executable, "-c", f"{modules}; {statements}"]
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Makes Linux kill this process when its parent dies, even if it is stopped: no rank outlives a
+    killed launcher and keeps the folder's lock. parent: its pid, if known before the fork; it may
+    have died since. Elsewhere a thread of this process ends it, which a program that it executes
+    does not have."""
+    if sys.platform == "linux":
+        import ctypes
+
+        parent = parent or os.getppid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it died before the call
+            os._exit(1)
+    elif parent is None:
+        threading.Thread(target=_end_with_parent, args=[os.getppid()], daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+# Files and folders: written atomically and durably, locked. They appear complete or not at all, and
+# survive a power cut.
+
+# Errors of syncing a parent folder that we cannot have created.
+NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL)
+# Errors of a disk, a machine or a network, not of a file: they may pass. On NFS a read fails
+# (ESTALE) where another machine has replaced the file since it was opened; a client of Lustre or
+# FUSE that has lost its server says that its endpoint is shut down or not connected.
+TRANSIENT_NAMES = (
+    "EIO EREMOTEIO ESTALE EAGAIN EBUSY EMFILE ENFILE ENOMEM ENOSPC EDQUOT EROFS EHOSTDOWN "
+    "EHOSTUNREACH ENETDOWN ENETUNREACH ECONNRESET ENOTCONN ESHUTDOWN ETIMEDOUT"
+)
+# macOS has no EREMOTEIO
+TRANSIENT_ERRORS = {getattr(errno, name, errno.EIO) for name in TRANSIENT_NAMES.split()}
+# Errors of syncing a folder on a file system that syncs files alone: CIFS, gocryptfs.
+NO_FOLDERS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
+
+
+def sync(path: pathlib.Path) -> None:
+    """Syncs a file's content, or a folder's entries, to disk. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        sync_handle(handle)
+    except OSError as error:
+        if error.errno not in NO_FOLDERS or not path.is_dir():
+            raise
+        warn_once("this file system does not sync folders: a power cut may undo the last rename")
+    finally:
+        os.close(handle)
+
+
+def sync_handle(handle: int) -> None:
+    """Syncs an open file to disk. Raises OSError."""
+    if hasattr(fcntl, "F_FULLFSYNC"):  # macOS, whose fsync() leaves it in the disk's own cache
+        with contextlib.suppress(OSError):  # not on every file system
+            fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(handle)
+
+
+def write_atomic(
+    path: pathlib.Path, content: bytes | str, temporary: pathlib.Path | None = None
+) -> None:
+    """Replaces a file atomically: a reader, also after a crash, sees either the old content or the
+    new one. Raises OSError, which names a file. temporary: where it is written first, if several
+    processes may write it at once."""
+    temporary = temporary or path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            # else a power cut may leave the new name without its content
+            sync_handle(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write knows only its handle
+        raise
+    temporary.replace(path)
+
+
+def write_if_possible(path: pathlib.Path, content: bytes | str) -> None:
+    """Replaces a small file beside a run atomically. One that cannot be written costs a line, never
+    the run."""
+    try:
+        write_atomic(path, content)
+    except OSError as error:
+        print_error(f"{path}: not written: {error.strerror}")
+
+
+def read_json(path: pathlib.Path) -> dict:
+    """The object in a JSON file; {} if there is none, or none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        value = json.loads(path.read_text())
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def publish(temporary: pathlib.Path, final: pathlib.Path) -> None:
+    """Renames a folder whose files are synced to its final name. On OSError, which it raises, the
+    old name remains."""
+    sync(temporary)
+    for folder in final.absolute().parents:  # each may have been created just now, too
+        try:
+            sync(folder)
+        except OSError as error:
+            if error.errno not in NOT_OURS:
+                raise
+    temporary.rename(final)
+    try:
+        sync(final.parent)
+    except OSError:
+        final.rename(temporary)
+        raise
+
+
+def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
+    """Locks a file until release() or the end of this process, however it ends; an existing file is
+    kept. timeout: seconds to wait, -1 to wait forever. Raises filelock.Timeout, and OSError if the
+    file cannot be created or opened; on a file system without locks, prints a warning and locks
+    nothing."""
+    # filelock would wait for some files that cannot be created
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    held = filelock.FileLock(path, timeout=timeout, thread_local=False)
+    try:
+        try:  # without flock (ENOSYS), filelock would take the file itself for a lock that is held
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        finally:
+            os.close(handle)
+        held.acquire()
+    except filelock.Timeout:
+        raise
+    except (OSError, NotImplementedError) as error:
+        warn_once(
+            f"{path.parent}: no locks on this file system, nothing keeps a second run out: {error}"
+        )
+    return held
+
+
+# The machine: the cores and GPUs that this process may use
+
+MEMBERSHIP = pathlib.Path("/proc/self/cgroup")
+GROUPS = pathlib.Path("/sys/fs/cgroup")
+NVIDIA = "/dev/nvidiactl"
+DRIVERS = (NVIDIA, "/dev/dxg", "/dev/kfd")  # of GPUs; the others are under WSL, and AMD's
+
+
+def usable_cores() -> int:
+    """The cores of its affinity or, in a container, of its control group's quota if that is
+    less."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:  # macOS
+        cores = os.cpu_count() or 1
+    for group in control_groups("cpu", "cpu,cpuacct"):
+        quota = _quota(group)
+        if quota:
+            cores = min(cores, quota)
+    return max(1, cores)
+
+
+def control_groups(*names: str) -> Iterator[pathlib.Path]:
+    """The folders of this process's control group and of the groups that contain it. names: of the
+    controller in version 1, where each has groups of its own."""
+    try:
+        lines = MEMBERSHIP.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers not in ("", *names):
+            continue
+        root = GROUPS / controllers
+        group = root / name.lstrip("/")
+        while root in group.parents:
+            yield group
+            group = group.parent
+        # in a container, the folder of its own group
+        yield root
+
+
+def _quota(group: pathlib.Path) -> int | None:
+    """A control group's limit in cores, rounded up; None if it has none."""
+    with contextlib.suppress(OSError, ValueError):
+        # version 2: "max" in place of the quota means no limit
+        quota, period = (group / "cpu.max").read_text().split()
+        return math.ceil(int(quota) / int(period))
+    with contextlib.suppress(OSError, ValueError):
+        # version 1: -1 means no limit
+        quota = int((group / "cpu.cfs_quota_us").read_text())
+        period = int((group / "cpu.cfs_period_us").read_text())
+        if quota > 0:
+            return math.ceil(quota / period)
+    return None
+
+
+def has_driver() -> bool:
+    """Whether there may be GPUs, and they are not hidden."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
+    return not is_hidden and any(map(os.path.exists, DRIVERS))
+
+
+def visible_gpus() -> int:
+    """How many GPUs a process can use. torch, which takes seconds to import, is asked only where
+    there is a driver."""
+    if not has_driver():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()  # without a context on any of them

@@ -1,0 +1,188 @@
+"""What the operating system is asked for: processes, files, cores and GPUs."""
+
+import errno
+import pathlib
+import resource
+import signal
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+
+import system
+from system import control_groups, files, printable, python_command, raise_file_limit, usable_cores
+from tests.conftest import REPO
+
+pytestmark = pytest.mark.quick
+
+# Processes
+
+
+@pytest.mark.parametrize("is_unlimited", [False, True])
+def test_as_many_files_may_be_open_as_the_hard_limit_allows(monkeypatch, is_unlimited):
+    hard = resource.RLIM_INFINITY if is_unlimited else 4096  # unlimited on macOS
+    limits = mock.Mock()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (24, hard))
+    monkeypatch.setattr(resource, "setrlimit", limits)
+    raise_file_limit()
+    expected = 10_240 if is_unlimited else 4096
+    limits.assert_called_once_with(resource.RLIMIT_NOFILE, (expected, expected))
+
+
+def test_control_characters_do_not_reach_the_terminal():
+    assert printable("é\tx\n\x1b[2J\r\x00") == "é\tx\n\\x1b[2J\\r\\x00"
+
+
+def test_closed_terminal_is_no_error():
+    """At the exit neither."""
+    statement = "import os; os.close(2); from system import print_error; print_error('x')"
+    assert subprocess.run(python_command(statement)).returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_process_ends_with_its_parent():
+    child = "from system import die_with_parent; die_with_parent(); print(1, flush=True)"
+    parent = (
+        "import subprocess, time; from system import python_command\n"
+        f"child = subprocess.Popen(python_command({child + '; import time; time.sleep(60)'!r}))\n"
+        "time.sleep(60)"
+    )
+    process = subprocess.Popen(python_command(parent), stdout=subprocess.PIPE, text=True)
+    assert process.stdout and process.stdout.readline() == "1\n"
+    process.kill()
+    assert process.stdout.read() == ""  # it ends once both have ended
+
+
+LAUNCHER = """
+import functools, os, subprocess, sys, time
+from system import die_with_parent
+
+def late(parent):
+    print("forked", flush=True)
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    die_with_parent(parent)
+
+begin = functools.partial(late, os.getpid())
+subprocess.run(["touch", sys.argv[1]], start_new_session=True, preexec_fn=begin)
+"""
+
+
+def test_launcher_that_is_killed_while_it_starts_its_ranks_starts_none(tmp_path):
+    """Between the fork and the request to die with it: the rank has another parent by then."""
+    command = [sys.executable, "-c", LAUNCHER, tmp_path / "began"]
+    launcher = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "forked\n"
+    launcher.kill()
+    assert launcher.stdout.read() == ""  # its end: the rank has ended, too
+    assert launcher.wait() == -signal.SIGKILL
+    assert not (tmp_path / "began").exists()
+
+
+# Files and folders
+
+
+@pytest.mark.parametrize(
+    "folder, moment, number, is_published",
+    [
+        # /home may not be open to us, / may be read-only
+        ("..", "before", errno.EACCES, True),
+        ("..", "before", errno.EPERM, True),
+        ("..", "before", errno.EROFS, True),
+        ("..", "before", errno.EINVAL, True),
+        ("..", "before", errno.EIO, False),
+        # the new name may be lost in a power cut
+        (".", "after", errno.EIO, False),
+    ],
+)
+def test_folder_has_its_final_name_only_if_that_is_on_disk(
+    tmp_path, monkeypatch, folder, moment, number, is_published
+):
+    """The sync of a folder fails before or after the rename."""
+    temporary = tmp_path / ".c.tmp"
+    temporary.mkdir()
+    sync = system.sync
+
+    def refuse(path: pathlib.Path) -> None:
+        is_renamed = (tmp_path / "c").exists()
+        if path == (tmp_path / folder).resolve() and is_renamed == (moment == "after"):
+            raise OSError(number, "no")
+        sync(path)
+
+    monkeypatch.setattr(files, "sync", refuse)
+    try:
+        system.publish(temporary, tmp_path / "c")
+    except OSError:
+        assert not is_published
+    assert [path.name for path in tmp_path.iterdir()] == ["c" if is_published else ".c.tmp"]
+
+
+@pytest.mark.parametrize("content", [None, b'{"step": 3', b"[3]", b"3", b"\xff", b""])
+def test_json_file_without_an_object_is_as_if_it_were_missing(tmp_path, content):
+    """As one that a full disk has cut, or another program's."""
+    path = tmp_path / "status.json"
+    if content is not None:
+        path.write_bytes(content)
+    assert system.read_json(path) == {}
+
+
+def test_written_file_replaces_the_one_before_whole(tmp_path):
+    path = tmp_path / "status.json"
+    for step in (3, 14):
+        system.write_atomic(path, f'{{"step": {step}}}')
+        assert system.read_json(path) == {"step": step}
+    assert [*tmp_path.iterdir()] == [path]
+    with pytest.raises(OSError, match="status.json"):
+        system.write_atomic(path / "status.json", "")
+
+
+def test_lock_is_held_by_one_until_it_is_released(tmp_path):
+    path = tmp_path / ".lock"
+    held = system.lock(path)
+    with pytest.raises(TimeoutError):
+        system.lock(path)
+    held.release()
+    system.lock(path).release()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EIO])
+def test_disk_without_locks_locks_nothing_and_warns(tmp_path, monkeypatch, capsys, number):
+    def refuse(handle: int, how: int) -> None:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    for _ in range(2):
+        system.lock(tmp_path / ".lock").release()
+    assert capsys.readouterr().err.count(f"{tmp_path}: no locks on this file system") == 1
+
+
+# Cores
+
+
+@pytest.mark.parametrize(
+    "name, content, cores",
+    [
+        ("cpu.max", "150000 100000", 2),
+        ("cpu.max", "max 100000", 64),
+        ("cpu.cfs_quota_us", "300000", 3),  # version 1, of each cpu.cfs_period_us
+        ("cpu.cfs_quota_us", "-1", 64),
+        ("other", "", 64),
+    ],
+)
+def test_cores_are_those_that_a_container_may_use(name, content, cores, tmp_path, monkeypatch):
+    (tmp_path / "cpu.cfs_period_us").write_text("100000")
+    (tmp_path / name).write_text(content)
+    monkeypatch.setattr("system.control_groups", lambda *_: [tmp_path / "inner", tmp_path])
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {*range(64)})
+    assert usable_cores() == cores
+
+
+def test_control_groups_are_those_of_the_process_and_around_it(tmp_path, monkeypatch):
+    """A name may hold colons. In version 1 each controller has groups of its own."""
+    monkeypatch.setattr("system.GROUPS", tmp_path)
+    monkeypatch.setattr("system.MEMBERSHIP", tmp_path / "cgroup")
+    (tmp_path / "cgroup").write_text("7:memory:/m\n4:cpu:/a/b\n0::/pods/cri:containerd:1\n")
+    groups = [str(group.relative_to(tmp_path)) for group in control_groups("cpu")]
+    assert groups == ["cpu/a/b", "cpu/a", "cpu", "pods/cri:containerd:1", "pods", "."]
