@@ -19,7 +19,7 @@ import pathlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 
@@ -223,16 +223,14 @@ class Preparation:
         """Prints a line now and then, of what all processes on all machines have written."""
         parts = [part for part in self.parts if part.split == "train"]
         text = sum(part.size for part in parts)
-        tokens = done_tokens = 0
+        tokens = 0
         first = None  # the share that was done at the first line, and when that was
         while not is_over.wait(LOG_SECONDS):
             done = [part for part in parts if part.path(".json").exists()]
             done_text = sum(part.size for part in done)
             before = tokens
-            with contextlib.suppress(OSError):  # one was renamed
-                done_tokens = sum(part.path(".bin").stat().st_size for part in done) // self.width
-                written = [*self.folder.glob("*train-?????.bin*")]
-                tokens = sum(path.stat().st_size for path in written) // self.width
+            done_tokens = size_of(part.path(".bin") for part in done) // self.width
+            tokens = size_of(self.folder.glob("*train-?????.bin*")) // self.width
             line = f"{tokens:,} tokens, {len(done)} of {len(parts)} parts"
             if done_tokens:  # before, nothing says how much text a token is
                 speed = (tokens - before) * done_text / done_tokens / LOG_SECONDS
@@ -243,6 +241,15 @@ class Preparation:
                 left = (1 - now[0]) * (now[1] - first[1]) / (now[0] - first[0])
                 line += f"; {left / 60:.0f} min left"
             print_error(f"{self.data.source}: {line}")
+
+
+def size_of(paths: Iterable[pathlib.Path]) -> int:
+    """Bytes of files, without those that have been renamed meanwhile."""
+    size = 0
+    for path in paths:
+        with contextlib.suppress(OSError):
+            size += path.stat().st_size
+    return size
 
 
 @contextlib.contextmanager

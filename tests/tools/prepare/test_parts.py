@@ -107,7 +107,8 @@ def test_progress_is_in_tokens_parts_and_text_a_second(configure, monkeypatch, c
     for suffix in (".json", ".bin"):
         last.path(suffix).unlink()
     waits = iter([False, True])
-    preparation.print_progress(types.SimpleNamespace(wait=lambda seconds: next(waits)))
+    is_over: Any = types.SimpleNamespace(wait=lambda seconds: next(waits))
+    preparation.print_progress(is_over)
     tokens = sum(length for _, _, length, *_ in manifest_of(folder)["token_files"]["train"][:-1])
     speed = sum(part.size for part in done) / 0.001 / 1e6
     expected = f"{tokens:,} tokens, {len(done)} of {len(done) + 1} parts, {speed:.1f} MB/s"
