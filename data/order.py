@@ -2,8 +2,9 @@
 samples read is the only state. Nothing depends on the number of ranks.
 
 The mixture says which source a sample comes from, and that it is the source's sample k; a mixture
-of one source is the rule, not an exception. An epoch of a source is a permutation of its windows. Window w of a stream is tokens w*S
-... w*S+S: S inputs and their targets, shifted by one. S: sequence length (train.seq_len).
+of one source is the rule, not an exception. An epoch of a source is a permutation of its windows.
+Window w of a stream is tokens w*S ... w*S+S: S inputs and their targets, shifted by one. S: sequence
+length (train.seq_len).
 """
 
 import bisect

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import config
+from launch import launch
 from launch.agent import report_wait
 from launch.ranks import Ranks, first_host, requeue
-from run import launch
 from run.watchdog import EXITED, Report
 from system import lock
 from tests.conftest import REPO, make_config, refuses

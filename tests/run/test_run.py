@@ -162,7 +162,7 @@ def test_rows_are_on_disk_before_their_checkpoint_is_published(world, write_conf
         publish(temporary, final)
 
     monkeypatch.setattr(os, "fsync", noting)
-    monkeypatch.setattr(files, "publish", published)
+    monkeypatch.setattr(system, "publish", published)
     train_run(load(write_config(checkpoint={"save_every_steps": 2})), world)
     assert found[1:] == [("step-00000002", [1, 2]), ("step-00000004", [1, 2, 3, 4])]
 
@@ -193,7 +193,7 @@ def test_small_files_that_cannot_be_written_cost_a_line(world, write_config, mon
             raise OSError(28, "No space left on device", str(path))
         write(path, *arguments)
 
-    monkeypatch.setattr(files, "write_atomic", full)
+    monkeypatch.setattr(system, "write_atomic", full)
     monkeypatch.setattr(logging, "FileHandler", _no_log)
     cfg = load(write_config(checkpoint={"save_every_steps": 2}))
     assert len(train_run(cfg, world)) == 4

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import config
+import system
 from data.folder import manifest_of
 from data.tokens import TokenStream, stream_of
 from tests.conftest import make_config, refuses, words
@@ -385,7 +386,7 @@ def test_killed_between_any_two_file_operations_it_resumes_to_equal_bytes(
     operations, configure, tmp_path, monkeypatch
 ):
     # which resumes is another process than was killed
-    monkeypatch.setattr(processes, "process_name", lambda: f"host-{operations.folder == 'none'}")
+    monkeypatch.setattr(system, "process_name", lambda: f"host-{operations.folder == 'none'}")
     monkeypatch.setattr(os, "fsync", lambda handle: operations.count())
     monkeypatch.setattr(Texts, "part_bytes", 20_000)
     (straight,) = prepare(*configure(path=str(tmp_path / "straight")), cores=1)
