@@ -331,7 +331,7 @@ def differences(killed: config.Config, straight: config.Config) -> list[str]:
     folder = config.run_folder(killed)
     for name in sorted(names_below(folder) ^ names_below(config.run_folder(straight))):
         problems.append(f"{folder}: {name} is left or missing")
-    for pattern in (".step-*", ".launch-*", "*.tmp"):
+    for pattern in (".step-*", ".attempt-*", "*.tmp"):
         for path in folder.rglob(pattern):
             problems.append(f"{path} is left")
     return problems

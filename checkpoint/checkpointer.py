@@ -23,7 +23,7 @@ from parallel.ranks import all_gather_objects, check_same_on_all_ranks, on_each_
 
 
 class Checkpointer:
-    """All ranks must call its methods together, except tidy() and wait(). Without [checkpoint], and
+    """All ranks must call its methods together, except clean_up() and wait(). Without [checkpoint], and
     where a run is only evaluated, it saves nothing."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Checkpointer:
         """Of the checkpoints that are newer than the chosen one, and corrupt."""
         return list(itertools.chain.from_iterable(self.corrupt.values()))
 
-    def tidy(self) -> list[str]:
+    def clean_up(self) -> list[str]:
         """Renames checkpoints that are corrupt or later than `start`, and removes unfinished saves.
         Returns warnings. Rank 0 only, under the run's lock. Raises ConfigError if another run has
         saved here since `start` was chosen, and SaveFailed if the disk cannot hold a checkpoint."""
@@ -90,7 +90,7 @@ class Checkpointer:
         warnings = [f"corrupt, set aside: {problem}" for problem in self.problems]
         # what allow_changed may allow
         warnings += compare.changes_since(self.cfg, self.folder)
-        catalog.set_aside(self.root, self.start, self.corrupt)
+        catalog.rename_unused(self.root, self.start, self.corrupt)
         warnings += catalog.remove_unfinished(self.root)
         if self.saver and self.start < self.cfg.train.steps:
             try_disk(self.root)

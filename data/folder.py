@@ -1,7 +1,7 @@
-"""The folder of a source's token files: which one it is, and its record, manifest.json.
+"""The folder of a source's token files: which one it is, and its manifest.json.
 
-A source is a folder that has a record, or text that tools/prepare/ makes into one, named
-prepared/{source}-{hash of the options that determine it}/. The record:
+A source is a folder that has a manifest, or text that tools/prepare/ makes into one, named
+prepared/{source}-{hash of the options that determine it}/. The manifest:
 
     identity          these options; null: another program wrote the tokens (tools/import_tokens.py)
     files, revision   of the source: [path, bytes, mtime] of each; commit of a Hugging Face dataset.
@@ -9,7 +9,7 @@ prepared/{source}-{hash of the options that determine it}/. The record:
     validation_files  the same of data.validation
     tokenizer         its hash: data/tokenizer.py; chat_template: that of conversations
     vocab_size, dtype of the ids: "uint16" or "int32"
-    complete          whether all text is prepared, and the record final:
+    complete          whether all text is prepared, and the manifest final:
 
     token_files       of "train" and "heldout", in order: [path, dtype, tokens, bytes before the
                       first, path of the documents' ends, id that ends documents, path of the
@@ -188,7 +188,7 @@ def sample_hash(path: str | pathlib.Path) -> str:
 
 
 def read_manifest(folder: pathlib.Path) -> dict | None:
-    """A folder's record, None if it has none. Raises ConfigError if it is of another version or
+    """A folder's manifest, None if it has none. Raises ConfigError if it is of another version or
     cannot be read; OSError if a retry may help."""
     path = folder / MANIFEST
     try:
@@ -203,7 +203,7 @@ def read_manifest(folder: pathlib.Path) -> dict | None:
             raise
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError):
-        raise ConfigError(f"{path}: is no record of prepared data; move {folder} away") from None
+        raise ConfigError(f"{path}: is no manifest of prepared data; move {folder} away") from None
     if version != FORMAT:
         raise ConfigError(
             f"{folder}: was prepared by another version, in format {version}, and this one reads "
@@ -221,7 +221,7 @@ def manifest_of(folder: pathlib.Path) -> dict:
 
 
 def is_complete(folder: pathlib.Path) -> bool:
-    """Whether all text of a source is recorded. Raises ConfigError and OSError."""
+    """Whether all text of a source is prepared. Raises ConfigError and OSError."""
     return bool((read_manifest(folder) or {}).get("complete"))
 
 

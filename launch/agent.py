@@ -24,8 +24,8 @@ def main() -> None:
     from torch.distributed.run import main as run
 
     from parallel.ranks import NOTICE_SECONDS
-    from run.begin import LAUNCH, PARENT
-    from run.watchdog import report_killed
+    from run.begin import ATTEMPT, PARENT
+    from run.watchdog import write_killed
 
     for name in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
@@ -44,8 +44,8 @@ def main() -> None:
             # torchrun itself sends TERM to the other ranks, and KILL 30 seconds later
             is_early = failure.timestamp < first.timestamp + 10
             was_killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
-            if was_killed and is_early and LAUNCH in os.environ:
-                report_killed(pathlib.Path(os.environ[LAUNCH]), rank, -failure.exitcode)
+            if was_killed and is_early and ATTEMPT in os.environ:
+                write_killed(pathlib.Path(os.environ[ATTEMPT]), rank, -failure.exitcode)
         sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
 
 

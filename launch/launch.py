@@ -4,7 +4,7 @@ into an exit code.
     python -m launch.launch CONFIG [--section.key=value ...]      run_train.sh execs this
 
 Exit codes: 0 finished, 2 invalid input, 75 stopped after saving, any other a failure. torchrun has
-one code for all ranks, so it comes from the ranks' reports (watchdog.py). In a SLURM job this
+one code for all ranks, so it comes from the ranks' error files (watchdog.py). In a SLURM job this
 process is the batch script.
 """
 
@@ -38,9 +38,9 @@ from config import Config, ConfigError, together
 from data.folder import is_prepared
 from launch.follower import followed
 from launch.ranks import Ranks, requeue
-from run.begin import CONFIG, LAUNCH, resume_newest
-from run.folder import ENDING_SECONDS, FolderClaim, lock, read_status
-from run.watchdog import BEFORE, EXITED, Report, read_reports
+from run.begin import ATTEMPT, CONFIG, resume_newest
+from run.folder import ENDING_SECONDS, RunLock, lock, read_status
+from run.watchdog import BEFORE, EXITED, ErrorFile, read_error_files
 from system import die_with_parent, print_error, print_line, python_command, visible_gpus
 
 PREPARE = (
@@ -56,10 +56,10 @@ def launch(argv: list[str]) -> int:
     ranks, cfg = together(Ranks.from_environment, lambda: config.load(args.config, args.overrides))
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and not args.eval_only:
         cfg = resume_newest(cfg)
-    attempts = Attempts(cfg, ranks, argv)
+    launcher = Launcher(cfg, ranks, argv)
     start = check(cfg, ranks, args.eval_only)
     if args.eval_only:
-        return attempts.evaluate()
+        return launcher.evaluate()
     folder = config.run_folder(cfg)
     if start >= cfg.train.steps and read_status(folder).get("state") == "finished":
         print_line(f"{folder}: finished; train.steps = {cfg.train.steps} asks for no more")
@@ -67,9 +67,9 @@ def launch(argv: list[str]) -> int:
     check_folder(folder)
     prepare(cfg, ranks.job, argv)
     with followed(cfg, argv):
-        code = attempts.train()
-        if code == STOPPED and ranks.job and attempts.end:
-            requeue(ranks.job, attempts.end)
+        code = launcher.train()
+        if code == STOPPED and ranks.job and launcher.end:
+            requeue(ranks.job, launcher.end)
     return code
 
 
@@ -136,9 +136,8 @@ def check_folder(folder: pathlib.Path) -> None:
         lock(folder, seconds=3).release()  # the ranks of a killed launcher may be about to end
 
 
-class Attempts:
-    """The starts of the ranks, one after another until a restart is not needed or cannot help, and
-    what became of them."""
+class Launcher:
+    """Starts the ranks, and restarts them after a failure that may pass. An attempt is one start."""
 
     def __init__(self, cfg: Config, ranks: Ranks, words: list[str]):
         """words: the command line."""
@@ -151,9 +150,9 @@ class Attempts:
         # of the attempt:
         self.child: Any = None  # a subprocess.Popen
         self.id = ""
-        self.folder = pathlib.Path()  # of its configuration and the ranks' reports
-        self.is_final = False  # a restart cannot help
-        self.end: Report | None = None  # of a rank that is through
+        self.folder = pathlib.Path()  # of its configuration and the ranks' error files
+        self.is_retryable = True  # a restart may help
+        self.end: ErrorFile | None = None  # of a rank that has ended well
 
     def train(self) -> int:
         """The exit code of the last attempt."""
@@ -162,27 +161,27 @@ class Attempts:
             if self.signal:
                 break
             try:
-                code = self.outcome(self.attempt())
+                code = self.outcome(self.start_ranks())
             finally:
                 shutil.rmtree(self.folder, ignore_errors=True)
                 with contextlib.suppress(OSError):
                     self.run_folder.rmdir()  # if it is empty: it was made for this launch
-            if code in (FINISHED, INPUT_IS_WRONG, STOPPED) or self.is_final:
+            if code in (FINISHED, INPUT_IS_WRONG, STOPPED) or not self.is_retryable:
                 break
             self.cfg = resume_newest(self.cfg)
         return code
 
-    def attempt(self) -> int:
-        """Starts the ranks once, with the configuration in the launch's folder: a file that is
+    def start_ranks(self) -> int:
+        """Starts the ranks once, with the configuration in the attempt's folder: a file that is
         edited meanwhile changes nothing. Returns their exit code."""
         self.id = uuid.uuid4().hex
-        self.folder = self.run_folder / f".launch-{self.id}"
+        self.folder = self.run_folder / f".attempt-{self.id}"
         self.folder.mkdir(parents=True)
         (self.folder / CONFIG).write_text(config.to_toml(self.cfg))
-        return self.run({LAUNCH: str(self.folder.absolute())})
+        return self.run({ATTEMPT: str(self.folder.absolute())})
 
     def evaluate(self) -> int:
-        """Runs ranks that write nothing, not even reports, and so read the configuration
+        """Runs ranks that write nothing, not even error files, and so read the configuration
         themselves. Returns their exit code."""
         returned = self.run({})
         return 128 + self.signal if self.signal and not returned else returned
@@ -222,10 +221,10 @@ class Attempts:
     def outcome(self, returned: int) -> int:
         """The attempt's exit code. After a failure prints the root cause, below the output of all
         ranks, and writes the status, which they may have been unable to. returned: by run()."""
-        reports = read_reports(self.folder)
-        has_begun = any(report.phase not in BEFORE for report in reports)
-        failed = [report for report in reports if report.text]
-        self.end = next((report for report in reports if report.phase == EXITED), None)
+        ranks = read_error_files(self.folder)
+        has_begun = any(rank.phase not in BEFORE for rank in ranks)
+        failed = [rank for rank in ranks if rank.text]
+        self.end = next((rank for rank in ranks if rank.phase == EXITED), None)
         # torchrun ends well after a signal to it alone
         ended_by_signal = returned == 0 or returned - 128 in SIGNALS
         was_asked = self.signal or (ended_by_signal and not failed)
@@ -236,25 +235,25 @@ class Attempts:
             code = STOPPED
         else:
             code = failed[0].exit_code if failed else max(1, returned)
-            self.is_final = any(report.final for report in failed)
+            self.is_retryable = all(rank.retryable for rank in failed)
         if code in (FINISHED, STOPPED):
             return code
         if has_begun or code != INPUT_IS_WRONG:
             self._mark_failed(code)
-        self._print_root_cause(reports, code)
+        self._print_root_cause(ranks, code)
         return code
 
     def _mark_failed(self, code: int) -> None:
-        claim = FolderClaim(self.run_folder, self.id)
+        run_lock = RunLock(self.run_folder, self.id)
         with contextlib.suppress(ConfigError, OSError):  # another run works there; a broken disk
-            claim.take(ENDING_SECONDS)
+            run_lock.acquire(ENDING_SECONDS)
             step = read_status(self.run_folder).get("step", 0)
-            claim.write_status("failed", step, exit_code=code)
-            claim.release()
+            run_lock.write_status("failed", step, exit_code=code)
+            run_lock.release()
 
-    def _print_root_cause(self, reports: list[Report], code: int) -> None:
+    def _print_root_cause(self, ranks: list[ErrorFile], code: int) -> None:
         """Prints why the ranks failed, the root cause last."""
-        failed = [report for report in reports if report.text]
+        failed = [rank for rank in ranks if rank.text]
         if not failed:
             was_killed = code == 128 + signal.SIGKILL and not self.signal
             hint = "is the host out of memory?" if was_killed else "see above"
@@ -264,14 +263,14 @@ class Attempts:
         lines = [f"failed first on {first.place}:\n{first.text}"]
         if (self.run_folder / "logs").exists():  # the ranks have taken the run's folder
             lines.insert(0, f"the log of every rank is in {self.run_folder}/logs")
-        silent = [report.place for report in reports if not report.text]
+        silent = [rank.place for rank in ranks if not rank.text]
         if silent:
-            line = f"no report from {'; '.join(silent[:8])}: killed, stopped, or unable to answer"
-            # a rank that exceeds a timeout waits for those that cannot report
+            line = f"no error from {'; '.join(silent[:8])}: killed, stopped, or unable to answer"
+            # a rank that exceeds a timeout waits for those that cannot write
             lines.insert(len(lines) if first.is_timeout else -1, line)
-        for report in failed[1:]:
-            if report.progress == first.progress and report.is_timeout:
-                lines.append(f"as far as that: rank {report.rank}, {report.innermost_frame}")
+        for rank in failed[1:]:
+            if rank.progress == first.progress and rank.is_timeout:
+                lines.append(f"as far as that: rank {rank.rank}, {rank.innermost_frame}")
         print_error("\n".join(lines))
 
 

@@ -11,8 +11,8 @@ import sys
 from dataclasses import dataclass
 
 from config import ConfigError
-from run.begin import LAUNCH, PARENT, check_not_one_of_several
-from run.watchdog import Report
+from run.begin import ATTEMPT, PARENT, check_not_one_of_several
+from run.watchdog import ErrorFile
 from system import SIGNALS, print_error, python_command, usable_cores, visible_gpus
 
 TRAIN = str(pathlib.Path(__file__).parent.parent / "train.py")
@@ -26,7 +26,7 @@ ON_NODE = 'PET_LOCAL_ADDR="${SLURMD_NODENAME-}" exec "$@"'
 # what another launcher may leave, and torchrun or a rank would read
 OF_A_LAUNCHER = re.compile(
     "(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|"
-    f"(TORCHELASTIC|PET)_.*|{LAUNCH}|{PARENT}"
+    f"(TORCHELASTIC|PET)_.*|{ATTEMPT}|{PARENT}"
 )
 
 
@@ -58,8 +58,8 @@ class Ranks:
             job,
         )
 
-    def command(self, launch: str) -> list[str]:
-        """The command that starts all ranks, without the arguments of train.py. launch: an id of
+    def command(self, attempt: str) -> list[str]:
+        """The command that starts all ranks, without the arguments of train.py. attempt: the id of
         this start, so that no late process of an earlier one joins its rendezvous."""
         if self.total == 1:
             return [sys.executable, TRAIN]
@@ -71,7 +71,7 @@ class Ranks:
         ]
         if self.nodes == 1:
             return [*torchrun, *ONE_NODE, TRAIN]
-        return [*on_nodes(torchrun, self.nodes, self.job, launch), TRAIN]
+        return [*on_nodes(torchrun, self.nodes, self.job, attempt), TRAIN]
 
     def environment(self, run_folder: pathlib.Path, timeout: float) -> dict[str, str]:
         """The ranks' environment; variables that the user has set are kept. timeout: seconds that
@@ -111,7 +111,7 @@ def number(variable: str, text: str, least: int) -> int:
     return int(text)
 
 
-def on_nodes(torchrun: list[str], nodes: int, job: str, launch: str) -> list[str]:
+def on_nodes(torchrun: list[str], nodes: int, job: str, attempt: str) -> list[str]:
     """The command that runs torchrun on each of a job's nodes. Raises ConfigError."""
     if not shutil.which("srun"):
         raise ConfigError(
@@ -123,7 +123,7 @@ def on_nodes(torchrun: list[str], nodes: int, job: str, launch: str) -> list[str
     # MPI: ranks connect through torchrun's rendezvous.
     srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     srun += ["--export=ALL", "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=1"]
-    rendezvous = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-id={launch}"]
+    rendezvous = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-id={attempt}"]
     rendezvous.append(f"--rdzv-endpoint={head}:{rendezvous_port(job)}")
     return [*srun, "bash", "-c", ON_NODE, "bash", *torchrun, *rendezvous]
 
@@ -143,10 +143,10 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", first[1])
 
 
-def requeue(job: str, end: Report) -> None:
+def requeue(job: str, end: ErrorFile) -> None:
     """Requeues a stopped job if SLURM signalled its time limit (USR1), or preempts it in a
     partition with GraceTime, where SLURM itself requeues only what has not ended by then. end: the
-    last report of a rank."""
+    error file of a rank that has ended well."""
     _, shown = subprocess.getstatusoutput(f"scontrol show job {job}")
     is_preempted = re.search(r"PreemptTime=\d", shown)
     outcome = "unless SLURM requeues it, submit it again to resume"

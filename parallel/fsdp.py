@@ -233,12 +233,12 @@ def set_communication(
     overlaps = world.dp_replicate == 1 and world.fsdp_size > 1
     model.set_is_last_backward(last_micro_batch or not overlaps)
 
-    kept = units(model) if p.gather_once else units(model)[: p.prefetch_forward]
-    for _, modules in kept:
+    unsharded = units(model) if p.gather_once else units(model)[: p.prefetch_forward]
+    for _, modules in unsharded:
         modules[0].set_reshard_after_backward(last_micro_batch)
         if p.gather_once and not last_micro_batch:  # a step of one micro-batch frees as it would
             modules[0].set_reshard_after_forward(False)
-    if kept and not model.config.tie_embeddings:
+    if unsharded and not model.config.tie_embeddings:
         # All-gathers it for the next forward before its gradient is reduced, not behind that.
         model.embedding.set_unshard_in_backward(not last_micro_batch)
 

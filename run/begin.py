@@ -1,4 +1,4 @@
-"""What a rank does first, before it imports torch; and what the launcher tells it."""
+"""What a rank does first, before it imports torch; and what the launcher hands to it."""
 
 import gc
 import os
@@ -12,8 +12,8 @@ import config
 from config import ConfigError
 from system import die_with_parent
 
-CONFIG = "config.toml"  # the configuration in a launch's folder
-LAUNCH = "TRAINER_LAUNCH"  # the variable that names the launch's folder to torchrun and ranks
+CONFIG = "config.toml"  # the configuration in an attempt's folder
+ATTEMPT = "TRAINER_ATTEMPT"  # the variable that names the attempt's folder to torchrun and ranks
 PARENT = "TRAINER_PARENT"  # the process id of what starts the ranks: launcher or torchrun
 # of processes that another launcher has started: torchrun, Open MPI, MPICH or Intel MPI, srun
 COUNTS = (
@@ -55,9 +55,9 @@ def begin_rank(usage: str) -> tuple[Namespace, config.Config]:
     if PARENT in os.environ:
         die_with_parent(int(os.environ[PARENT]))
     argv = sys.argv[1:]
-    is_resolved = LAUNCH in os.environ
+    is_resolved = ATTEMPT in os.environ
     if is_resolved:
-        argv = [str(pathlib.Path(os.environ[LAUNCH], CONFIG))]
+        argv = [str(pathlib.Path(os.environ[ATTEMPT], CONFIG))]
     args, cfg = config.from_command_line(argv, usage, resolved=is_resolved)
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and not args.eval_only:
         cfg = resume_newest(cfg)

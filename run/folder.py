@@ -13,18 +13,18 @@ from config import ConfigError
 ENDING_SECONDS = 30.0  # for ranks that were killed, until they release the lock
 
 
-class FolderClaim:
+class RunLock:
     """The lock and the status of a run's folder. Rank 0 holds it until its process ends; after a
     failure the launcher takes it, too."""
 
-    def __init__(self, folder: pathlib.Path, launch: str | None):
-        """launch: the id that the status carries; None without a launcher."""
+    def __init__(self, folder: pathlib.Path, attempt: str | None):
+        """attempt: the id that the status carries; None without a launcher."""
         self.folder = folder
-        self.launch = launch
+        self.attempt = attempt
         self.lock: filelock.BaseFileLock | None = None
         self.step = 0  # that of the status
 
-    def take(self, seconds: float) -> None:
+    def acquire(self, seconds: float) -> None:
         """Makes the folder and locks it. Waits `seconds` for processes that are about to end.
         Raises ConfigError if another run works there, and OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ class FolderClaim:
         """Replaces status.json."""
         self.step = step
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        status = {"state": state, "step": step, "launch": self.launch, "time": now, **details}
+        status = {"state": state, "step": step, "launch": self.attempt, "time": now, **details}
         system.write_if_possible(self.folder / "status.json", json.dumps(status) + "\n")
 
     def release(self) -> None:

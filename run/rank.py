@@ -27,7 +27,7 @@ from parallel.ranks import (
     rank_and_size,
 )
 from parallel.torch_patches import set_default_timeout, shield_compilers
-from run.begin import LAUNCH, check_not_one_of_several
+from run.begin import ATTEMPT, check_not_one_of_several
 from run.run import Run
 from run.watchdog import EXITED, Watchdog
 from system import (
@@ -49,19 +49,19 @@ ON_THIS_NODE = ("data.path", "data.tokenizer", "model.init_from", "lora.init_fro
 def main(args: Namespace, cfg: Config, train: Callable, evaluate: Callable) -> NoReturn:
     """Runs train(cfg, world, run), or evaluate() for --eval-only; exits."""
     gc.enable()
-    launch = pathlib.Path(os.environ[LAUNCH]) if LAUNCH in os.environ else None
+    attempt = pathlib.Path(os.environ[ATTEMPT]) if ATTEMPT in os.environ else None
     rank, _, _ = rank_and_size()
-    watchdog = Watchdog(rank, launch)
+    watchdog = Watchdog(rank, attempt)
     watchdog.begin("start", cfg.run.start_timeout_seconds)
     work = evaluate if args.eval_only else train
     run = None
     code = FINISHED
     try:
-        if not launch and "RANK" not in os.environ:  # no launcher that has checked it, no torchrun
+        if not attempt and "RANK" not in os.environ:  # no launcher that has checked it, no torchrun
             check_not_one_of_several()
         with distributed(cfg) as world:
             cfg = resolve_param_dtype(cfg, world)
-            run = Run(cfg, world, watchdog, launch)
+            run = Run(cfg, world, watchdog, attempt)
             work(cfg, world, run)
             run.end()
             if run.stops:
@@ -72,13 +72,13 @@ def main(args: Namespace, cfg: Config, train: Callable, evaluate: Callable) -> N
                 run.step,
                 exit_code=code,
                 start=run.start,
-                signal=run.agreement.signal,
+                signal=run.stop_flag.signal,
             )
     except BaseException as error:
         exit_failed(error, run, watchdog)
     # Under the launcher every rank exits with 0, since torchrun kills the others when one fails.
     # Without it a stop must not look like success: Kubernetes restarts only failures.
-    exit_immediately(FINISHED if launch else code)
+    exit_immediately(FINISHED if attempt else code)
 
 
 @contextlib.contextmanager
@@ -162,8 +162,8 @@ def pick_device(option: str, local_rank: int) -> torch.device:
 
 def exit_failed(error: BaseException, run: Run | None, watchdog: Watchdog) -> NoReturn:
     """Reports an error to the launcher, in the rank's log and in the status, and exits."""
-    code, text, is_final = describe(error, run)
-    is_reported = watchdog.fail(text, code, is_final)
+    code, text, retryable = describe(error, run)
+    is_reported = watchdog.fail(text, code, retryable)
     if log.handlers:
         log.handlers = log.handlers[:1]  # only the rank's log
         log.error("step %d, phase %s: %s", watchdog.step, watchdog.phase, text)
@@ -175,21 +175,21 @@ def exit_failed(error: BaseException, run: Run | None, watchdog: Watchdog) -> No
 
 
 def describe(error: BaseException, run: Run | None) -> tuple[int, str, bool]:
-    """(exit code, text for the log, whether a restart cannot help) of an error."""
+    """(exit code, text for the log, whether a restart may help) of an error."""
     text = config.removed_extra(error) or str(error)
     if isinstance(error, ConfigError) or config.removed_extra(error):
-        return INPUT_IS_WRONG, text, True
+        return INPUT_IS_WRONG, text, False
     if isinstance(error, FloatingPointError):
-        return 1, text, True
+        return 1, text, False
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
         # After the first step a restart may help: another process used the device.
-        is_first = run is None or run.step == run.start
-        return 1, f"out of memory: {text}\nwhat would fit: {plan_command()}", is_first
+        is_after_the_first = run is not None and run.step > run.start
+        return 1, f"out of memory: {text}\nwhat would fit: {plan_command()}", is_after_the_first
     if isinstance(error, Problems):  # a disk's, which may pass
-        return 1, text, False
+        return 1, text, True
     if isinstance(error, OSError) and error.filename:
-        return 1, f"{error.filename}: {error.strerror}", False
-    return 1, "".join(traceback.format_exception(error)).rstrip(), False
+        return 1, f"{error.filename}: {error.strerror}", True
+    return 1, "".join(traceback.format_exception(error)).rstrip(), True
 
 
 def plan_command() -> str:

@@ -26,7 +26,7 @@ from parallel.mesh import World
 from parallel.ranks import all_gather_objects, on_rank_zero
 from parallel.torch_patches import shorten_nccl_timeout
 from run.environment import environment, start_logging
-from run.folder import ENDING_SECONDS, FolderClaim
+from run.folder import ENDING_SECONDS, RunLock
 from run.watchdog import Watchdog
 from system import listen, read_json, write_if_possible
 
@@ -36,7 +36,7 @@ COLLECT_EVERY_STEPS = 100  # Python's garbage; automatic, it would stall each ra
 SLOW_PHASES = ("start", "first step", "first evaluation batch", "end")
 
 
-class Agreement:
+class StopFlag:
     """What all ranks agree on in each step: one all-reduce on the host, which never waits for the
     device."""
 
@@ -49,7 +49,7 @@ class Agreement:
         """Whether all ranks stop after this step."""
         return self.signal > 0
 
-    def note(self, number: int, frame: Any) -> None:
+    def receive(self, number: int, frame: Any) -> None:
         """The signal handler of a rank."""
         self.received = self.received or number
 
@@ -71,19 +71,19 @@ class Agreement:
 class Run:
     """All of a run that is not training; train() in train.py shows the order of its calls."""
 
-    def __init__(self, cfg: Config, world: World, watchdog: Watchdog, launch: Path | None):
-        """launch: the launch's folder; None without a launcher."""
+    def __init__(self, cfg: Config, world: World, watchdog: Watchdog, attempt: Path | None):
+        """attempt: its folder; None without a launcher."""
         self.cfg = cfg
         self.world = world
         self.watchdog = watchdog
-        self.launch = launch
+        self.attempt = attempt
         self.folder = config.run_folder(cfg)
-        self.agreement = Agreement()
+        self.stop_flag = StopFlag()
         self.seconds: dict[str, float] = defaultdict(float)  # spent in each phase() so far
         self.start = 0  # the step that training resumes after
         self.step = 0  # the last step trained, by this launch or an earlier one
         self.checkpointer: Checkpointer | None = None  # from begin() on
-        self.claim: FolderClaim | None = None  # on rank 0, from begin() on
+        self.run_lock: RunLock | None = None  # on rank 0, from begin() on
         self.traced: Callable[[int], Any] = contextlib.nullcontext  # around each step
         if cfg.profile:
             from extras.profiler.profiler import Profiler
@@ -93,7 +93,7 @@ class Run:
     @property
     def stops(self) -> bool:
         """Whether all ranks stop after this step."""
-        return self.agreement.stops
+        return self.stop_flag.stops
 
     def begin(self, checkpointer: Checkpointer) -> list[str]:
         """Takes the run's folder: the lock, the status, a log per rank. Nothing is created or
@@ -103,35 +103,35 @@ class Run:
         self.start = self.step = checkpointer.start
         self._enter("start", self.start)
         # from now on a signal asks to stop: on all ranks, before one of them takes the folder
-        listen(self.agreement.note)
+        listen(self.stop_flag.receive)
         dist.barrier()
         warnings = on_rank_zero(lambda: self._take_folder(checkpointer))
         self._enter("set-up")
         start_logging(self.folder, self.world.rank)
         hosts = all_gather_objects(platform.node())
-        if self.claim:
-            warnings += self._record_launch(hosts)
+        if self.run_lock:
+            warnings += self._write_environment(hosts)
         return warnings
 
     def _take_folder(self, checkpointer: Checkpointer) -> list[str]:
         """On rank 0. Returns warnings. Raises ConfigError if another run has it, and OSError."""
-        launch = self.launch.name.removeprefix(".launch-") if self.launch else None
-        claim = FolderClaim(self.folder, launch)
-        claim.take(ENDING_SECONDS)
-        warnings = checkpointer.tidy()
-        for folder in self.folder.glob(".launch-*"):
-            if folder.name != f".launch-{launch}":  # its launcher was killed
+        attempt = self.attempt.name.removeprefix(".attempt-") if self.attempt else None
+        run_lock = RunLock(self.folder, attempt)
+        run_lock.acquire(ENDING_SECONDS)
+        warnings = checkpointer.clean_up()
+        for folder in self.folder.glob(".attempt-*"):
+            if folder.name != f".attempt-{attempt}":  # its launcher was killed
                 shutil.rmtree(folder, ignore_errors=True)
         write_if_possible(self.folder / "config.toml", config.to_toml(self.cfg))
         for path in checkpointer.dataset.tokenizer_files:
             write_if_possible(self.folder / path.name, path.read_bytes())
         metrics.drop_rows(self.folder / "metrics.jsonl", self.start)
         # the last: what follows a run reads the others from then on
-        claim.write_status("running", self.step)
-        self.claim = claim
+        run_lock.write_status("running", self.step)
+        self.run_lock = run_lock
         return warnings
 
-    def _record_launch(self, hosts: list[str]) -> Iterator[str]:
+    def _write_environment(self, hosts: list[str]) -> Iterator[str]:
         """Writes environment.json, on rank 0. Yields warnings. hosts: the host of each rank."""
         path = self.folder / "environment.json"
         before = read_json(path)
@@ -140,7 +140,7 @@ class Run:
         write_if_possible(path, json.dumps(launch, indent=2))
         if before.get("commit", launch["commit"]) != launch["commit"]:
             yield f"another commit than the launch before: {launch['commit']} (environment.json)"
-        if self.cfg.log.tracker and not self.launch:
+        if self.cfg.log.tracker and not self.attempt:
             yield (
                 f"log.tracker = {self.cfg.log.tracker}: without the launcher no row is sent; to send "
                 f"them: {config.command('-m', 'follow', self.folder)}"
@@ -148,8 +148,8 @@ class Run:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Gives its body a timeout, and its name in a failure report. Adds its time to `seconds`.
-        After an exception the phase stays the current one, for that report."""
+        """Gives its body a timeout, and its name in an error file. Adds its time to `seconds`.
+        After an exception the phase stays the current one, for that file."""
         # else work that is queued on the GPU would count as theirs
         if name in ("evaluation", "save"):
             torch.get_device_module(self.world.device).synchronize()
@@ -170,7 +170,7 @@ class Run:
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """Yields each step to train, up to `last` or until all ranks agree to stop. Collective."""
-        self.agreement.all_reduce()  # a signal may have come before
+        self.stop_flag.all_reduce()  # a signal may have come before
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -192,18 +192,18 @@ class Run:
         """Once a step: returns the targets of all data ranks, given this rank's, and finds whether
         any rank was asked to stop. Collective."""
         # cp and tp ranks have the same samples
-        return self.agreement.all_reduce(valid_tokens) // (self.world.cp * self.world.tp)
+        return self.stop_flag.all_reduce(valid_tokens) // (self.world.cp * self.world.tp)
 
     def log_save(self, step: int, problem: str | None) -> None:
         """Logs how the save of a step ended, on rank 0. problem: why it failed, None if it
         succeeded."""
-        assert self.claim
+        assert self.run_lock
         if problem:
             log.error("not saved: %s", problem)
-            self.claim.write_status("running", self.claim.step, not_saved=problem)
+            self.run_lock.write_status("running", self.run_lock.step, not_saved=problem)
         else:
             log.info("saved %s", catalog.path_of(catalog.root_of(self.cfg), step))
-            self.claim.write_status("running", step)
+            self.run_lock.write_status("running", step)
 
     def end(self) -> None:
         """Records how the run ended, once all ranks are through. Collective. Raises SaveFailed if
@@ -213,20 +213,20 @@ class Run:
             raise SaveFailed(
                 f"stopped after step {self.step}; without [checkpoint] nothing is saved"
             )
-        if self.claim is None:  # not rank 0, or it only evaluated
+        if self.run_lock is None:  # not rank 0, or it only evaluated
             return
         if self.stops:
-            name = signal.Signals(self.agreement.signal).name
-            self.claim.write_status("preempted", self.step, signal=name)
+            name = signal.Signals(self.stop_flag.signal).name
+            self.run_lock.write_status("preempted", self.step, signal=name)
             how = 'the same command resumes, with checkpoint.resume = "auto"'
             log.info("stopped after step %d by %s; %s", self.step, name, how)
         else:
-            self.claim.write_status("finished", self.step)
+            self.run_lock.write_status("finished", self.step)
 
     def fail(self, code: int) -> None:
         """Records a failure. First lets a save in the background finish: it is valid whatever else
         failed."""
         if self.checkpointer:
             self.checkpointer.wait()
-        if self.claim:
-            self.claim.write_status("failed", self.claim.step, exit_code=code)
+        if self.run_lock:
+            self.run_lock.write_status("failed", self.run_lock.step, exit_code=code)

@@ -1,12 +1,12 @@
 """A failure: what ends a rank that hangs, and how the launcher finds the root cause.
 
-Each rank has a file in the launch's folder, outputs/RUN/.launch-ID/rank-N. Its first line says where
+Each rank has a file in the attempt's folder, outputs/RUN/.attempt-ID/error-N. Its first line says where
 the rank is, as JSON, and is overwritten as each phase begins. Below it stands why the rank failed:
 
 - a rank that raises writes its error (fail());
 - a rank that exceeds a phase's timeout has its stacks written by faulthandler, which ends it. That
   is a thread in C, which runs even if the main thread holds the GIL and waits for a hanging GPU;
-- of a rank that a signal killed, torchrun writes that (report_killed());
+- of a rank that a signal killed, torchrun writes that (write_killed());
 - a rank that is stopped, or was killed after another failed, has nothing.
 
 The launcher reads these files once its child has exited. The root cause is that of the rank with the
@@ -28,8 +28,8 @@ BEFORE = ("start", "restore")  # the phases before the ranks take the run's fold
 EXITED = "exited"  # the phase of a rank that is through
 
 
-class Report(NamedTuple):
-    """Where a rank was, and why it failed."""
+class ErrorFile(NamedTuple):
+    """What a rank's error file says: where the rank was, and why it failed."""
 
     rank: int
     step: int
@@ -39,8 +39,8 @@ class Report(NamedTuple):
     exit_code: int = 1  # in the phase EXITED that of the run
     start: int = 0  # in the phase EXITED: the step that the attempt resumed after
     signal: int = 0  # in the phase EXITED: that stopped the run
-    final: bool = False  # a restart cannot help
-    text: str = ""  # why it failed; empty if nothing was reported
+    retryable: bool = True  # a restart may help
+    text: str = ""  # why it failed; empty if nothing was written
 
     @property
     def place(self) -> str:
@@ -60,22 +60,22 @@ class Report(NamedTuple):
 class Watchdog:
     """Tracks this rank's phase, and ends the process if the phase exceeds its timeout."""
 
-    def __init__(self, rank: int, launch: pathlib.Path | None):
-        """launch: the launch's folder; None without a launcher: stacks go to stderr."""
+    def __init__(self, rank: int, attempt: pathlib.Path | None):
+        """attempt: its folder; None without a launcher: stacks go to stderr."""
         self.rank = rank
         self.step = 0
         self.phase = "start"
         self.progress = 0
         self.file: int | None = None  # a file descriptor
-        if launch:
-            self.path = launch / f"rank-{rank}"
+        if attempt:
+            self.path = attempt / f"error-{rank}"
             with contextlib.suppress(OSError):  # a full disk
                 self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
                 os.write(self.file, b" " * LINE_BYTES + b"\n")
 
     def begin(self, phase: str, seconds: float, step: int | None = None, **more: Any) -> None:
-        """The main thread begins a phase, and must begin the next within `seconds`. more: of the
-        report."""
+        """The main thread begins a phase, and must begin the next within `seconds`. more: of
+        ErrorFile."""
         self.phase = phase
         self.step = self.step if step is None else step
         self.progress += 1
@@ -91,10 +91,10 @@ class Watchdog:
         with contextlib.suppress(OSError):
             os.pwrite(self.file, json.dumps(line).ljust(LINE_BYTES).encode(), 0)
 
-    def fail(self, text: str, exit_code: int, final: bool) -> bool:
+    def fail(self, text: str, exit_code: int, retryable: bool) -> bool:
         """Reports why this rank failed. Returns whether a launcher can read it. The process must
         still end within the phase's timeout."""
-        self._write_line(exit_code=exit_code, final=final)
+        self._write_line(exit_code=exit_code, retryable=retryable)
         try:
             # it may have been deleted or moved with the run's folder
             if self.file is None or not self.path.exists():
@@ -104,21 +104,21 @@ class Watchdog:
             return False
 
 
-def report_killed(launch: pathlib.Path, rank: int, number: int) -> None:
-    """Reports that a signal ended a rank."""
+def write_killed(attempt: pathlib.Path, rank: int, number: int) -> None:
+    """Writes that a signal ended a rank."""
     name = signal.Signals(number).name
     reason = " (is the host out of memory?)" if number == signal.SIGKILL else ""
-    with contextlib.suppress(OSError), (launch / f"rank-{rank}").open("a") as file:
+    with contextlib.suppress(OSError), (attempt / f"error-{rank}").open("a") as file:
         file.write(f"killed by {name}{reason}")
 
 
-def read_reports(launch: pathlib.Path) -> list[Report]:
-    """The reports of all ranks, the one with the least progress first, then the earliest."""
-    reports = []
-    for path in launch.glob("rank-*"):
+def read_error_files(attempt: pathlib.Path) -> list[ErrorFile]:
+    """Those of all ranks, the one with the least progress first, then the earliest."""
+    files = []
+    for path in attempt.glob("error-*"):
         with contextlib.suppress(OSError, ValueError, TypeError):  # a rank that has just begun
             line, _, text = path.read_text(errors="replace").partition("\n")
             if text.startswith(TIMEOUT):
                 text += "no progress since then: this rank hangs, or waits for another that does"
-            reports.append(Report(**json.loads(line), text=text.strip()))
-    return sorted(reports, key=lambda report: (report.progress, report.time))
+            files.append(ErrorFile(**json.loads(line), text=text.strip()))
+    return sorted(files, key=lambda file: (file.progress, file.time))

@@ -436,8 +436,8 @@ def train_run(cfg: config.Config, world: World) -> list[dict]:
     run = Run(cfg, world, Watchdog(world.rank, None), None)
     train.train(cfg, world, run)
     run.end()
-    if run.claim:
-        run.claim.release()  # as the end of the process does
+    if run.run_lock:
+        run.run_lock.release()  # as the end of the process does
     return rows(config.run_folder(cfg))
 
 

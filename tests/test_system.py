@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 import system
-from system import control_groups, files, printable, python_command, raise_file_limit, usable_cores
+from system import control_groups, printable, python_command, raise_file_limit, usable_cores
 from tests.conftest import REPO
 
 pytestmark = pytest.mark.quick
@@ -111,7 +111,7 @@ def test_folder_has_its_final_name_only_if_that_is_on_disk(
             raise OSError(number, "no")
         sync(path)
 
-    monkeypatch.setattr(files, "sync", refuse)
+    monkeypatch.setattr(system, "sync", refuse)
     try:
         system.publish(temporary, tmp_path / "c")
     except OSError:

@@ -34,7 +34,7 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
 
         all-gather       A (U + B)     B = U - 2 resharded after forward are all-gathered again in backward (all but
                                        head and embedding, tied U - 1; nor frozen first ones); B = 0 where
-                                       they are kept; A - 1 less for each unit that is kept for the next micro-batch:
+                                       they stay unsharded; A - 1 less for each that stays so for the next micro-batch:
                                        of the first prefetch_forward those that backward has all-gathered, but for the
                                        embedding, which it gathers for that; U in all with gather_once, where A > 1
         reduce-scatter   A' U          A U where R > 1: then only the all-reduce is deferred; 0 where S = 1

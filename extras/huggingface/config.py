@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, NamedTuple
 
-from config import SCHEMA, ConfigError, Given, convert, toml
+from config import SCHEMA, ConfigError, RawConfig, convert, toml
 from extras.huggingface import hub
 
 # our option in [model] -> key in config.json
@@ -271,10 +271,10 @@ def _fit(path: pathlib.Path, entries: dict[str, Entry]) -> tuple[dict[str, Any],
     return fitted, problems
 
 
-# Completing a configuration
+# Filling in a configuration
 
 
-def complete(given: Given) -> None:
+def fill_in(given: RawConfig) -> None:
     """Fills in options of [model] and [lora] from the folders that their init_from name; options
     that are given must agree. Pins ids of the hub to a commit. Raises ConfigError if a
     folder cannot be read."""
@@ -283,18 +283,18 @@ def complete(given: Given) -> None:
         hub.pin(given, "data.tokenizer")
     try:
         if "model.init_from" in given.values:
-            _complete_model(given)
+            _fill_in_model(given)
         if "lora.init_from" in given.values:
-            _complete_adapter(given)
+            _fill_in_adapter(given)
     except ConfigError as error:
-        raise ConfigError(*given.problems.values(), *error.problems) from None
+        raise ConfigError(*given.invalid.values(), *error.problems) from None
     if given.has_table("lora"):
         _normalize_adapter(given)
     if "model.init_from" in given.values:
-        _complete_tokenizer(given)
+        _fill_in_tokenizer(given)
 
 
-def _complete_model(given: Given) -> None:
+def _fill_in_model(given: RawConfig) -> None:
     values = given.values
     try:
         hub.pin(given, "model.init_from")
@@ -317,7 +317,7 @@ def _complete_model(given: Given) -> None:
     ours = {name for name in values if name.startswith(f"{rope}.")}
     is_off = rope in given.origins and not ours
     if is_off and f"{rope}.factor" in theirs:
-        given.problems[rope] = (
+        given.invalid[rope] = (
             f"{given.origins[rope]}: [model] rope_scaling is off: {path} and its weights have it; "
             "leave it out"
         )
@@ -327,7 +327,7 @@ def _complete_model(given: Given) -> None:
     _take_over(given, path, theirs, KEYS, advice)
 
 
-def _complete_adapter(given: Given) -> None:
+def _fill_in_adapter(given: RawConfig) -> None:
     # a run's own config.toml is complete: resuming from a checkpoint needs no folder
     if {f"lora.{key}" for key in ADAPTER_KEYS} <= given.values.keys():
         return
@@ -351,7 +351,7 @@ def _complete_adapter(given: Given) -> None:
         raise ConfigError(*problems)
 
 
-def _complete_tokenizer(given: Given) -> None:
+def _fill_in_tokenizer(given: RawConfig) -> None:
     """Makes the tokenizer of model.init_from the data's, if none is given and it has one. Not of a
     run that was begun without: its data has another tokenizer, and it resumes with that."""
     if "data.tokenizer" in given.values:
@@ -367,7 +367,7 @@ def _complete_tokenizer(given: Given) -> None:
 
 
 def _take_over(
-    given: Given, path: pathlib.Path, theirs: dict[str, Any], keys: dict[str, str], advice: str
+    given: RawConfig, path: pathlib.Path, theirs: dict[str, Any], keys: dict[str, str], advice: str
 ) -> None:
     """Adds a file's options to the given ones; one that is given must be equal.
 
@@ -382,13 +382,13 @@ def _take_over(
             continue
         reason = "; its weights have no more rows" if name == "model.vocab_size" else ""
         section, _, key = name.partition(".")
-        given.problems[name] = (
+        given.invalid[name] = (
             f"{given.origins[name]}: [{section}] {key} = {toml(ours)}: {path} has "
             f"{keys.get(key, key)} = {toml(value)}{reason}{advice}"
         )
 
 
-def _normalize_adapter(given: Given) -> None:
+def _normalize_adapter(given: RawConfig) -> None:
     """Gives a run with adapters one spelling: alpha is set, targets are in order, paths are
     absolute.
 

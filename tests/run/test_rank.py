@@ -138,28 +138,28 @@ def test_deterministic_algorithms_are_used_on_request(deterministic):
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "error, step, code, words, is_final",
+    "error, step, code, words, retryable",
     [
-        (ConfigError("lr is wrong"), 5, 2, "lr is wrong", True),
-        (FloatingPointError("step 3"), 5, 1, "step 3", True),
-        (SaveFailed("no room"), 5, 1, "no room", False),
-        (UnreadableCheckpoint("a: stale"), 0, 1, "a: stale", False),
-        (OSError(28, "No space left", "a/b"), 5, 1, "a/b: No space left", False),
-        (ValueError("odd"), 5, 1, "ValueError: odd", False),
-        (torch.OutOfMemoryError("CUDA out of memory"), 4, 1, "out of memory: CUDA", True),
+        (ConfigError("lr is wrong"), 5, 2, "lr is wrong", False),
+        (FloatingPointError("step 3"), 5, 1, "step 3", False),
+        (SaveFailed("no room"), 5, 1, "no room", True),
+        (UnreadableCheckpoint("a: stale"), 0, 1, "a: stale", True),
+        (OSError(28, "No space left", "a/b"), 5, 1, "a/b: No space left", True),
+        (ValueError("odd"), 5, 1, "ValueError: odd", True),
+        (torch.OutOfMemoryError("CUDA out of memory"), 4, 1, "out of memory: CUDA", False),
         # later another process may have used the device
-        (torch.OutOfMemoryError("CUDA out of memory"), 5, 1, "out of memory: CUDA", False),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 4, 1, "out of memory:", True),
+        (torch.OutOfMemoryError("CUDA out of memory"), 5, 1, "out of memory: CUDA", True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 4, 1, "out of memory:", False),
     ],
 )
 def test_errors_are_described_by_what_a_person_can_do(
-    monkeypatch, error, step, code, words, is_final
+    monkeypatch, error, step, code, words, retryable
 ):
     monkeypatch.setattr(sys, "argv", ["train.py", "a b.toml", "--optim.lr=1e-3"])
     monkeypatch.setenv("WORLD_SIZE", "8")
     run: Any = SimpleNamespace(start=4, step=step)
-    found, text, final = describe(error, run)
-    assert (found, final) == (code, is_final)
+    found, text, may_retry = describe(error, run)
+    assert (found, may_retry) == (code, retryable)
     assert words in text
     if "out of memory" in words:
         command = "./run_train.sh 'a b.toml' --optim.lr=1e-3 --dry-run --world-size=8"
@@ -173,16 +173,16 @@ def test_errors_are_described_by_what_a_person_can_do(
 def test_rank_reads_what_the_launcher_resolved(monkeypatch, write_config, tmp_path, by_hand):
     """By hand, under torchrun, it reads the file itself; after a restart it resumes from the newest checkpoint."""
     path = write_config("r", train={"steps": 5}, checkpoint={"resume": 3})
-    folder = tmp_path / ".launch-1"
+    folder = tmp_path / ".attempt-1"
     folder.mkdir()
     (folder / "config.toml").write_text(path.read_text().replace("steps = 5", "steps = 6"))
     monkeypatch.setattr("run.begin.die_with_parent", lambda parent: None)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     monkeypatch.setattr(sys, "argv", ["train.py", str(path), "--optim.lr=0.25"])
-    monkeypatch.delenv("TRAINER_LAUNCH", raising=False)
+    monkeypatch.delenv("TRAINER_ATTEMPT", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1" if by_hand else "0")
     if not by_hand:
-        monkeypatch.setenv("TRAINER_LAUNCH", str(folder))
+        monkeypatch.setenv("TRAINER_ATTEMPT", str(folder))
     args, cfg = begin_rank("usage")
     assert isinstance(args, argparse.Namespace) and cfg.checkpoint
     if by_hand:

@@ -21,9 +21,9 @@ from checkpoint.load import Reader
 from data.loader import Loader
 from model.llama import Llama
 from run import environment
-from run.folder import FolderClaim, lock, read_status
+from run.folder import RunLock, lock, read_status
 from run.run import Run
-from run.watchdog import LINE_BYTES, Watchdog, read_reports, report_killed
+from run.watchdog import LINE_BYTES, Watchdog, read_error_files, write_killed
 from tests.conftest import make_config, mesh_for, refuses, rows, train_run
 from tests.distributed import distributed
 
@@ -126,9 +126,9 @@ def test_signal_to_one_rank_stops_all_after_the_same_step(world, tmp_path, rank)
         steps.append(step)
         run.agree(0)
         if step == 3 and world.rank == rank:
-            run.agreement.note(signal.SIGUSR1, None)
-            run.agreement.note(signal.SIGTERM, None)  # the first counts
-    assert steps == [1, 2, 3, 4] and run.agreement.signal == signal.SIGUSR1
+            run.stop_flag.receive(signal.SIGUSR1, None)
+            run.stop_flag.receive(signal.SIGTERM, None)  # the first counts
+    assert steps == [1, 2, 3, 4] and run.stop_flag.signal == signal.SIGUSR1
 
 
 @pytest.mark.quick
@@ -199,7 +199,7 @@ def test_small_files_that_cannot_be_written_cost_a_line(world, write_config, mon
     assert len(train_run(cfg, world)) == 4
     assert catalog.steps(catalog.root_of(cfg)) == [2, 4]
     err = capfd.readouterr().err
-    for name in (*small, "rank-0.log"):
+    for name in (*small, "error-0.log"):
         assert f"{name}: " in err and "No space left on device" in err
 
 
@@ -229,14 +229,14 @@ def test_each_launch_is_recorded_and_another_commit_is_named(
 
 @pytest.mark.quick
 def test_status_is_replaced_and_readable(tmp_path):
-    claim = FolderClaim(tmp_path / "r", "id")
-    claim.take(0)
+    run_lock = RunLock(tmp_path / "r", "id")
+    run_lock.acquire(0)
     with refuses("another run works here"):
         lock(tmp_path / "r", 0)
-    claim.write_status("running", 5, not_saved="why")
+    run_lock.write_status("running", 5, not_saved="why")
     status = read_status(tmp_path / "r")
     assert (status["state"], status["step"], status["launch"]) == ("running", 5, "id")
-    claim.release()
+    run_lock.release()
     lock(tmp_path / "r", 0).release()
     (tmp_path / "r/status.json").write_text("{")
     assert read_status(tmp_path / "r") == {}
@@ -267,15 +267,15 @@ def test_report_says_where_a_rank_is_and_why_it_failed(tmp_path, monkeypatch):
         for step, phase in enumerate(phases):
             watchdog.begin(phase, 60, step)
         if rank == 0:
-            assert watchdog.fail("an error", 2, final=True)
-    report_killed(tmp_path, 2, signal.SIGKILL)
-    (tmp_path / "rank-9").write_text("cut off")
-    first, second, third = read_reports(tmp_path)  # by progress; rank 3 has just begun
+            assert watchdog.fail("an error", 2, retryable=False)
+    write_killed(tmp_path, 2, signal.SIGKILL)
+    (tmp_path / "error-9").write_text("cut off")
+    first, second, third = read_error_files(tmp_path)  # by progress; rank 3 has just begun
     assert (first.rank, first.phase, first.text) == (1, "start", "")
     assert (second.rank, second.step, second.phase) == (2, 1, "step")
     assert second.text == "killed by SIGKILL (is the host out of memory?)"
-    assert (third.rank, third.exit_code, third.final, third.text) == (0, 2, True, "an error")
-    for path in tmp_path.glob("rank-[0-3]"):
+    assert (third.rank, third.exit_code, third.retryable, third.text) == (0, 2, False, "an error")
+    for path in tmp_path.glob("error-[0-3]"):
         assert len(path.read_bytes().partition(b"\n")[0]) == LINE_BYTES
 
 
@@ -290,10 +290,10 @@ Thread 0x1 (most recent call first):
   File "a.py", line 2 in a
   File "a.py", line 3 in c
 """
-    (tmp_path / "rank-0").write_text(f"{line}\n{stacks}")
-    (report,) = read_reports(tmp_path)
-    assert report.is_timeout and report.innermost_frame == 'File "a.py", line 2 in a'
-    assert report.text.endswith("this rank hangs, or waits for another that does")
+    (tmp_path / "error-0").write_text(f"{line}\n{stacks}")
+    (file,) = read_error_files(tmp_path)
+    assert file.is_timeout and file.innermost_frame == 'File "a.py", line 2 in a'
+    assert file.text.endswith("this rank hangs, or waits for another that does")
 
 
 @pytest.mark.quick
@@ -301,4 +301,4 @@ def test_report_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *arguments, **options: None)
     watchdog = Watchdog(0, tmp_path / "gone")
     watchdog.begin("step", 60, 1)
-    assert not watchdog.fail("an error", 1, final=False)
+    assert not watchdog.fail("an error", 1, retryable=True)

@@ -3,7 +3,7 @@
     train-00007.bin         token ids
     train-00007.ends.bin    of each document, the position after its last token
     train-00007.sizes.bin   of each document of validation text, the UTF-8 bytes of its text
-    train-00007.json        the part's record, written last: it is complete
+    train-00007.json        the part's manifest, written last: it is complete
 
 Which parts there are follows from the files' sizes. Nothing that is complete is ever written again,
 so that any number of processes and machines prepare parts at once, in any order, and one that is
@@ -58,10 +58,10 @@ class Part(NamedTuple):
         """Tells the part's files, as they are now, from others."""
         return short_hash([(file_now(file), begin, end) for file, begin, end in self.ranges])
 
-    def record(self) -> dict:
+    def manifest(self) -> dict:
         """Empty if the part is not complete, or its files were changed since."""
-        record = system.read_json(self.path(".json"))
-        return record if record and record["stamp"] == self.stamp() else {}
+        manifest = system.read_json(self.path(".json"))
+        return manifest if manifest and manifest["stamp"] == self.stamp() else {}
 
 
 def parts_of(
@@ -96,9 +96,9 @@ def file_now(file: SourceFile) -> SourceFile:
 def prepare_part(part: Part, data: config.Data, dtype: str, threads: int) -> int:
     """Writes its files, unless another process has. Returns how many tokens of it data.max_tokens
     counts. Raises ConfigError and OSError."""
-    record = part.record()
-    if record:
-        return record["read"]
+    manifest = part.manifest()
+    if manifest:
+        return manifest["read"]
     stamp = part.stamp()
     count = collections.Counter(rows=0, wrong=0, left_out=0, unknown=0)
     # validation text is held out of the first part alone, so that no part depends on another
@@ -128,8 +128,8 @@ def prepare_part(part: Part, data: config.Data, dtype: str, threads: int) -> int
     if heldout:
         token_files["heldout"] = heldout.publish(not data.has_conversations)
     system.sync(part.folder)
-    record = {"stamp": stamp, "read": read, **count, "token_files": token_files}
-    system.write_atomic(part.path(".json"), json.dumps(record), temporary(part.path(".json")))
+    manifest = {"stamp": stamp, "read": read, **count, "token_files": token_files}
+    system.write_atomic(part.path(".json"), json.dumps(manifest), temporary(part.path(".json")))
     return read
 
 

@@ -30,7 +30,7 @@ from config import ConfigError
 from data.folder import manifest_of
 from data.tokens import damaged
 from system import FINISHED, die_with_parent, print_error, read_json, usable_cores
-from tools.prepare.begin import alone, begin_all, check_files, local_splits, write_manifest
+from tools.prepare.folders import check_files, create_folders, local_splits, locked, write_manifest
 from tools.prepare.formats import row_format
 from tools.prepare.parts import (
     InThisThread,
@@ -53,19 +53,19 @@ def prepare(
     cores: int | None = None,
     task: tuple[int, int] | None = None,
 ) -> list[pathlib.Path]:
-    """Begins missing folders of token files, checks existing ones, and completes them. Returns
+    """Creates missing folders of token files, checks existing ones, and completes them. Returns
     them, by source. vocab_size: of the model. task: (i, n): of its parts i, i + n, ... alone are
     prepared. Raises one ConfigError with all problems, and OSError."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes of ours take one core each
     cores = cores or usable_cores()
-    folders = begin_all(data, vocab_size)
+    folders = create_folders(data, vocab_size)
     problems: list[str] = []
     for folder, source in folders:
         if manifest_of(folder)["complete"]:
             continue
         try:
             # tasks share no part, and need no lock
-            with contextlib.nullcontext() if task else alone(folder):
+            with contextlib.nullcontext() if task else locked(folder):
                 preparation = Preparation(folder, source)
                 if not preparation.manifest["complete"]:
                     preparation.prepare_parts(cores, *(task or (0, 1)))
@@ -97,8 +97,8 @@ class Preparation:
     def prepare_parts(self, cores: int, first: int, step: int) -> None:
         """Prepares those that are missing. One that fails does not keep the others from it. Raises
         ConfigError with what is wrong with each, and OSError."""
-        parts = [*zip(self.parts, self.records())][first::step]
-        missing = [part for part, record in parts if not record][::-1]
+        parts = [*zip(self.parts, self.manifests())][first::step]
+        missing = [part for part, manifest in parts if not manifest][::-1]
         workers = max(1, min(cores, len(missing)))
         arguments = (self.data, self.manifest["dtype"], max(1, cores // workers))
         encoder.cache_clear()
@@ -131,13 +131,13 @@ class Preparation:
         if wrong:
             raise ConfigError(*wrong)
 
-    def records(self) -> list[dict]:
+    def manifests(self) -> list[dict]:
         """Of each part, made here or on another machine; empty of one that is not complete."""
-        records = [part.record() for part in self.parts]
-        for part, record in zip(self.parts, records):
-            if record and part.split == "train":
-                self.read[part.number] = record["read"]
-        return records
+        manifests = [part.manifest() for part in self.parts]
+        for part, manifest in zip(self.parts, manifests):
+            if manifest and part.split == "train":
+                self.read[part.number] = manifest["read"]
+        return manifests
 
     def is_needed(self, part: Part) -> bool:
         """Whether the parts before it that are complete hold fewer than data.max_tokens."""
@@ -153,28 +153,28 @@ class Preparation:
         check_files(self.folder, manifest, local_splits(self.folder, self.data))
         needed = []
         listed: dict[str, list] = {"train": [], "heldout": []}
-        for part, record in zip(self.parts, self.records()):
+        for part, of_part in zip(self.parts, self.manifests()):
             if not self.is_needed(part):
                 for suffix in (".json", ".bin", ".ends.bin"):
                     part.path(suffix).unlink(missing_ok=True)
                 continue
-            if not record:  # it was changed since
+            if not of_part:  # it was changed since
                 raise ConfigError(
                     f"{part.ranges[0].file.path}: changed meanwhile; prepare it again"
                 )
-            for split, (entry, *_) in record["token_files"].items():
+            for split, (entry, *_) in of_part["token_files"].items():
                 if part.split == split == "train":
                     entry[2] = self.tokens_needed(part, entry[2])
                 if entry[2]:
                     listed[split].append(entry)
-            needed.append(record)
+            needed.append(of_part)
         tokens = {split: sum(entry[2] for entry in listed[split]) for split in listed}
         counted = ("rows", "wrong", "left_out", "unknown")
-        count = {key: sum(record[key] for record in needed) for key in counted}
+        count = {key: sum(of_part[key] for of_part in needed) for key in counted}
         self.check(tokens, count["rows"], count["wrong"])
         for temporary in self.folder.glob(".*.tmp"):
             temporary.unlink()
-        hashes = [digest for record in needed for *_, digest in record["token_files"].values()]
+        hashes = [digest for of_part in needed for *_, digest in of_part["token_files"].values()]
         for key in ("files", "validation_files"):
             manifest[key] = [file_now(SourceFile(*entry)) for entry in manifest[key]]
         manifest |= {
@@ -288,8 +288,8 @@ def _start_worker(parent: int) -> None:
 
 def check_hashes(folder: pathlib.Path) -> None:
     """Raises ConfigError if a complete folder's token files are not as they were written."""
-    for record in sorted(folder.glob("*-?????.json")):
-        for (name, *_), _, digest in read_json(record)["token_files"].values():
+    for of_part in sorted(folder.glob("*-?????.json")):
+        for (name, *_), _, digest in read_json(of_part)["token_files"].values():
             path = folder / name
             if not path.exists():
                 raise damaged(path, "is missing")
@@ -317,7 +317,7 @@ def main(argv: list[str]) -> int:
     text = "prepare parts I, I + N, ... alone"
     parser.add_argument("--task", metavar="I/N", type=task_of, default=default, help=text)
     args, cfg = config.from_command_line(argv, __doc__, parser)
-    for folder, _ in begin_all(cfg.data, cfg.model.vocab_size):
+    for folder, _ in create_folders(cfg.data, cfg.model.vocab_size):
         if manifest_of(folder)["complete"]:
             print_error(f"{folder} is prepared: comparing its hashes")
             check_hashes(folder)

@@ -12,7 +12,7 @@ import pytest
 import config
 from data.folder import manifest_of
 from tests.conftest import make_config, needs_extra, refuses, sentencepiece_model, tables, words
-from tools.prepare.begin import begin_all
+from tools.prepare.folders import create_folders
 from tools.prepare.tokenizer import Tokenizer
 from tools.prepare.tokenizer_training import train_tokenizer
 
@@ -193,7 +193,7 @@ def test_a_vocabulary_with_holes_counts_by_its_highest_id(change, byte_level):
 def test_ids_that_two_bytes_do_not_hold_take_four(highest, dtype, change, corpus, tmp_path):
     folder = change(lambda content: content["model"]["vocab"].update(t=highest))
     data = {"source": str(corpus), "path": str(tmp_path / "out"), "tokenizer": str(folder)}
-    begin_all(make_config(data=data).data, 65_537)
+    create_folders(make_config(data=data).data, 65_537)
     assert manifest_of(tmp_path / "out")["dtype"] == dtype
 
 
@@ -204,7 +204,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(rows, is_refused, corpus, 
     cfg = make_config(model={"vocab_size": rows}, data=data)
     expected = refuses("vocab_size = 319", "smaller than the tokenizer", "320 entries")
     with expected if is_refused else contextlib.nullcontext():
-        begin_all(cfg.data, cfg.model.vocab_size)
+        create_folders(cfg.data, cfg.model.vocab_size)
 
 
 def test_a_tokenizer_that_drops_characters_is_reported(corpus, tmp_path, capsys):
@@ -219,7 +219,7 @@ def test_a_tokenizer_that_drops_characters_is_reported(corpus, tmp_path, capsys)
         "path": str(tmp_path / "out"),
         "tokenizer": str(tmp_path / "few"),
     }
-    begin_all(make_config(data=data).data, 320)
+    create_folders(make_config(data=data).data, 320)
     assert "few: silently drops characters that are not in its vocab" in capsys.readouterr().err
 
 

@@ -60,7 +60,7 @@ def files_of(data: config.Data) -> dict[str, bytes]:
 
 
 def identity_of(data: config.Data) -> dict[str, str]:
-    """The hash of the template, for the record of prepared data. Raises ConfigError."""
+    """The hash of the template, for the manifest of prepared data. Raises ConfigError."""
     return {"chat_template": hashlib.sha256(files_of(data)[TEMPLATE]).hexdigest()}
 
 

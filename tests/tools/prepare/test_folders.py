@@ -12,7 +12,7 @@ import pytest
 
 from system import warn_once
 from tests.conftest import launch, make_config, refuses, words
-from tools.prepare.begin import begin_all
+from tools.prepare.folders import create_folders
 from tools.prepare.prepare import prepare
 
 pytestmark = pytest.mark.quick
@@ -114,12 +114,12 @@ def test_file_that_is_read_for_two_purposes_is_refused(
     if "sources" in changes:
         del given["source"], given["tokenizer"]
     with refuses(r"\.jsonl: is in ", both):
-        begin_all(make_config(data=given).data, 320)
+        create_folders(make_config(data=given).data, 320)
 
 
 def test_folder_inside_its_source_is_refused(options, source):
     with refuses(r"\[data\] path: .*source/out lies in data.source"):
-        begin_all(make_config(data=options(path=str(source / "out"))).data, 320)
+        create_folders(make_config(data=options(path=str(source / "out"))).data, 320)
 
 
 MESSAGE = {"role": "user", "content": "a"}
@@ -148,9 +148,9 @@ def test_first_row_without_the_column_is_refused_with_the_option_to_paste(
     parsed = make_config(data=options(bad_rows=bad_rows, **data)).data
     if option:
         with refuses("row 1: has no field .*, but ", option):
-            begin_all(parsed, 320)
+            create_folders(parsed, 320)
     else:
-        begin_all(parsed, 320)
+        create_folders(parsed, 320)
 
 
 def test_each_launch_compares_the_source_with_its_text(options, source, write_config):

@@ -10,7 +10,7 @@ import pytest
 
 from checkpoint import catalog
 from tests.conftest import launch, rows
-from tests.run.conftest import LONG
+from tests.launch.conftest import LONG
 
 
 @pytest.mark.parametrize(

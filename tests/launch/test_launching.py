@@ -15,7 +15,7 @@ import config
 from launch import launch
 from launch.agent import report_wait
 from launch.ranks import Ranks, first_host, requeue
-from run.watchdog import EXITED, Report
+from run.watchdog import EXITED, ErrorFile
 from system import lock
 from tests.conftest import REPO, make_config, refuses
 from tests.conftest import launch as launch_run
@@ -241,12 +241,12 @@ def test_device_cuda_needs_a_gpu_for_each_rank():
 # What the launcher makes of the ranks' end
 
 
-def report(rank: int, **values: object) -> dict:
+def error_file(rank: int, **values: object) -> dict:
     return {"rank": rank, "step": 7, "phase": "step", "progress": 9, "time": 1.0, **values}
 
 
 class FakeRanks:
-    """Writes reports, by rank, and ends with an exit code, instead of training. attempts: of each."""
+    """Writes error files, by rank, and ends with an exit code, instead of training. attempts: of each."""
 
     def __init__(self, attempts: list[tuple[list[tuple[dict, str]], int]], restarts: int = 0):
         self.nodes = 1
@@ -256,12 +256,12 @@ class FakeRanks:
     def environment(self, run_folder: pathlib.Path, timeout: float) -> dict[str, str]:
         return dict(os.environ)
 
-    def command(self, launch: str) -> list[str]:
-        reports, code = next(self.attempts)
-        lines = ["import os, pathlib, sys", "folder = pathlib.Path(os.environ['TRAINER_LAUNCH'])"]
-        for line, text in reports:
+    def command(self, attempt: str) -> list[str]:
+        files, code = next(self.attempts)
+        lines = ["import os, pathlib, sys", "folder = pathlib.Path(os.environ['TRAINER_ATTEMPT'])"]
+        for line, text in files:
             content = f"{json.dumps(line)}\n{text}"
-            lines.append(f"(folder / 'rank-{line['rank']}').write_text({content!r})")
+            lines.append(f"(folder / 'error-{line['rank']}').write_text({content!r})")
         end = f"sys.exit({code})" if code >= 0 else f"os.kill(os.getpid(), {-code})"
         return [sys.executable, "-c", "\n".join([*lines, end])]
 
@@ -272,55 +272,59 @@ def outcome(
     """(exit code, status) of a launch whose ranks end so."""
     cfg = make_config(run={"name": "r", "output_dir": str(folder)}, checkpoint={"resume": 7})
     ranks: Any = FakeRanks([*attempts], restarts)
-    code = launch.Attempts(cfg, ranks, []).train()
+    code = launch.Launcher(cfg, ranks, []).train()
     status = folder / "r/status.json"
     return code, json.loads(status.read_text()) if status.exists() else {}
 
 
 ENDED = {"phase": EXITED, "progress": 99}
-KILLED = [(report(0), ""), (report(1), "killed by SIGKILL")]
+KILLED = [(error_file(0), ""), (error_file(1), "killed by SIGKILL")]
 
 
 @pytest.mark.parametrize(
-    "reports, returned, code, last",
+    "files, returned, code, last",
     [
-        ([(report(0, **ENDED, exit_code=0), "")], 0, 0, ""),
-        ([(report(0, **ENDED, exit_code=75), "")], 0, 75, ""),
+        ([(error_file(0, **ENDED, exit_code=0), "")], 0, 0, ""),
+        ([(error_file(0, **ENDED, exit_code=75), "")], 0, 75, ""),
         # it ended well, whatever torch did afterwards
-        ([(report(0, **ENDED, exit_code=0), "Timeout (0:01:00)!\n")], 1, 0, ""),
-        ([(report(1, exit_code=2), "wrong"), (report(0), "")], 1, 2, "phase step:\nwrong"),
+        ([(error_file(0, **ENDED, exit_code=0), "Timeout (0:01:00)!\n")], 1, 0, ""),
+        ([(error_file(1, exit_code=2), "wrong"), (error_file(0), "")], 1, 2, "phase step:\nwrong"),
         (KILLED, 137, 1, "failed first on rank 1, step 7, phase step:\nkilled by SIGKILL"),
         # the least progress, then the earliest
         (
-            [(report(0), "closed"), (report(1, progress=8), "cause"), (report(2), "closed")],
+            [
+                (error_file(0), "closed"),
+                (error_file(1, progress=8), "cause"),
+                (error_file(2), "closed"),
+            ],
             1,
             1,
             "failed first on rank 1, step 7, phase step:\ncause",
         ),
         (
-            [(report(0, time=2.0), "closed"), (report(1), "cause")],
+            [(error_file(0, time=2.0), "closed"), (error_file(1), "cause")],
             1,
             1,
             "failed first on rank 1, step 7, phase step:\ncause",
         ),
         # who exceeds a timeout waits for who is silent
         (
-            [(report(0), "Timeout (0:00:06)!\nThread 0x1\n"), (report(1), "")],
+            [(error_file(0), "Timeout (0:00:06)!\nThread 0x1\n"), (error_file(1), "")],
             1,
             1,
-            "no report from rank 1, step 7, phase step: killed, stopped, or unable to answer",
+            "no error from rank 1, step 7, phase step: killed, stopped, or unable to answer",
         ),
         ([], 134, 134, "the ranks ended with exit code 134: see above"),
         ([], -9, 137, "the ranks ended with exit code 137: is the host out of memory?"),
         # before they took the folder
-        ([(report(0, phase="start", exit_code=2), "no GPU")], 1, 2, "phase start:\nno GPU"),
-        ([(report(0, phase="start"), "")], -15, 75, "stopped before the run began"),
+        ([(error_file(0, phase="start", exit_code=2), "no GPU")], 1, 2, "phase start:\nno GPU"),
+        ([(error_file(0, phase="start"), "")], -15, 75, "stopped before the run began"),
     ],
 )
 def test_exit_code_is_that_of_the_root_cause_and_it_comes_last(
-    tmp_path, capsys, reports, returned, code, last
+    tmp_path, capsys, files, returned, code, last
 ):
-    found, status = outcome(tmp_path, (reports, returned))
+    found, status = outcome(tmp_path, (files, returned))
     assert found == code
     assert capsys.readouterr().err.rstrip().endswith(last)
     if code in (0, 75) or "no GPU" in last:
@@ -333,14 +337,14 @@ def test_exit_code_is_that_of_the_root_cause_and_it_comes_last(
     "first, started_again",
     [
         ((KILLED, 137), True),
-        (([(report(0, exit_code=1, final=True), "out of memory")], 1), False),
-        (([(report(0, exit_code=2, final=True), "wrong")], 1), False),
-        (([(report(0, **ENDED, exit_code=75), "")], 0), False),
+        (([(error_file(0, exit_code=1, retryable=False), "out of memory")], 1), False),
+        (([(error_file(0, exit_code=2, retryable=False), "wrong")], 1), False),
+        (([(error_file(0, **ENDED, exit_code=75), "")], 0), False),
     ],
 )
 def test_what_a_restart_may_help_is_started_again(tmp_path, first, started_again):
     """From the newest checkpoint: `resume = 7` counted in the first attempt."""
-    last = ([(report(0, **ENDED, exit_code=0), "")], 0)
+    last = ([(error_file(0, **ENDED, exit_code=0), "")], 0)
     code, _ = outcome(tmp_path, first, first, last, restarts=2)
     assert (code == 0) == started_again
 
@@ -367,7 +371,7 @@ def test_job_is_requeued_ahead_of_its_limit_and_when_preempted(
         return (0, shown) if "show" in command else (fails, "")
 
     monkeypatch.setattr(subprocess, "getstatusoutput", run)
-    requeue("7", Report(**report(0, step=4 + trained, start=4, signal=signal)))
+    requeue("7", ErrorFile(**error_file(0, step=4 + trained, start=4, signal=signal)))
     assert f"job 7 stopped; {line}" in capsys.readouterr().err.replace(
         "unless SLURM requeues it, ", ""
     )
@@ -377,10 +381,10 @@ def test_job_is_requeued_ahead_of_its_limit_and_when_preempted(
 @pytest.mark.quick
 def test_full_disk_as_a_launch_begins_is_a_line_and_no_invalid_input(monkeypatch, capsys):
     def full(argv: list[str]) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device", "outputs/r/.launch-1")
+        raise OSError(errno.ENOSPC, "No space left on device", "outputs/r/.attempt-1")
 
     monkeypatch.setattr(sys, "argv", ["launch", "x.toml"])
     with pytest.raises(SystemExit) as ended:
         config.run_tool(full)
     assert ended.value.code == 1
-    assert "outputs/r/.launch-1: No space left on device" in capsys.readouterr().err
+    assert "outputs/r/.attempt-1: No space left on device" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import pytest
 
 from system import read_json
 from tests.conftest import REPO, launch, rows
-from tests.run.conftest import LONG
+from tests.launch.conftest import LONG
 
 TORCHRUN = ["-m", "torch.distributed.run"]
 

@@ -247,7 +247,7 @@ def test_ranks_have_all_cores_of_their_node(limited, endless):
             assert f"OMP_NUM_THREADS={len(os.sched_getaffinity(0))}" in environment
 
 
-def test_scancel_saves_and_is_final(limited, endless, cluster):
+def test_scancel_saves_and_requeues_nothing(limited, endless, cluster):
     cluster.run("scancel", *(job.number for job in endless))
     for job in endless:
         assert job.until_over() == "CANCELLED" and job.shows("Restarts") == "0", job.log()

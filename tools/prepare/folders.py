@@ -1,4 +1,4 @@
-"""Begins a source's folder: lists its files, and writes its tokenizer and a manifest of no text.
+"""Creates a source's folder: its list of files, its tokenizer and a manifest of no text.
 
 Checks a folder that exists against the configuration and the source's files.
 """
@@ -45,7 +45,7 @@ RARE = "\U00010330"  # a Gothic letter, which no vocabulary is trained on
 
 
 def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
-    """Replaces a folder's record, a key a line. Raises OSError."""
+    """Replaces a folder's manifest, a key a line. Raises OSError."""
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items()]
     content = "{\n" + ",\n".join(lines) + "\n}\n"
     # where locks don't exist, another process may write it at the same time
@@ -63,15 +63,15 @@ def beside(folder: pathlib.Path) -> str:
     return f"--data.path={shlex.quote(f'{folder}-{number}')}"
 
 
-def begin_all(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, config.Data]]:
-    """Begins the folder of each source, or checks the one that exists. Returns source_folders().
+def create_folders(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, config.Data]]:
+    """Creates the folder of each source, or checks the one that exists. Returns source_folders().
     vocab_size: of the model. Raises ConfigError and OSError."""
     sources = source_folders(data, vocab_size)
     local = [local_splits(folder, source) for folder, source in sources]
     refuse_overlaps(local)
     path = common_tokenizer(data, vocab_size)
     if path and not path.exists():
-        with alone(path):
+        with locked(path):
             if not path.exists():
                 for source in separated(data):
                     check_first_row(source, list_files(source)[0])
@@ -80,9 +80,9 @@ def begin_all(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, co
                 system.write_atomic(path, model)
     for (folder, source), files_now in zip(sources, local):
         if not read_manifest(folder):  # one that exists may be on a disk that can only be read
-            with alone(folder):
+            with locked(folder):
                 if not read_manifest(folder):
-                    _begin(folder, source, vocab_size)
+                    create(folder, source, vocab_size)
         manifest = manifest_of(folder)
         if manifest["identity"]:  # else another program wrote it
             check_identity(folder, manifest, identity(source, vocab_size))
@@ -92,7 +92,7 @@ def begin_all(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, co
 
 
 @contextlib.contextmanager
-def alone(path: pathlib.Path) -> Iterator[None]:
+def locked(path: pathlib.Path) -> Iterator[None]:
     """Holds the lock of what is prepared at `path`, for which it waits. Raises ConfigError and
     OSError."""
     if not path.name:
@@ -112,8 +112,8 @@ def alone(path: pathlib.Path) -> Iterator[None]:
         lock.release()
 
 
-def _begin(folder: pathlib.Path, data: config.Data, vocab_size: int) -> None:
-    """Makes a folder next to it, then renames: the folder exists with its record, or not at all.
+def create(folder: pathlib.Path, data: config.Data, vocab_size: int) -> None:
+    """Makes a folder next to it, then renames: the folder exists with its manifest, or not at all.
     Raises ConfigError and OSError."""
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder}: exists but holds no prepared data; move it away")
@@ -140,15 +140,15 @@ def _begin(folder: pathlib.Path, data: config.Data, vocab_size: int) -> None:
     manifest |= row_format(data).identity()
     for killed in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
         shutil.rmtree(killed, ignore_errors=True)
-    begun = temporary(folder)
-    begun.mkdir()
+    created = temporary(folder)
+    created.mkdir()
     for name, content in (contents | row_format(data).files()).items():
-        system.write_atomic(begun / name, content)
-    write_manifest(begun, manifest)
+        system.write_atomic(created / name, content)
+    write_manifest(created, manifest)
     try:
-        system.publish(begun, folder)
+        system.publish(created, folder)
     except OSError:
-        if not read_manifest(folder):  # else another process began it, where locks don't exist
+        if not read_manifest(folder):  # else another process created it, where locks don't exist
             raise
 
 
@@ -199,7 +199,7 @@ def _validation_files(data: config.Data, revision: str | None) -> list[SourceFil
 
 def check_contents(folder: pathlib.Path, manifest: dict, data: config.Data) -> None:
     """Raises ConfigError if tokenizer or chat template hold something else than when the folder was
-    begun."""
+    created."""
     now = row_format(data).identity()
     if data.tokenizer:
         now["tokenizer"] = tokenizer_hash(tokenizer_files(data.tokenizer))
@@ -271,6 +271,6 @@ def check_files(
 
 def _changed(folder: pathlib.Path, problem: str) -> ConfigError:
     return ConfigError(
-        f"{problem} after {folder} was begun: restore the source, or prepare it anew: "
+        f"{problem} after {folder} was created: restore the source, or prepare it anew: "
         f"{beside(folder)}"
     )
