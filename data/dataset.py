@@ -64,7 +64,7 @@ class Dataset(Protocol):
         return []
 
 
-class Source:
+class SourceReader:
     """The folder of one source."""
 
     def __init__(
@@ -151,10 +151,10 @@ class PreparedDataset(Dataset):
         self.data = cfg.data
         self.seq_len = cfg.train.seq_len
         self.mixture = Mixture([source.weight for source in cfg.data.sources] or [1.0])
-        self.sources: list[Source] = []
+        self.sources: list[SourceReader] = []
         folders = source_folders(cfg.data, cfg.model.vocab_size)
         for number, (folder, options) in enumerate(folders):
-            source = Source(
+            source = SourceReader(
                 folder, options, number, cfg.model.vocab_size, self.seq_len, cfg.run.seed
             )
             if train:

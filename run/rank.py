@@ -52,7 +52,7 @@ def main(args: Namespace, cfg: Config, train: Callable, evaluate: Callable) -> N
     attempt = pathlib.Path(os.environ[ATTEMPT]) if ATTEMPT in os.environ else None
     rank, _, _ = rank_and_size()
     watchdog = Watchdog(rank, attempt)
-    watchdog.begin("start", cfg.run.start_timeout_seconds)
+    watchdog.enter("start", cfg.run.start_timeout_seconds)
     work = evaluate if args.eval_only else train
     run = None
     code = FINISHED
@@ -66,7 +66,7 @@ def main(args: Namespace, cfg: Config, train: Callable, evaluate: Callable) -> N
             run.end()
             if run.stops:
                 code = STOPPED
-            watchdog.begin(
+            watchdog.enter(
                 EXITED,
                 EXIT_SECONDS,
                 run.step,

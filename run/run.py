@@ -166,7 +166,7 @@ class Run:
             seconds = self.cfg.run.start_timeout_seconds
         if phase in ("save", "restore"):
             seconds = self.cfg.run.start_timeout_seconds * 2  # may wait for the previous save
-        self.watchdog.begin(phase, seconds, step)
+        self.watchdog.enter(phase, seconds, step)
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """Yields each step to train, up to `last` or until all ranks agree to stop. Collective."""

@@ -1,7 +1,7 @@
 """A failure: what ends a rank that hangs, and how the launcher finds the root cause.
 
 Each rank has a file in the attempt's folder, outputs/RUN/.attempt-ID/error-N. Its first line says where
-the rank is, as JSON, and is overwritten as each phase begins. Below it stands why the rank failed:
+the rank is, as JSON, and is overwritten as each phase is entered. Below it stands why the rank failed:
 
 - a rank that raises writes its error (fail());
 - a rank that exceeds a phase's timeout has its stacks written by faulthandler, which ends it. That
@@ -10,7 +10,7 @@ the rank is, as JSON, and is overwritten as each phase begins. Below it stands w
 - a rank that is stopped, or was killed after another failed, has nothing.
 
 The launcher reads these files once its child has exited. The root cause is that of the rank with the
-least progress: if one hangs, the others begin another phase and wait for it there.
+least progress: if one hangs, the others enter another phase and wait for it there.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ class ErrorFile(NamedTuple):
     rank: int
     step: int
     phase: str
-    progress: int  # phases begun: comparable between ranks
-    time: float  # of the phase's begin, or of the failure
+    progress: int  # phases entered: comparable between ranks
+    time: float  # when the phase was entered, or of the failure
     exit_code: int = 1  # in the phase EXITED that of the run
     start: int = 0  # in the phase EXITED: the step that the attempt resumed after
     signal: int = 0  # in the phase EXITED: that stopped the run
@@ -73,8 +73,8 @@ class Watchdog:
                 self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
                 os.write(self.file, b" " * LINE_BYTES + b"\n")
 
-    def begin(self, phase: str, seconds: float, step: int | None = None, **more: Any) -> None:
-        """The main thread begins a phase, and must begin the next within `seconds`. more: of
+    def enter(self, phase: str, seconds: float, step: int | None = None, **more: Any) -> None:
+        """The main thread enters a phase, and must enter the next within `seconds`. more: of
         ErrorFile."""
         self.phase = phase
         self.step = self.step if step is None else step

@@ -101,7 +101,7 @@ PAGE = """<!DOCTYPE html>
 
 
 @dataclass(frozen=True)
-class Run:
+class ReportedRun:
     """What a run's folder holds."""
 
     folder: pathlib.Path
@@ -141,7 +141,7 @@ class Run:
         return [(row["step"], as_number(row.get("loss"))) for row in self.evaluations]
 
 
-def read_run(folder: pathlib.Path) -> Run:
+def read_run(folder: pathlib.Path) -> ReportedRun:
     """Raises ConfigError if the folder is not a run's, or has no rows."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is not a folder; name a run's, such as outputs/tiny")
@@ -156,7 +156,7 @@ def read_run(folder: pathlib.Path) -> Run:
         log = (folder / "logs" / "rank-0.log").read_text(errors="replace")
     train = [row for row in rows if row["kind"] == "train"]
     evaluations = [row for row in rows if row["kind"] == "eval"]
-    return Run(folder, train, evaluations, options, log)
+    return ReportedRun(folder, train, evaluations, options, log)
 
 
 def read_rows(path: pathlib.Path) -> list[dict]:
@@ -178,7 +178,7 @@ def as_number(value: Any) -> float | None:
 # Curves
 
 
-def draw(quantity: Quantity, runs: list[Run]) -> str:
+def draw(quantity: Quantity, runs: list[ReportedRun]) -> str:
     """A figure of a quantity over steps; "" if no run has it."""
     curves = [run.curve(quantity.key) for run in runs]
     validation = []
@@ -290,7 +290,7 @@ def table(columns: list[dict[str, str]], names: list[str], labels: list[str]) ->
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 
 
-def summary(run: Run) -> dict[str, str]:
+def summary(run: ReportedRun) -> dict[str, str]:
     """The column at the page's top."""
     status = read_json(run.folder / "status.json")
     last = run.train[-1] if run.train else {}
@@ -322,7 +322,7 @@ def summary(run: Run) -> dict[str, str]:
     )
 
 
-def training_time(run: Run) -> str | None:
+def training_time(run: ReportedRun) -> str | None:
     """Of all launches, as hours, minutes and seconds."""
     seconds = 0.0
     for row, steps in zip(run.train, run.steps_of_rows()):
@@ -330,13 +330,13 @@ def training_time(run: Run) -> str | None:
     return str(datetime.timedelta(seconds=round(seconds))) if run.train else None
 
 
-def label_of_loss(run: Run) -> str:
+def label_of_loss(run: ReportedRun) -> str:
     """Of the last row's loss: over how many steps it is the mean."""
     steps = run.steps_of_rows()
     return f"loss, mean of the last {steps[-1]} steps" if steps else "loss"
 
 
-def environment(run: Run) -> dict[str, str]:
+def environment(run: ReportedRun) -> dict[str, str]:
     """environment.json, with the size of its diff instead of the diff, and the command as its user
     typed it."""
     launch = read_json(run.folder / "environment.json")
@@ -366,7 +366,7 @@ def typed_command(launch: dict) -> str:
 # The page
 
 
-def page(runs: list[Run]) -> str:
+def page(runs: list[ReportedRun]) -> str:
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [str(run.folder) for run in runs]
@@ -408,7 +408,7 @@ def page(runs: list[Run]) -> str:
     return PAGE.format(title=title, style=STYLE, body="\n".join(sections))
 
 
-def other_quantities(runs: list[Run]) -> list[Quantity]:
+def other_quantities(runs: list[ReportedRun]) -> list[Quantity]:
     """The metrics of a fork: numbers of the training rows that no other run has."""
     known = {*NOT_DRAWN, *(quantity.key for quantity in QUANTITIES)}
     names: dict[str, None] = {}

@@ -265,7 +265,7 @@ def test_report_says_where_a_rank_is_and_why_it_failed(tmp_path, monkeypatch):
     for rank, phases in enumerate((["start", "step", "data"], ["start"], ["start", "step"], [])):
         watchdog = Watchdog(rank, tmp_path)
         for step, phase in enumerate(phases):
-            watchdog.begin(phase, 60, step)
+            watchdog.enter(phase, 60, step)
         if rank == 0:
             assert watchdog.fail("an error", 2, retryable=False)
     write_killed(tmp_path, 2, signal.SIGKILL)
@@ -300,5 +300,5 @@ Thread 0x1 (most recent call first):
 def test_report_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *arguments, **options: None)
     watchdog = Watchdog(0, tmp_path / "gone")
-    watchdog.begin("step", 60, 1)
+    watchdog.enter("step", 60, 1)
     assert not watchdog.fail("an error", 1, retryable=True)

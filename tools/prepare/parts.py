@@ -30,7 +30,7 @@ from data.folder import short_hash
 from tools.prepare.formats import row_format
 from tools.prepare.row_format import Encoded
 from tools.prepare.rows import is_divisible
-from tools.prepare.source import Range, SourceFile, documents
+from tools.prepare.source import ByteRange, SourceFile, documents
 
 HELD_OUT_OF = 1 << 22  # tokens: documents of the first ones are held out
 CHUNK_CHARACTERS = 1 << 18  # tokenized together, rounded up to full documents
@@ -44,7 +44,7 @@ class Part(NamedTuple):
     folder: pathlib.Path
     split: str  # "train" or "heldout"
     number: int
-    ranges: list[Range]
+    ranges: list[ByteRange]
 
     def path(self, suffix: str, split: str = "") -> pathlib.Path:
         return self.folder / f"{split or self.split}-{self.number:05}{suffix}"
@@ -78,7 +78,7 @@ def parts_of(
             if size >= part_bytes:
                 parts.append(Part(folder, split, len(parts), []))
                 size = 0
-            parts[-1].ranges.append(Range(file, begin, end))
+            parts[-1].ranges.append(ByteRange(file, begin, end))
             size += (end or file.size) - begin
     return parts
 

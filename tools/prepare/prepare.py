@@ -70,7 +70,7 @@ def prepare(
                 if not preparation.manifest["complete"]:
                     preparation.prepare_parts(cores, *(task or (0, 1)))
                     if not task:
-                        preparation.complete()
+                        preparation.finish()
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -146,7 +146,7 @@ class Preparation:
     def tokens_before(self, part: Part) -> int:
         return int(self.read[: part.number].sum())
 
-    def complete(self) -> None:
+    def finish(self) -> None:
         """Writes the final manifest, of the parts that data.max_tokens needs, and removes all else.
         Raises ConfigError, and OSError."""
         manifest = self.manifest

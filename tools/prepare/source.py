@@ -45,7 +45,7 @@ class SourceFile(NamedTuple):
     time: int = 0  # mtime in ns; of a dataset's file 0: its commit tells whether it has changed
 
 
-class Range(NamedTuple):
+class ByteRange(NamedTuple):
     """The rows of a file that begin in these bytes of it; end=None: and all later ones."""
 
     file: SourceFile
@@ -54,7 +54,7 @@ class Range(NamedTuple):
 
 
 def documents(
-    data: config.Data, ranges: Iterable[Range], count: collections.Counter | None = None
+    data: config.Data, ranges: Iterable[ByteRange], count: collections.Counter | None = None
 ) -> Iterator[str]:
     """Yields the documents that aren't empty. count: of "rows" and, with data.bad_rows, "wrong"
     ones. Raises ConfigError, which names file and row, and OSError if a retry may help."""
@@ -87,7 +87,7 @@ def check_first_row(data: config.Data, files: Iterable[SourceFile]) -> None:
     where = ""
     row: Any = {}
     try:
-        for where, row in rows_of(map(Range, files), (), data.text_field):
+        for where, row in rows_of(map(ByteRange, files), (), data.text_field):
             if isinstance(row, dict):
                 row_format(data).document(where, row)
             return
@@ -98,7 +98,7 @@ def check_first_row(data: config.Data, files: Iterable[SourceFile]) -> None:
 
 
 def rows_of(
-    ranges: Iterable[Range], columns: tuple[str, ...], text_field: str
+    ranges: Iterable[ByteRange], columns: tuple[str, ...], text_field: str
 ) -> Iterator[tuple[str, Any]]:
     """Yields (where the row stands, the row) as the readers of rows.py do."""
     for (path, *_), begin, end in ranges:

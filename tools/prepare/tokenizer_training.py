@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import config
 from config import ConfigError
 from system import print_error
-from tools.prepare.source import Range, documents, list_files
+from tools.prepare.source import ByteRange, documents, list_files
 
 LONGEST_LINE = 1 << 14  # characters; a longer line is split for training
 
@@ -39,7 +39,7 @@ def first_documents(
     for data, weight in zip(sources, weights):
         share = characters * (weight / sum(weights))
         read = 0
-        for text in documents(data, map(Range, list_files(data)[0])):
+        for text in documents(data, map(ByteRange, list_files(data)[0])):
             yield text
             read += len(text)
             if read >= share:

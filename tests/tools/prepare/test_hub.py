@@ -39,7 +39,7 @@ configs:
 CHILD = """
 import json, sys, time
 import config
-from tools.prepare.source import Range, SourceFile, documents, list_files
+from tools.prepare.source import ByteRange, SourceFile, documents, list_files
 
 time.sleep = lambda seconds: None  # between the tries of the hub's library
 for line in sys.stdin:
@@ -52,7 +52,7 @@ for line in sys.stdin:
             answer["files"], answer["commit"] = list_files(d, request["revision"])
         files = [SourceFile(*file) for file in answer["files"]]
         answer["texts"] = []
-        for text in documents(d, map(Range, files)):
+        for text in documents(d, map(ByteRange, files)):
             answer["texts"].append(text)
     except config.ConfigError as error:
         answer["refused"] = str(error)

@@ -24,7 +24,7 @@ from tools.prepare import parts
 from tools.prepare.parts import TokenWriter, hold_out_end, parts_of
 from tools.prepare.prepare import Preparation, main, prepare
 from tools.prepare.row_format import Texts
-from tools.prepare.source import Range, SourceFile, documents, list_files
+from tools.prepare.source import ByteRange, SourceFile, documents, list_files
 
 TEXTS = [words(i, 60 + 37 * i % 50) for i in range(200)]
 WRONG = '{"text": 5}\n'
@@ -223,7 +223,7 @@ def test_each_row_of_a_divided_file_is_in_one_range(name, end, tmp_path):
     ((file,), _) = list_files(data)
     for size in (1, 2, 7, 50, 333, 1000, 9999):
         borders = range(0, file.size, size)
-        ranges = [Range(file, a, b) for a, b in itertools.zip_longest(borders, borders[1:])]
+        ranges = [ByteRange(file, a, b) for a, b in itertools.zip_longest(borders, borders[1:])]
         assert [*itertools.chain(*(documents(data, [r]) for r in ranges))] == texts
 
 

@@ -21,7 +21,7 @@ from system import warn_once
 from tests.conftest import make_config, prepare_one, refuses, words
 from tools.prepare import row_format, rows
 from tools.prepare import source as source_module
-from tools.prepare.source import Range, list_files
+from tools.prepare.source import ByteRange, list_files
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -38,7 +38,7 @@ def options(source: object, **data: Any) -> config.Data:
 
 def documents(source: object, **data: Any) -> list[str]:
     d = options(source, **data)
-    return list(source_module.documents(d, map(Range, list_files(d)[0])))
+    return list(source_module.documents(d, map(ByteRange, list_files(d)[0])))
 
 
 def lines(texts: Sequence[str | None], end: str = "\n", **style: Any) -> bytes:
@@ -386,7 +386,7 @@ def test_wrong_rows_are_left_out_counted_and_named(name, tmp_path, capfd):
     form = "messages" if name == "g.jsonl" else "text"
     d = options(tmp_path / name, bad_rows="skip", format=form, tokenizer="t", document_mask=True)
     count = Counter()
-    read = list(source_module.documents(d, map(Range, list_files(d)[0]), count))
+    read = list(source_module.documents(d, map(ByteRange, list_files(d)[0]), count))
     if form == "messages":
         read = [json.loads(text)[1][0]["content"] for text in read]
     assert read == [text for text in texts if text]
@@ -414,4 +414,4 @@ def test_a_file_that_vanished_is_named(tmp_path):
     files, _ = list_files(options(path))
     path.unlink()
     with refuses("a.jsonl: rows from 1: cannot be read: FileNotFoundError"):
-        list(source_module.documents(options(path), map(Range, files)))
+        list(source_module.documents(options(path), map(ByteRange, files)))

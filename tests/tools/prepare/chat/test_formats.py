@@ -16,7 +16,7 @@ from tests.conftest import make_config, refuses
 from tests.tools.prepare.chat.conftest import conversations, prepare_here, talk
 from tools.prepare.chat.conversations import Chat
 from tools.prepare.chat.messages import from_document
-from tools.prepare.source import Range, documents, list_files
+from tools.prepare.source import ByteRange, documents, list_files
 
 # Renders tools, and whatever else it gets
 TEMPLATE = """{%- if tools %}
@@ -295,7 +295,7 @@ def configured(tokenizer, tmp_path) -> Callable[..., config.Config]:
 
 
 def documents_of(cfg: config.Config) -> list[str]:
-    return list(documents(cfg.data, map(Range, list_files(cfg.data)[0])))
+    return list(documents(cfg.data, map(ByteRange, list_files(cfg.data)[0])))
 
 
 @pytest.mark.parametrize("name", SETS)
