@@ -58,7 +58,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     #    FSDP2.
     parallelize(model, cfg, world)
     # 3. Each rank initializes its own shards, or reads them from the Hugging Face folder.
-    device = storage_device(cfg, world)
+    device = storage_device(cfg.parallel, world)
     materialize(model, cfg.run.seed, device, pretrained.read_into if pretrained else None)
     # 4. Build the optimizer after 2. and 3., which replace every parameter. An optimizer built
     #    earlier would hold the old parameters, which get no gradients: the model would never learn.

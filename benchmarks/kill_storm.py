@@ -300,7 +300,7 @@ def rows(cfg: config.Config) -> list[tuple]:
     launch of 30 s has."""
     keys = ("kind", "step", "loss", "grad_norm", "lr", "tokens", "batch_digest")
     reproducible = []
-    for line in (config.run_folder(cfg) / "metrics.jsonl").read_text().splitlines():
+    for line in (config.run_folder(cfg.run) / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         if row["kind"] != "plan":
             reproducible.append(tuple(row.get(key) for key in keys))

@@ -84,7 +84,7 @@ class BareLoop:
         self.losses: dict[int, list[torch.Tensor]] = {}  # sums of micro-batches, by step
         self.model = meta_model(cfg.model)
         parallelize(self.model, cfg, world)
-        materialize(self.model, cfg.run.seed, storage_device(cfg, world))
+        materialize(self.model, cfg.run.seed, storage_device(cfg.parallel, world))
         o = cfg.optim
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), o.lr, o.betas, o.eps, o.weight_decay, fused=True
@@ -117,7 +117,7 @@ def measure(cfg: config.Config, world: World) -> dict[int, list[tuple[float, flo
     loader = Loader(dataset, cfg.train, world)
     bare = BareLoop(cfg, world, dict(enumerate(itertools.islice(loader, last), 1)))
     loader.close()
-    run_folder = config.run_folder(cfg)
+    run_folder = config.run_folder(cfg.run)
     run_folder.mkdir(parents=True, exist_ok=True)
     run = Alternating(cfg, world, bare.step)
     train(cfg, world, run)

@@ -82,7 +82,7 @@ def build(
     cfg: config.Config, world: World, settings: dict[str, int | bool] | None = None
 ) -> tuple[Llama, torch.optim.Optimizer, UpdateGuard]:
     """What train.py trains, with fresh weights. settings: from experiments()."""
-    device = storage_device(cfg, world)
+    device = storage_device(cfg.parallel, world)
     model = meta_model(cfg.model, cfg.lora)
     parallelize(model, cfg, world)
     for method, value in (settings or {}).items():

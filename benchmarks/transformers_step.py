@@ -56,7 +56,7 @@ def our_step(cfg: config.Config, world: World, weights: dict[str, Tensor]) -> St
         out.copy_(weights[hf_name(name)][shard])
 
     model = meta_model(cfg.model)
-    device = storage_device(cfg, world)
+    device = storage_device(cfg.parallel, world)
     parallelize(model, cfg, world)
     materialize(model, 0, device, read)
     optimizer = build_optimizer(model, cfg.optim)

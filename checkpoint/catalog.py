@@ -26,7 +26,7 @@ NO_OPTIMIZER = (
 
 
 def root_of(cfg: config.Config) -> pathlib.Path:
-    return config.run_folder(cfg) / "checkpoints"
+    return config.run_folder(cfg.run) / "checkpoints"
 
 
 def path_of(root: pathlib.Path, step: int) -> pathlib.Path:

@@ -28,7 +28,7 @@ def followed(cfg: Config, words: list[str]) -> Iterator[None]:
             print_error(f"log.tracker: no rows are sent to {cfg.log.tracker}: tools/ is not here")
         yield
         return
-    folder = config.run_folder(cfg)
+    folder = config.run_folder(cfg.run)
     before = read_status(folder).get("launch") or ""
     # in its own session: Ctrl-C in the terminal is for the ranks, whose last rows it sends
     with subprocess.Popen(

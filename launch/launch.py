@@ -60,7 +60,7 @@ def launch(argv: list[str]) -> int:
     start = check(cfg, ranks, args.eval_only)
     if args.eval_only:
         return launcher.evaluate()
-    folder = config.run_folder(cfg)
+    folder = config.run_folder(cfg.run)
     if start >= cfg.train.steps and read_status(folder).get("state") == "finished":
         print_line(f"{folder}: finished; train.steps = {cfg.train.steps} asks for no more")
         return FINISHED
@@ -80,7 +80,7 @@ def check(cfg: Config, ranks: Ranks, evaluates: bool = False) -> int:
         lambda: compare.starting_point(cfg, evaluates),
         lambda: config.mesh_shape(cfg, ranks.total),
         lambda: ranks.command(""),
-        lambda: check_machine(cfg, ranks),
+        lambda: check_machine(cfg.run, ranks),
     )
     return start
 
@@ -115,9 +115,9 @@ def prepare(cfg: Config, job: str, words: list[str]) -> None:
         raise ConfigError("the text is not prepared, see above")
 
 
-def check_machine(cfg: Config, ranks: Ranks) -> None:
+def check_machine(run: config.Run, ranks: Ranks) -> None:
     """Raises ConfigError if this machine has too few GPUs."""
-    if cfg.run.device == "cuda" and visible_gpus() < ranks.local:
+    if run.device == "cuda" and visible_gpus() < ranks.local:
         raise ConfigError(
             f'[run] device = "cuda": torch can use {visible_gpus()} GPUs here, for {ranks.local} '
             "processes; NPROC sets their number, --run.device=cpu trains without GPUs"
@@ -144,7 +144,7 @@ class Launcher:
         self.cfg = cfg
         self.ranks = ranks
         self.words = words
-        self.run_folder = config.run_folder(cfg)
+        self.run_folder = config.run_folder(cfg.run)
         self.environment = ranks.environment(self.run_folder, config.longest_timeout(cfg.run))
         self.signal = 0  # the first that asked to stop
         # of the attempt:

@@ -82,9 +82,9 @@ def fsdp_mesh(world: World) -> DeviceMesh:
     return DeviceMesh._concatenate([world.mesh["dp_replicate"], shards])
 
 
-def storage_device(cfg: config.Config, world: World) -> torch.device:
+def storage_device(p: config.Parallel, world: World) -> torch.device:
     """Where parameters, gradients and optimizer state are stored between steps."""
-    return torch.device("cpu") if cfg.parallel.cpu_offload else world.device
+    return torch.device("cpu") if p.cpu_offload else world.device
 
 
 def has_native_bfloat16(device: torch.device) -> bool:

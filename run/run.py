@@ -77,7 +77,7 @@ class Run:
         self.world = world
         self.watchdog = watchdog
         self.attempt = attempt
-        self.folder = config.run_folder(cfg)
+        self.folder = config.run_folder(cfg.run)
         self.stop_flag = StopFlag()
         self.seconds: dict[str, float] = defaultdict(float)  # spent in each phase() so far
         self.start = 0  # the step that training resumes after

@@ -62,7 +62,7 @@ def train_all(cases: dict[str, dict], output: str, kernels: bool = False) -> dic
                 **sections, run={"name": folder, "output_dir": f"{output}/{world.size}"}
             )
             run_training(cfg, world_for(cfg, world))
-            found[name] = rows(config.run_folder(cfg)) if world.rank == 0 else None
+            found[name] = rows(config.run_folder(cfg.run)) if world.rank == 0 else None
     return found
 
 
@@ -283,7 +283,7 @@ def train_to(steps: int, sections: dict, output: str) -> list[dict]:
     cfg = make_config(**sections)
     with process_group() as world:
         run_training(cfg, world_for(cfg, world))
-        return rows(config.run_folder(cfg)) if world.rank == 0 else []
+        return rows(config.run_folder(cfg.run)) if world.rank == 0 else []
 
 
 class HostReads(TorchDispatchMode):

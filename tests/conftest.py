@@ -438,7 +438,7 @@ def train_run(cfg: config.Config, world: World) -> list[dict]:
     run.end()
     if run.run_lock:
         run.run_lock.release()  # as the end of the process does
-    return rows(config.run_folder(cfg))
+    return rows(config.run_folder(cfg.run))
 
 
 def rows(folder: pathlib.Path, kind: str = "train") -> list[dict]:

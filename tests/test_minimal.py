@@ -178,7 +178,7 @@ def test_train_computes_what_minimal_does(world, texts, tmp_path, ranks, case):
     else:
         check_rows(ours, theirs)
     checkpoint = f"checkpoints/step-{cfg.train.steps:08d}"
-    expected = read_by_torch(config.run_folder(cfg) / checkpoint, tmp_path / "theirs")
+    expected = read_by_torch(config.run_folder(cfg.run) / checkpoint, tmp_path / "theirs")
     tensors = read_by_torch(tmp_path / "x-minimal" / checkpoint, tmp_path / "ours")
     assert tensors.keys() == expected.keys()
     is_narrow = "bfloat16" in case or case == "narrow stream"

@@ -459,7 +459,7 @@ def write_report(folders: list[pathlib.Path], out: pathlib.Path | None = None) -
 
 def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
     """The commands that a user may want after a run, in at most four lines."""
-    folder = str(config.run_folder(cfg))
+    folder = str(config.run_folder(cfg.run))
     commands = []
     if cfg.log.tensorboard:
         commands.append(
@@ -472,7 +472,7 @@ def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
             sample = ["generate", folder, "--prompt", "def "]
         else:
             sample = ["generate", folder, "--prompt", "The "]
-        if any(config.run_folder(cfg).glob("tokenizer.*")):  # token files need none
+        if any(config.run_folder(cfg.run).glob("tokenizer.*")):  # token files need none
             commands.append(command_line("text from it", "-m", *sample))
 
         # without schedule_steps the learning rate's schedule is as long as the run

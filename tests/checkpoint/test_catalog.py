@@ -51,7 +51,7 @@ def test_only_folders_with_the_exact_name_count(tmp_path):
     (root_of(cfg) / "step-00000200").write_text("a file")
     assert saved(cfg) == [9, 123456789]
     assert choose(cfg) == (123456789, {})
-    assert found(config.run_folder(cfg)) == "step-123456789"
+    assert found(config.run_folder(cfg.run)) == "step-123456789"
 
 
 @pytest.mark.quick
@@ -237,7 +237,7 @@ def test_error_of_the_disk_is_not_corruption(tmp_path, error):
 @distributed(ranks=1)
 def test_disk_that_cannot_hold_a_checkpoint_is_found_before_training(world, tmp_path, function):
     cfg = run_config(tmp_path, train={"steps": 4})
-    folder = config.run_folder(cfg)
+    folder = config.run_folder(cfg.run)
     folder.mkdir()
     Checkpointer(cfg, world, no_data(cfg)).clean_up()
     assert names_in(cfg) == []  # of a good disk

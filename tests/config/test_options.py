@@ -222,5 +222,5 @@ def test_numbers_that_follow_from_options():
     assert (cfg.model.width_per_head, config.schedule_steps(cfg)) == (10, 9)
     cfg = make_config(run={"output_dir": "a/b", "name": "c"})
     assert (cfg.model.width_per_head, config.schedule_steps(cfg)) == (12, 4)
-    assert str(config.run_folder(cfg)) == "a/b/c"
+    assert str(config.run_folder(cfg.run)) == "a/b/c"
     assert config.Lora(rank=11).scale == 2 and config.Lora(rank=8, alpha=2.0).scale == 0.25

@@ -235,7 +235,7 @@ def test_job_does_not_prepare_text_for_which_its_ranks_would_wait():
 @pytest.mark.quick
 def test_device_cuda_needs_a_gpu_for_each_rank():
     with refuses('device = "cuda"', "can use 0 GPUs here, for 2 processes", "device=cpu"):
-        launch.check_machine(make_config(run={"device": "cuda"}), Ranks(1, 2, 0, ""))
+        launch.check_machine(make_config(run={"device": "cuda"}).run, Ranks(1, 2, 0, ""))
 
 
 # What the launcher makes of the ranks' end

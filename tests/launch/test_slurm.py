@@ -67,7 +67,7 @@ class Cluster:
             **env,
         )
         cfg = config.load(str(path), list(overrides))
-        return Job(self, number.strip(), log, config.run_folder(cfg))
+        return Job(self, number.strip(), log, config.run_folder(cfg.run))
 
 
 class Job:
@@ -168,7 +168,7 @@ def plain(configured) -> list[dict]:
     path = configured("plain")
     done = launch(path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    return rows(config.run_folder(config.load(str(path))))
+    return rows(config.run_folder(config.load(str(path)).run))
 
 
 @pytest.fixture(scope="module")

@@ -220,7 +220,7 @@ def test_each_launch_is_recorded_and_another_commit_is_named(
         train_run(cfg, world)
         warned.append("another commit than the launch before: b" in capfd.readouterr().out)
     assert warned == [False, False, True]
-    recorded = json.loads((config.run_folder(cfg) / "environment.json").read_text())
+    recorded = json.loads((config.run_folder(cfg.run) / "environment.json").read_text())
     assert [each["commit"] for each in [*recorded["earlier"], recorded]] == ["a", "a", "b"]
 
 
@@ -246,7 +246,7 @@ def test_status_is_replaced_and_readable(tmp_path):
 def test_run_whose_folder_another_has_writes_nothing(world, write_config, monkeypatch):
     monkeypatch.setattr("run.run.ENDING_SECONDS", 0.0)
     cfg = load(write_config(checkpoint={}))
-    folder = config.run_folder(cfg)
+    folder = config.run_folder(cfg.run)
     folder.mkdir(parents=True, exist_ok=True)
     held = lock(folder, 0) if world.rank == 0 else None
     dist.barrier()

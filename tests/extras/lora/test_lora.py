@@ -177,7 +177,7 @@ def test_run_resumes_from_a_moved_base_and_from_no_other(run, tmp_path):
     moved = shutil.copytree(cfg.model.init_from, tmp_path / "moved")
     model = dataclasses.replace(cfg.model, init_from=str(moved))
     longer = dataclasses.replace(cfg, model=model, train=dataclasses.replace(cfg.train, steps=5))
-    shutil.copytree(config.run_folder(cfg), tmp_path / "r")
+    shutil.copytree(config.run_folder(cfg.run), tmp_path / "r")
     copied = dataclasses.replace(longer, run=dataclasses.replace(cfg.run, output_dir=str(tmp_path)))
     (rows,) = run_on_ranks(1, lambda world: train_run(copied, world))
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
