@@ -328,8 +328,8 @@ def differences(killed: config.Config, straight: config.Config) -> list[str]:
     if len(steps) < len(our_rows) or sorted(our_rows) != sorted(rows(straight)):
         problems.append("metrics.jsonl differs")
 
-    folder = config.run_folder(killed)
-    for name in sorted(names_below(folder) ^ names_below(config.run_folder(straight))):
+    folder = config.run_folder(killed.run)
+    for name in sorted(names_below(folder) ^ names_below(config.run_folder(straight.run))):
         problems.append(f"{folder}: {name} is left or missing")
     for pattern in (".step-*", ".attempt-*", "*.tmp"):
         for path in folder.rglob(pattern):

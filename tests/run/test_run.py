@@ -47,11 +47,11 @@ def test_each_part_of_a_run_has_its_phase(world, write_config, monkeypatch):
     cfg = load(write_config(eval={"batches": 1}, checkpoint={}, train={"steps": 2}))
     found = set()
     now = []
-    begin = Watchdog.begin
+    enter = Watchdog.enter
 
-    def begun(watchdog: Watchdog, phase: str, *arguments: Any, **more: Any) -> None:
+    def entered(watchdog: Watchdog, phase: str, *arguments: Any, **more: Any) -> None:
         now[:] = [phase]
-        begin(watchdog, phase, *arguments, **more)
+        enter(watchdog, phase, *arguments, **more)
 
     def noted(name: str, kind: type, method: str) -> None:
         original = getattr(kind, method)
@@ -65,7 +65,7 @@ def test_each_part_of_a_run_has_its_phase(world, write_config, monkeypatch):
 
         monkeypatch.setattr(kind, method, noting)
 
-    monkeypatch.setattr(Watchdog, "begin", begun)
+    monkeypatch.setattr(Watchdog, "enter", entered)
     noted("", Llama, "forward")
     noted("load", Loader, "__next__")
     noted("restore", Checkpointer, "restore")
