@@ -115,9 +115,9 @@ def run_training(cfg: config.Config, world: World) -> None:
     run = Run(cfg, world, Watchdog(world.rank, None), None)
     train.train(cfg, world, run)
     run.end()
-    assert run.claim or world.rank
-    if run.claim:
-        run.claim.release()  # the next run of this process may have the same folder
+    assert run.run_lock or world.rank
+    if run.run_lock:
+        run.run_lock.release()  # the next run of this process may have the same folder
 
 
 def own_inputs(rows: torch.Tensor, world: World) -> tuple[torch.Tensor, ...]:
