@@ -59,7 +59,7 @@ def git(*words: str) -> str | None:
 def start_logging(folder: pathlib.Path, rank: int) -> None:
     """Every rank logs to logs/rank-N.log; rank 0 also to the console, the others redirect stdout
     and stderr to it."""
-    path = folder / "logs" / f"error-{rank}.log"
+    path = folder / "logs" / f"rank-{rank}.log"
     try:
         path.parent.mkdir(exist_ok=True)
         # appends, also after another program has truncated the file

@@ -89,7 +89,7 @@ def test_phases_have_the_timeout_of_what_they_wait_for(world, tmp_path):
     run: Any = run_of(world, tmp_path, checkpoint={"keep_last": 3})
     seconds = {}
     run.watchdog = SimpleNamespace(
-        begin=lambda phase, limit, step: seconds.update({phase: limit}), phase="step", step=1
+        enter=lambda phase, limit, step: seconds.update({phase: limit}), phase="step", step=1
     )
     for phase in ("start", "first step", "first evaluation batch", "end", "step", "data", "save"):
         run._enter(phase)
