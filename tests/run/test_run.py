@@ -199,7 +199,7 @@ def test_small_files_that_cannot_be_written_cost_a_line(world, write_config, mon
     assert len(train_run(cfg, world)) == 4
     assert catalog.steps(catalog.root_of(cfg)) == [2, 4]
     err = capfd.readouterr().err
-    for name in (*small, "error-0.log"):
+    for name in (*small, "rank-0.log"):
         assert f"{name}: " in err and "No space left on device" in err
 
 
