@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import shutil
 
 import pytest
 
@@ -126,17 +125,6 @@ def test_ids_of_a_sentencepiece_model_are_those_of_the_text_between_special_toke
     assert chat.end_of_turn() == [2]
 
 
-def test_reasoning_has_the_names_that_templates_read():
-    message = {"role": "assistant", "content": "a", "thinking": "b", "name": None}
-    (read,) = checked([message])
-    assert read == {
-        "role": "assistant",
-        "content": "a",
-        "thinking": "b",
-        "reasoning_content": "b",
-    }
-
-
 # What is refused
 
 DEEP = "{% for a in range(99999) %}{% for a in range(99999) %}{% endfor %}{% endfor %}"
@@ -203,14 +191,6 @@ def test_a_template_that_is_none_is_refused_before_anything_is_made(
     with refuses("t.jinja: ", problem):
         prepare_here(make_config(**sections_of(tokenizer, tmp_path, [TURN], data=more)))
     assert not (tmp_path / "out").exists()
-
-
-def test_a_tokenizer_without_a_template_is_refused(tokenizer, tmp_path):
-    (tmp_path / "bare").mkdir()
-    shutil.copy(tokenizer / "tokenizer.json", tmp_path / "bare")
-    cfg = make_config(**sections_of(tmp_path / "bare", tmp_path, [TURN]))
-    with refuses("bare: has no chat template; name a Jinja file, data.chat_template$"):
-        prepare_here(cfg)
 
 
 def lowercase(tokenizer: pathlib.Path, folder: pathlib.Path) -> None:

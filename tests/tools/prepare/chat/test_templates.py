@@ -215,6 +215,31 @@ def test_what_would_be_lost_is_refused(template, text, title, problem):
     assert made.compare(CONVERSATIONS[title]).kind == ONLY_WE_REFUSE
 
 
+@pytest.mark.parametrize(
+    "number, key, value, read_as",
+    [
+        (1, "reasoning_details", [{"text": "so"}], "key 'reasoning_details'"),
+        (1, "loss_weight", 0.0, "key 'loss_weight'"),
+        (1, "mask", False, "key 'mask'"),
+        (0, "thoughts", "so", "key 'thoughts'"),
+        (1, "reasoning", "so", "reasoning_content"),
+        (0, "thinking", "so", "reasoning_content"),
+    ],
+)
+def test_a_key_of_a_message_is_rendered_as_in_transformers_or_refused(
+    template, number, key, value, read_as
+):
+    messages = [QUESTION, assistant("Noon."), user("When?")]
+    messages[number] = {**messages[number], key: value}
+    said = "its reasoning" if read_as == "reasoning_content" else f"its {read_as}"
+    with refuses(rf"message {number + 1} \(.*\): the chat template leaves out {said}; name"):
+        template(CHATML).encode(messages)
+    for read in {key, read_as} - {f"key {key!r}"}:
+        shown = f"{{{{ m.content }}}}{{{{ m.{read} if '{read}' in m }}}}"
+        made = template(CHATML.replace("{{ m.content }}", shown))
+        assert made.compare(messages).kind == EQUAL_IDS
+
+
 # Shipped
 
 
