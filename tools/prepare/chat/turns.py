@@ -147,7 +147,7 @@ class Turns:
     def check_complete(self, has_loss: list[bool]) -> None:
         """Raises ConfigError if the template leaves out what a message says.
 
-        An assistant's turn without a loss may lack something.
+        An assistant's turn without a loss may lack text, reasoning or calls, but no other key.
         """
         for piece_number, (i, what) in enumerate(self.marked.pieces):
             message = self.marked.messages[i]
@@ -158,10 +158,11 @@ class Turns:
             if learned and not self._shows_arguments(i):
                 raise self._left_out(i, "the arguments of a tool call")
         for i, message in enumerate(self.marked.messages):
-            for key in message:
-                rest = {name: entry for name, entry in message.items() if name != key}
-                is_known = key in MESSAGE_KEYS or message[key] in EMPTY
-                if not is_known and not self._changes_with(i, rest):
+            for key, entry in message.items():
+                if key in MESSAGE_KEYS or entry in EMPTY:
+                    continue
+                rest = {name: message[name] for name in message if name != key}
+                if not self._changes_with(i, rest):
                     raise self._left_out(i, f"its key {key!r}")
 
     def _left_out(self, i: int, what: str) -> ConfigError:

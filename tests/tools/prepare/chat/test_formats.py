@@ -90,12 +90,6 @@ def messages(*given: Any, **columns: Any) -> dict:
     return {"messages": [*given], **columns}
 
 
-def of_loss(name: str) -> dict:
-    """A row whose first answer has no loss, as a key of this name says."""
-    told = [message | {name: message["content"] == D} for message in TWO]
-    return messages(*told, label=True, images=[])
-
-
 def sharegpt(*turns: str, **columns: Any) -> dict:
     """A row of ShareGPT's turns: who, text, who, text, ..."""
     said = [{"from": who, "value": text} for who, text in zip(turns[::2], turns[1::2])]
@@ -114,16 +108,11 @@ NULL_TOOLS = [{"type": "function", "function": {"name": "time", "parameters": {"
 EXCHANGE = [user(A), assistant(B)]
 TWO = [user(A), assistant(B), user(C), assistant(D)]
 NOW = calls(name="now", arguments={})
-LOSS_NAMES = ("weight", "train", "loss", "loss_mask", "trainable", "training")
 
 SETS = {
-    "tatsu-lab/alpaca": published(
+    "tatsu-lab/alpaca, yahma/alpaca-cleaned": published(
         "alpaca",
         Row({"instruction": A, "input": "", "output": B, "text": f"{A}\n\n{B}"}, EXCHANGE),
-    ),
-    "yahma/alpaca-cleaned": published(
-        "alpaca",
-        Row({"instruction": A, "input": "", "output": B}, EXCHANGE),
         Row({"instruction": A, "input": C, "output": B}, [user(f"{A}\n{C}"), assistant(B)]),
     ),
     "databricks/databricks-dolly-15k": published(
@@ -171,13 +160,15 @@ SETS = {
             [system(D), *EXCHANGE, tool(C), assistant(A)],
         ),
     ),
-    "HuggingFaceH4/ultrachat_200k": published("messages", Row(messages(*TWO, prompt=A), TWO)),
     "lmsys/lmsys-chat-1m": published(
         "messages", Row({"conversation": TWO, "turn": 2}, TWO), messages_field="conversation"
     ),
     "names of the loss": published(
         "messages",
-        *(Row(of_loss(name), TWO, without_loss=(0,)) for name in LOSS_NAMES),
+        *(
+            Row(messages(*(turn | {name: turn["content"] == D} for turn in TWO)), TWO, None, (0,))
+            for name in ("weight", "train", "loss", "loss_mask", "trainable", "training")
+        ),
     ),
     "OpenAI's guide: tools": published(
         "messages",
@@ -249,7 +240,6 @@ SETS = {
         Row(messages(user(A), calls(name="now", arguments=" ")), [user(A), NOW]),
         Row(messages(user(A), calls(name="now", arguments="null")), [user(A), NOW]),
     ),
-    "trl-lib/tldr": published("prompt_completion", Row({"prompt": A, "completion": B}, EXCHANGE)),
     "nampdn-ai/tiny-codes": published(
         "prompt_completion", Row({"idx": 1, "prompt": A, "response": B}, EXCHANGE)
     ),
@@ -382,11 +372,6 @@ def format_of(row: dict) -> str:
         (messages(assistant("a", loss_mask=[1, 0])), r"loss_mask must be .*, not \[1, 0\]"),
         (messages(assistant("a", thinking=["b"])), "thinking must be text, not list"),
         (messages(assistant([part("a") | {"weight": 0}])), "part of its content has the key 'wei"),
-        (messages(*EXCHANGE, loss_mask=[0, 1]), r"field 'loss_mask' may change what .*: \[0, 1\]"),
-        (messages(*EXCHANGE, weight=0.5), "field 'weight' may change what is learned"),
-        (messages(*EXCHANGE, images=["a.png"]), "field 'images' may change what is learned"),
-        (messages(*EXCHANGE, chat_template_kwargs={"a": 1}), "field 'chat_template_kwargs' may"),
-        ({"prompt": A, "completion": B, "label": False}, "field 'label' .* not read: False; leave"),
         (messages("hello"), "message 1: needs the keys role and content, but is of type str"),
         (messages({"human": "a"}), "message 1: needs the keys role and content, but has human"),
         (messages(user("a"), assistant(None)), r"message 2 \(assistant\): has no content"),
@@ -431,6 +416,23 @@ def test_columns_that_nothing_reads_are_one_line(row, columns, configured, tmp_p
         cfg = configured(source=source, format=format_of(row))
         check_first_row(cfg.data, list_files(cfg.data)[0])
         assert f"{source}: not read: {columns}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("loss_mask", [0, 1]),
+        ("weight", 0.5),
+        ("label", False),
+        ("images", ["a.png"]),
+        ("chat_template_kwargs", {"enable_thinking": False}),
+    ],
+)
+def test_a_column_that_changes_what_is_learned_is_refused(name, value, configured, tmp_path):
+    for kind in KINDS:
+        source = write([messages(*EXCHANGE, **{name: value})], kind, tmp_path)
+        with refuses(f"row 1: field {name!r} may change what is learned, and is not read"):
+            documents_of(configured(source=source, format="messages"))
 
 
 def test_nothing_that_recurses_fails_below_the_limit_of_nesting(configured, tokenizer, tmp_path):
