@@ -47,6 +47,10 @@ class Texts:
         """Those of a parquet or Arrow file that are read."""
         return (self.data.text_field,)
 
+    def not_read(self, row: dict) -> list[str]:
+        """The columns of a row to report as not read."""
+        return []
+
     def document(self, where: str, row: dict) -> str:
         """A row's document; empty: it is left out. Raises ConfigError if the row is wrong."""
         field = self.data.text_field

@@ -83,13 +83,17 @@ def documents(
 
 def check_first_row(data: config.Data, files: Iterable[SourceFile]) -> None:
     """Raises ConfigError, with the option that may help, if a source's first row lacks a column that
-    data.format reads: all others will, too. OSError if a retry may help."""
+    data.format reads: all others will, too. Reports columns of it that nothing reads. OSError if a
+    retry may help."""
     where = ""
     row: Any = {}
     try:
         for where, row in rows_of(map(ByteRange, files), (), data.text_field):
             if isinstance(row, dict):
-                row_format(data).document(where, row)
+                rows = row_format(data)
+                rows.document(where, row)
+                if columns := rows.not_read(row):
+                    warn_once(f"{data.source}: not read: {', '.join(columns)}")
             return
     except MissingColumn as error:
         raise ConfigError(f"{where}: {error}; try {options_for(row)}") from None

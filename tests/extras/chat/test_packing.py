@@ -262,16 +262,8 @@ def test_of_few_conversations_the_last_are_held_out_whole(tokenizer, tmp_path, m
 @pytest.mark.parametrize(
     "rows, data, problem",
     [
-        (
-            [talk("the cat", "sat")],
-            {"validation": None},
-            "0 were left out, .* and the others are held out",
-        ),
-        (
-            [talk("a"), talk("b")],
-            {},
-            "2 were left out, .* and the others are held out .*; bring more, or name",
-        ),
+        ([talk("the cat", "sat")], {"validation": None}, "0 were left out, .* are held out"),
+        ([talk("a"), talk("b")], {}, "2 were left out, .* are held out .*; bring more, or name"),
     ],
 )
 def test_a_source_without_a_conversation_to_train_on_is_refused(

@@ -27,7 +27,7 @@ from tools.prepare.chat.template import (
     bounded,
     find_template,
 )
-from tools.prepare.chat.turns import Rendering, Spans, Turns, no_end
+from tools.prepare.chat.turns import Rendering, Spans, Turns, differs, no_end
 from tools.prepare.row_format import Encoded, is_held_out
 from tools.prepare.tokenizer import SPACE, Tokenizer
 from tools.prepare.tokenizer_json import settings_of, token_name
@@ -144,7 +144,7 @@ class Chat:
                 "where they stand is unclear; name another one, data.chat_template"
             )
         turns.check_complete(has_loss)
-        if tools and not self._renders_tools(messages, tools, rendering):
+        if tools and not differs(rendering.text, lambda: self._render(messages, None)):
             raise ConfigError(
                 "the chat template leaves out the tools; name one that renders them, "
                 "data.chat_template, or leave them out of the data"
@@ -153,13 +153,6 @@ class Chat:
             return turns.spans(has_loss)
         self._check_ends_of_turns(rendering.text, rendering.blocks)
         return turns.with_loss(rendering.blocks, has_loss)
-
-    def _renders_tools(self, messages: list[Message], tools: list, rendering: Rendering) -> bool:
-        """Whether the conversation is rendered otherwise without its tools."""
-        try:
-            return self._render(messages, None).text != rendering.text
-        except ConfigError:  # the template needs them
-            return True
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """The ids of a conversation up to where the assistant speaks."""

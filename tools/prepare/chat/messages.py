@@ -27,6 +27,12 @@ ROLES = {
 }
 SHAREGPT = {"from": "role", "value": "content"}
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # a model's: one of these names
+LOSS_KEYS = ("weight", "train", "loss", "loss_mask", "trainable", "training")
+# A template has to render any other key. It may leave out who speaks, and which call is answered
+MESSAGE_KEYS = ("role", "content", "tool_calls", *REASONING_KEYS, "name", "tool_call_id", "id")
+PART_KEYS = ("type", "text")
+CALL_KEYS = ("id", "type", "index", "function", "name", "arguments")
+EMPTY = (None, "", [], {})  # says nothing under any key
 # The columns that each format reads, beside SYSTEM and TOOLS. Of several names in parentheses the
 # first that a row has counts.
 MESSAGES = ("messages", "conversations")
@@ -37,10 +43,10 @@ HISTORY = ("history",)
 PROMPT = ("prompt",)
 COMPLETION = ("completion", "response")
 SYSTEM = ("system",)
-TOOLS = ("tools",)
+TOOLS = ("tools", "functions")
+# Columns that would change what is learned, refused unless they are empty or 1
+REFUSED = (*LOSS_KEYS, "label", "images", "chat_template_kwargs")
 TOO_DEEP = "is nested too deeply"
-# what others call the arguments of a call
-OTHER_ARGUMENTS = ("parameters", "args", "input")
 
 Message = dict[str, Any]
 
@@ -54,15 +60,24 @@ class Conversation(NamedTuple):
     has_loss: list[bool]
 
 
-def columns_of(data: config.Data) -> tuple[str, ...]:
-    """The columns of a row that the format reads."""
+def columns_of(data: config.Data) -> tuple[tuple[str, ...], ...]:
+    """The columns of a row that the format reads: of each, its names."""
     if data.row_format == "alpaca":
-        columns = (*INSTRUCTION, *INPUT, *OUTPUT, *HISTORY)
+        columns = (INSTRUCTION, INPUT, OUTPUT, HISTORY)
     elif data.row_format == "prompt_completion":
-        columns = (*PROMPT, *COMPLETION)
+        columns = (PROMPT, COMPLETION)
     else:
-        columns = messages_columns(data)
-    return (*columns, *SYSTEM, *TOOLS)
+        columns = (messages_columns(data),)
+    return (*columns, SYSTEM, TOOLS)
+
+
+def not_read(row: dict[str, Any], data: config.Data) -> list[str]:
+    """The columns of a row that nothing reads."""
+    known = [*REFUSED]
+    for names in columns_of(data):
+        name = name_of(row, names)
+        known += [name] if name else names
+    return [name for name in row if name not in known]
 
 
 def messages_columns(data: config.Data) -> tuple[str, ...]:
@@ -96,6 +111,13 @@ def from_document(document: str) -> tuple[str, Conversation]:
 
 def conversation_of(row: dict[str, Any], data: config.Data) -> Conversation:
     """The conversation of a row. Raises ConfigError."""
+    for name in REFUSED:
+        if name in row and row[name] not in (*EMPTY, 1):
+            shown = textwrap.shorten(str(row[name]), 60)
+            raise ConfigError(
+                f"field {name!r} may change what is learned, and is not read: {shown}; leave out "
+                "such rows, or the column"
+            )
     if data.row_format == "alpaca":
         messages = of_alpaca(row)
     elif data.row_format == "prompt_completion":
@@ -270,6 +292,9 @@ def in_one_form(number: int, message: Any) -> tuple[Message, bool]:
             raise ConfigError("has no content")
         if "tool_calls" in message:
             message["tool_calls"] = calls_of(message["tool_calls"])
+        for key in REASONING_KEYS:
+            if not isinstance(message.get(key, ""), str):
+                raise ConfigError(f"{key} must be text, not {type(message[key]).__name__}")
         has_loss = take_loss(message)
     except ConfigError as error:
         raise ConfigError(f"message {number} ({role}): {error}") from None
@@ -290,6 +315,8 @@ def joined(content: Any) -> str:
             if kind == "text":
                 raise ConfigError("content has a part of type 'text' without a text")
             raise ConfigError(f"content has a part of type {kind!r}; only text is read")
+        if isinstance(part, dict):
+            refuse_other_keys("a part of its content", part, PART_KEYS)
         texts.append(text)
     return "".join(texts)
 
@@ -328,16 +355,13 @@ def as_call(call: dict) -> dict:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name.strip():
         raise ConfigError("a tool call needs a name")
+    refuse_other_keys("a tool call", call | function, CALL_KEYS)
     return {**call, "function": {**function, "arguments": arguments_of(function)}}
 
 
 def arguments_of(function: dict) -> dict:
     """The arguments of a call. Raises ConfigError."""
     given = function.get("arguments")
-    if given is None:
-        for key in OTHER_ARGUMENTS:
-            if function.get(key):
-                raise ConfigError(f"a tool call has its arguments in arguments, not in {key}")
     if given is None or (isinstance(given, str) and given.strip() in ("", "null")):
         return {}
     arguments = parsed(given)
@@ -348,18 +372,26 @@ def arguments_of(function: dict) -> dict:
     return arguments
 
 
+def refuse_other_keys(owner: str, value: dict, known: tuple[str, ...]) -> None:
+    """Raises ConfigError for a key that nothing reads."""
+    for key, entry in value.items():
+        if key not in known and entry not in EMPTY:
+            raise ConfigError(
+                f"{owner} has the key {key!r}, which is not read; leave it out (its keys are "
+                f"{', '.join(known)})"
+            )
+
+
 def take_loss(message: Message) -> bool:
-    """Takes OpenAI's `weight` and axolotl's `train` out of a message. Returns False if one of them
-    says that it has no loss. Raises ConfigError."""
-    weight = message.pop("weight", 1)
-    train = message.pop("train", None)
-    if weight not in (0, 1):
-        raise ConfigError(f"weight must be 0 or 1, not {weight!r}")
-    if train not in (None, False, True):  # or 0 or 1, which are equal to these
-        raise ConfigError(f"train must be true or false, not {train!r}")
-    if train and message["role"] != "assistant":
-        raise ConfigError("train is true, but only what the assistant says has a loss")
-    return bool(weight) and (train is None or bool(train))
+    """Takes LOSS_KEYS out of a message. Returns False if one of them says that it has no loss.
+    Raises ConfigError."""
+    values = {key: message.pop(key) for key in LOSS_KEYS if key in message}
+    for key, value in values.items():
+        if value not in (0, 1):  # to which false and true are equal
+            raise ConfigError(f"{key} must be 0 or 1, false or true, not {value!r}")
+        if value and message["role"] != "assistant":
+            raise ConfigError(f"{key} is {value!r}, but only what the assistant says has a loss")
+    return all(values.values())
 
 
 def without_nulls(value: Any) -> Any:

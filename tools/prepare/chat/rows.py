@@ -1,13 +1,14 @@
 """Rows that are conversations: what tools/prepare/row_format.py asks of them."""
 
 import functools
+import itertools
 import pathlib
 from collections.abc import Callable, Iterator
 
 from data.tokens import Span
 from extras.chat.packing import Packed
 from tools.prepare.chat import messages, template
-from tools.prepare.chat.conversations import spelled
+from tools.prepare.chat.conversations import encode_conversations, spelled
 from tools.prepare.row_format import Encoded, Texts
 from tools.prepare.tokenizer import Tokenizer
 
@@ -17,14 +18,16 @@ class Conversations(Texts):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return messages.columns_of(self.data)
+        read = itertools.chain(*messages.columns_of(self.data))
+        return (*read, *messages.REFUSED)
+
+    def not_read(self, row: dict) -> list[str]:
+        return messages.not_read(row, self.data)
 
     def document(self, where: str, row: dict) -> str:
         return messages.as_document(where, row, self.data)
 
     def encoder(self, folder: pathlib.Path) -> Callable[[list[str]], list[Encoded]]:
-        from tools.prepare.chat.conversations import encode_conversations
-
         return functools.partial(encode_conversations, folder)
 
     def dtype(self, vocab_size: int) -> str:
@@ -38,19 +41,12 @@ class Conversations(Texts):
         return template.files_of(self.data)
 
     def lines(self, span: Span, tokenizer: Tokenizer) -> Iterator[str]:
-        assert isinstance(span.stream, Packed)
-        return show_conversations(span.stream, span.start, span.stop, tokenizer)
-
-
-def show_conversations(
-    stream: Packed, first: int, stop: int, tokenizer: Tokenizer
-) -> Iterator[str]:
-    """Yields the lines of each conversation in a window."""
-    for number, begin, end in stream.conversations(first // stream.seq_len):
-        ids = stream.stream.read(begin, end)
-        learned = int((ids >= 0).sum())
-        yield (
-            f"--- conversation {number}, {end - begin} tokens, {learned} with a loss, between « "
-            "and »"
-        )
-        yield spelled(tokenizer, ids.tolist())
+        """Yields two lines for each conversation in a window."""
+        stream = span.stream
+        assert isinstance(stream, Packed)
+        for number, begin, end in stream.conversations(span.start // stream.seq_len):
+            ids = stream.stream.read(begin, end)
+            learned = int((ids >= 0).sum())
+            line = f"--- conversation {number}, {end - begin} tokens, {learned} with a loss"
+            yield f"{line}, between « and »"
+            yield spelled(tokenizer, ids.tolist())

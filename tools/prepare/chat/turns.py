@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from config import ConfigError
-from tools.prepare.chat.messages import REASONING_KEYS, Message
+from tools.prepare.chat.messages import EMPTY, MESSAGE_KEYS, REASONING_KEYS, Message
 
 TAGS = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")  # <think>, [THINK]; a template may split at one
 CLOSES_REASONING = ("/think", "/thinking")
@@ -58,12 +58,11 @@ class MarkedMessages:
         marked = dict(message)
         if isinstance(message.get("content"), str):
             marked["content"] = self._content(i, message["content"])
-        if message["role"] == "assistant":
-            for key in REASONING_KEYS:
-                if isinstance(message.get(key), str):
-                    marked[key] = self._text(message[key], Piece(i, REASONING))
-            if message.get("tool_calls"):
-                marked["tool_calls"] = [self._call(i, call) for call in message["tool_calls"]]
+        for key in REASONING_KEYS:
+            if isinstance(message.get(key), str):
+                marked[key] = self._text(message[key], Piece(i, REASONING))
+        if message.get("tool_calls"):
+            marked["tool_calls"] = [self._call(i, call) for call in message["tool_calls"]]
         return marked
 
     def _content(self, i: int, content: str) -> str:
@@ -148,7 +147,7 @@ class Turns:
     def check_complete(self, has_loss: list[bool]) -> None:
         """Raises ConfigError if the template leaves out what a message says.
 
-        An assistant's turn without a loss may lack something.
+        An assistant's turn without a loss may lack text, reasoning or calls, but no other key.
         """
         for piece_number, (i, what) in enumerate(self.marked.pieces):
             message = self.marked.messages[i]
@@ -158,6 +157,13 @@ class Turns:
         for i, learned in enumerate(has_loss):
             if learned and not self._shows_arguments(i):
                 raise self._left_out(i, "the arguments of a tool call")
+        for i, message in enumerate(self.marked.messages):
+            for key, entry in message.items():
+                if key in MESSAGE_KEYS or entry in EMPTY:
+                    continue
+                rest = {name: message[name] for name in message if name != key}
+                if not self._changes_with(i, rest):
+                    raise self._left_out(i, f"its key {key!r}")
 
     def _left_out(self, i: int, what: str) -> ConfigError:
         role = self.marked.messages[i]["role"]
@@ -177,14 +183,15 @@ class Turns:
                 continue
             calls = [*message["tool_calls"]]
             calls[number] = {**call, "function": {**call["function"], "arguments": {}}}
-            messages = [*self.marked.messages]
-            messages[i] = {**message, "tool_calls": calls}
-            try:
-                if self.render(messages, False).text == self.text:
-                    return False
-            except ConfigError:  # the template needs them
-                continue
+            if not self._changes_with(i, {**message, "tool_calls": calls}):
+                return False
         return True
+
+    def _changes_with(self, i: int, message: Message) -> bool:
+        """Whether the text is another one with this message in place of the i-th."""
+        messages = [*self.marked.messages]
+        messages[i] = message
+        return differs(self.text, lambda: self.render(messages, False))
 
     def spans(self, has_loss: list[bool]) -> Spans:
         """The characters of the turns with a loss. Raises ConfigError."""
@@ -317,6 +324,14 @@ class Turns:
                 break
             ends.append(token)
         return ends
+
+
+def differs(text: str, render: Callable[[], Rendering]) -> bool:
+    """Whether a rendering has another text than this one."""
+    try:
+        return render().text != text
+    except ConfigError:  # the template needs what it lacks
+        return True
 
 
 def common_prefix(first: str, second: str) -> str:

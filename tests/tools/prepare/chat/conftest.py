@@ -3,6 +3,7 @@
 import json
 import pathlib
 import random
+import re
 from typing import Any
 
 import pytest
@@ -73,17 +74,11 @@ SPECIAL = [
     "<|end_header_id|>",
     "<|eot_id|>",
 ]
-BLOCK_TAGS = (
-    "{% generation %}\n",
-    "{% endgeneration %}\n",
-    "{%- generation %}",
-    "{%- endgeneration %}",
-)
 
 
 def without_blocks(template: str) -> str:
-    for tag in BLOCK_TAGS:
-        template = template.replace(tag, "")
+    tag = "(end)?generation %}"
+    template = re.sub(rf"{{%- {tag}|{{% {tag}\n", "", template)
     assert "generation %" not in template.replace("add_generation_prompt %", "")
     return template
 

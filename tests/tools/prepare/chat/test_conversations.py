@@ -1,8 +1,6 @@
 """Conversations -> ids and loss masks, against transformers' templates; what is refused."""
 
 import json
-import pathlib
-import shutil
 
 import pytest
 
@@ -48,11 +46,6 @@ def test_ids_and_mask_are_those_of_transformers(tokenizer, theirs, name):
             assert mask == [*map(bool, rendered["assistant_masks"])], template
 
 
-@pytest.mark.parametrize("messages", [[], talk("a")], ids=str)
-def test_a_conversation_without_an_answer_is_left_out(tokenizer, messages):
-    assert Chat(tokenizer).encode(checked(messages)) == ([], [])
-
-
 @pytest.mark.parametrize(
     "texts",
     [
@@ -76,32 +69,21 @@ def test_special_tokens_that_a_message_spells_out_are_text(tokenizer, theirs, te
     assert chat.tokenizer.decode(learned) == texts[1]
 
 
-def special_tokens(chat: Chat, *arguments: list) -> list[str]:
-    ids, _ = chat.encode(*arguments)
-    names = {token: name for name, token in chat.special.items()}
-    return [names[token] for token in ids if token in names]
-
-
-def test_what_a_template_completes_to_a_special_token_is_text(tokenizer, tmp_path):
-    template = LOOP + "{{ m.content + '|im_end|>' + m.role }}<|eot_id|>{% endfor %}"
-    (tmp_path / "t.jinja").write_text(template + "{% if add_generation_prompt %}{% endif %}")
-    chat = Chat(tokenizer, str(tmp_path / "t.jinja"))
-    assert special_tokens(chat, talk("a <", "b")) == ["<|eot_id|>", "<|eot_id|>"]
-
-
 def test_special_tokens_in_any_other_text_of_a_conversation_are_text(tokenizer, tmp_path):
-    """Of a call's arguments and their keys, of reasoning, of tools."""
+    """Of a call's arguments and their keys, of reasoning, of tools; completed by the template."""
     (tmp_path / "t.jinja").write_text(
-        LOOP + "{{ m.content }}{{ m.reasoning_content or '' }}{{ m.tool_calls | tojson }}"
-        "<|eot_id|>{% endfor %}{{ tools | tojson }}{% if add_generation_prompt %}{% endif %}"
+        LOOP + "{{ m.content + '|im_end|>' }}{{ m.reasoning_content or '' }}"
+        "{{ m.tool_calls | tojson }}<|eot_id|>{% endfor %}{{ tools | tojson }}"
+        "{% if add_generation_prompt %}{% endif %}"
     )
     chat = Chat(tokenizer, str(tmp_path / "t.jinja"))
     end = "<|im_end|>"
     call = {"function": {"name": "now", "arguments": {end: end}}}
     answer = {"role": "assistant", "content": "b", "thinking": end, "tool_calls": [call]}
-    given = checked([{"role": "user", "content": "a", "tool_calls": []}, answer])
-    tools = [{"function": {"name": "now", "description": end}}]
-    assert special_tokens(chat, given, tools) == ["<|eot_id|>", "<|eot_id|>"]
+    given = checked([{"role": "user", "content": "a <", "tool_calls": []}, answer])
+    ids, _ = chat.encode(given, [{"function": {"name": "now", "description": end}}])
+    special = [token for token in ids if token in chat.special.values()]
+    assert special == [chat.special["<|eot_id|>"]] * 2
 
 
 def test_ids_of_a_sentencepiece_model_are_those_of_the_text_between_special_tokens(tmp_path):
@@ -124,17 +106,6 @@ def test_ids_of_a_sentencepiece_model_are_those_of_the_text_between_special_toke
         "<s>Question: the cat </s> ö\nAnswer:« a dog ▁ ✓</s>»Question: b\nAnswer: «c</s>»"
     )
     assert chat.end_of_turn() == [2]
-
-
-def test_reasoning_has_the_names_that_templates_read():
-    message = {"role": "assistant", "content": "a", "thinking": "b", "name": None}
-    (read,) = checked([message])
-    assert read == {
-        "role": "assistant",
-        "content": "a",
-        "thinking": "b",
-        "reasoning_content": "b",
-    }
 
 
 # What is refused
@@ -205,22 +176,6 @@ def test_a_template_that_is_none_is_refused_before_anything_is_made(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tokenizer_without_a_template_is_refused(tokenizer, tmp_path):
-    (tmp_path / "bare").mkdir()
-    shutil.copy(tokenizer / "tokenizer.json", tmp_path / "bare")
-    cfg = make_config(**sections_of(tmp_path / "bare", tmp_path, [TURN]))
-    with refuses("bare: has no chat template; name a Jinja file, data.chat_template$"):
-        prepare_here(cfg)
-
-
-def lowercase(tokenizer: pathlib.Path, folder: pathlib.Path) -> None:
-    """A tokenizer that lowers the case of a text before it looks for special tokens."""
-    made = json.loads((tokenizer / "tokenizer.json").read_text())
-    made["normalizer"] = {"type": "Lowercase"}
-    made["added_tokens"] = [{**token, "normalized": True} for token in made["added_tokens"]]
-    (folder / "tokenizer.json").write_text(json.dumps(made))
-
-
 def test_a_tokenizer_that_cannot_serve_is_refused(tokenizer, tmp_path, monkeypatch):
     import sentencepiece
 
@@ -233,7 +188,10 @@ def test_a_tokenizer_that_cannot_serve_is_refused(tokenizer, tmp_path, monkeypat
     with refuses("adds a space before every text, and does not say whether after a special"):
         Chat(tmp_path)
     (tmp_path / "tokenizer.model").unlink()
-    lowercase(tokenizer, tmp_path)
+    made = json.loads((tokenizer / "tokenizer.json").read_text())
+    made["normalizer"] = {"type": "Lowercase"}
+    made["added_tokens"] = [{**token, "normalized": True} for token in made["added_tokens"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
     chat = Chat(tmp_path)
     assert chat.encode(talk("a", "b"))[0]
     with refuses("makes special tokens of other text than their names"):

@@ -16,7 +16,7 @@ from tests.conftest import make_config, refuses
 from tests.tools.prepare.chat.conftest import conversations, prepare_here, talk
 from tools.prepare.chat.conversations import Chat
 from tools.prepare.chat.messages import from_document
-from tools.prepare.source import ByteRange, documents, list_files
+from tools.prepare.source import ByteRange, check_first_row, documents, list_files
 
 # Renders tools, and whatever else it gets
 TEMPLATE = """{%- if tools %}
@@ -110,13 +110,9 @@ TWO = [user(A), assistant(B), user(C), assistant(D)]
 NOW = calls(name="now", arguments={})
 
 SETS = {
-    "tatsu-lab/alpaca": published(
+    "tatsu-lab/alpaca, yahma/alpaca-cleaned": published(
         "alpaca",
         Row({"instruction": A, "input": "", "output": B, "text": f"{A}\n\n{B}"}, EXCHANGE),
-    ),
-    "yahma/alpaca-cleaned": published(
-        "alpaca",
-        Row({"instruction": A, "input": "", "output": B}, EXCHANGE),
         Row({"instruction": A, "input": C, "output": B}, [user(f"{A}\n{C}"), assistant(B)]),
     ),
     "databricks/databricks-dolly-15k": published(
@@ -164,16 +160,14 @@ SETS = {
             [system(D), *EXCHANGE, tool(C), assistant(A)],
         ),
     ),
-    "HuggingFaceH4/ultrachat_200k": published("messages", Row(messages(*TWO, prompt=A), TWO)),
     "lmsys/lmsys-chat-1m": published(
         "messages", Row({"conversation": TWO, "turn": 2}, TWO), messages_field="conversation"
     ),
-    "OpenAI's guide: weights": published(
+    "names of the loss": published(
         "messages",
-        Row(
-            messages(user(A), assistant(B, weight=1), user(C), assistant(D, weight=0)),
-            TWO,
-            without_loss=(1,),
+        *(
+            Row(messages(*(turn | {name: turn["content"] == D} for turn in TWO)), TWO, None, (0,))
+            for name in ("weight", "train", "loss", "loss_mask", "trainable", "training")
         ),
     ),
     "OpenAI's guide: tools": published(
@@ -199,6 +193,7 @@ SETS = {
                 assistant(None, function_call={"name": "time", "arguments": '{"zone": null}'}),
                 {"role": "function", "name": "time", "content": B},
                 assistant(C),
+                functions=FUNCTIONS,
             ),
             [
                 user(A),
@@ -206,6 +201,7 @@ SETS = {
                 tool(B, name="time"),
                 assistant(C),
             ],
+            ENVELOPED,
         ),
     ),
     # Arrow adds the keys of the other row's arguments
@@ -217,14 +213,6 @@ SETS = {
     "parts of text": published(
         "messages",
         Row(messages(user([part(A), part(B)]), assistant([part(C)])), [user(A + B), assistant(C)]),
-    ),
-    "axolotl's train": published(
-        "messages",
-        Row(
-            messages(user(A), assistant(B, train=False), user(C), assistant(D, train=True)),
-            TWO,
-            without_loss=(0,),
-        ),
     ),
     # nulls of JSON are somebody's, those of a column may be Arrow's
     "JSON in columns": published(
@@ -252,7 +240,6 @@ SETS = {
         Row(messages(user(A), calls(name="now", arguments=" ")), [user(A), NOW]),
         Row(messages(user(A), calls(name="now", arguments="null")), [user(A), NOW]),
     ),
-    "trl-lib/tldr": published("prompt_completion", Row({"prompt": A, "completion": B}, EXCHANGE)),
     "nampdn-ai/tiny-codes": published(
         "prompt_completion", Row({"idx": 1, "prompt": A, "response": B}, EXCHANGE)
     ),
@@ -354,6 +341,12 @@ def alpaca(**columns: Any) -> dict:
     return {"instruction": "a", **columns}
 
 
+def format_of(row: dict) -> str:
+    if "instruction" in row:
+        return "alpaca"
+    return "prompt_completion" if "prompt" in row else "messages"
+
+
 @pytest.mark.parametrize(
     "row, problem",
     [
@@ -361,7 +354,8 @@ def alpaca(**columns: Any) -> dict:
         (messages(calls(arguments={"a": 1})), NO_NAME),
         (messages(calls(name=5)), NO_NAME),
         (messages({"role": "assistant", "tool_calls": [{"function": "f"}]}), NO_NAME),
-        (messages(calls(name="f", parameters={"a": 1})), "in arguments, not in parameters"),
+        (messages(calls(name="f", parameters={"a": 1})), "call has the key 'parameters', .* argum"),
+        (messages(calls(name="f", result="5")), "a tool call has the key 'result', which is not"),
         (messages(calls(name="f", arguments=[1])), NO_OBJECT + r"\[1\]"),
         (messages(calls(name="f", arguments="Ulm")), NO_OBJECT + "Ulm"),
         (messages({"role": "assistant", "tool_calls": ["f"]}), "must be a list of objects"),
@@ -370,9 +364,14 @@ def alpaca(**columns: Any) -> dict:
         (messages(*EXCHANGE, tools=["weather"]), "'tools' must be a list of functions"),
         (messages(system("b"), user("a"), system="a"), "two system prompts"),
         (messages(*EXCHANGE, system=5), "field 'system' must be text, not int"),
-        (messages(user("a", weight=0.5)), r"message 1 \(user\): weight must be 0 or 1, not 0.5"),
-        (messages(user("a", train=True)), "train is true, but only what the assistant says"),
-        (messages(user("a", train="no")), "train must be true or false, not 'no'"),
+        (messages(user("a", trainable=True)), "trainable is True, but only what the assistant"),
+        (
+            messages(user("a", loss=0.5)),
+            r"message 1 \(user\): loss must be 0 or 1, false or true, not",
+        ),
+        (messages(assistant("a", loss_mask=[1, 0])), r"loss_mask must be .*, not \[1, 0\]"),
+        (messages(assistant("a", thinking=["b"])), "thinking must be text, not list"),
+        (messages(assistant([part("a") | {"weight": 0}])), "part of its content has the key 'wei"),
         (messages("hello"), "message 1: needs the keys role and content, but is of type str"),
         (messages({"human": "a"}), "message 1: needs the keys role and content, but has human"),
         (messages(user("a"), assistant(None)), r"message 2 \(assistant\): has no content"),
@@ -395,15 +394,45 @@ def alpaca(**columns: Any) -> dict:
     ids=lambda value: str(value)[:60],
 )
 def test_a_wrong_row_is_refused_in_one_line(row, problem, configured, tmp_path):
-    format = "messages"
-    if "instruction" in row:
-        format = "alpaca"
-    if "prompt" in row:
-        format = "prompt_completion"
     source = write([row], "jsonl", tmp_path)
     with refuses("rows.jsonl: row 1: ", problem) as refused:
-        documents_of(configured(source=source, format=format))
+        documents_of(configured(source=source, format=format_of(row)))
     assert len(refused.value.problems) == 1 and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "row, columns",
+    [
+        (messages(*EXCHANGE, id=1, tools=ENVELOPED, functions=FUNCTIONS), "id, functions"),
+        (messages(*EXCHANGE, system=None, videos=["a.mp4"], label=1, images=[]), "videos"),
+        (alpaca(input=C, context=D, output=B, system_prompt=A), "context, system_prompt"),
+        ({"prompt": A, "completion": B, "step_mask": [0], "tools": None}, "step_mask"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_columns_that_nothing_reads_are_one_line(row, columns, configured, tmp_path, capsys):
+    for kind in KINDS:
+        source = write([row], kind, tmp_path)
+        cfg = configured(source=source, format=format_of(row))
+        check_first_row(cfg.data, list_files(cfg.data)[0])
+        assert f"{source}: not read: {columns}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("loss_mask", [0, 1]),
+        ("weight", 0.5),
+        ("label", False),
+        ("images", ["a.png"]),
+        ("chat_template_kwargs", {"enable_thinking": False}),
+    ],
+)
+def test_a_column_that_changes_what_is_learned_is_refused(name, value, configured, tmp_path):
+    for kind in KINDS:
+        source = write([messages(*EXCHANGE, **{name: value})], kind, tmp_path)
+        with refuses(f"row 1: field {name!r} may change what is learned, and is not read"):
+            documents_of(configured(source=source, format="messages"))
 
 
 def test_nothing_that_recurses_fails_below_the_limit_of_nesting(configured, tokenizer, tmp_path):

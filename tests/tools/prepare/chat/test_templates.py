@@ -102,6 +102,15 @@ def in_transformers(folder: pathlib.Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
+def equal_chats(folder: pathlib.Path) -> tuple[Chat, Any, list[int]]:
+    """(ours, transformers' own, the ids that both make of three turns)."""
+    chat = Chat(folder)
+    theirs = in_transformers(folder)
+    ids = theirs.apply_chat_template(THREE_TURNS, return_dict=True)["input_ids"]
+    assert chat.encode(checked(THREE_TURNS))[0] == ids
+    return chat, theirs, ids
+
+
 @pytest.fixture
 def template(tmp_path):
     """A function: text -> Template."""
@@ -213,6 +222,27 @@ def test_what_would_be_lost_is_refused(template, text, title, problem):
     with refuses(problem):
         made.encode(CONVERSATIONS[title])
     assert made.compare(CONVERSATIONS[title]).kind == ONLY_WE_REFUSE
+
+
+@pytest.mark.parametrize(
+    "number, key, value, left_out",
+    [
+        (1, "reasoning_details", [{"text": "so"}], "its key 'reasoning_details'"),
+        (1, "loss_weight", 0.0, "its key 'loss_weight'"),
+        (0, "mask", False, "its key 'mask'"),
+        (1, "reasoning", "so", "its reasoning"),
+        (0, "thinking", "so", "its reasoning"),
+    ],
+)
+def test_a_key_of_a_message_is_rendered_or_refused(template, number, key, value, left_out):
+    messages = [user("When?"), assistant("Noon."), user("Why?")]
+    messages[number] |= {key: value}
+    with refuses(rf"message {number + 1} \(.*\): the chat template leaves out {left_out}; name"):
+        template(CHATML).encode(messages)
+    name = "reasoning_content" if left_out == "its reasoning" else key
+    shown = "{{ m.content }}{{ m.NAME if 'NAME' in m }}".replace("NAME", name)
+    made = template(CHATML.replace("{{ m.content }}", shown))
+    assert made.compare(messages).kind == EQUAL_IDS
 
 
 # Shipped
@@ -445,11 +475,8 @@ def test_special_tokens_of_an_older_folder(template, tmp_path, has_decoder):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     named = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
-    chat = Chat(tmp_path)
-    theirs = in_transformers(tmp_path)
-    expected = theirs.apply_chat_template(THREE_TURNS, return_dict=True)["input_ids"]
-    assert chat.encode(checked(THREE_TURNS))[0] == expected
-    assert (expected[0] == theirs.convert_tokens_to_ids("<s>")) != has_decoder
+    chat, theirs, ids = equal_chats(tmp_path)
+    assert (ids[0] == theirs.convert_tokens_to_ids("<s>")) != has_decoder
     assert chat.tokenizer.eos == [theirs.eos_token_id]
 
 
@@ -465,10 +492,7 @@ def test_a_token_that_the_settings_name_is_special(template, tmp_path):
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     settings["eos_token"] = "<|im_end|>"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    chat = Chat(tmp_path)
-    theirs = in_transformers(tmp_path)
-    expected = theirs.apply_chat_template(THREE_TURNS, return_dict=True)["input_ids"]
-    assert chat.encode(checked(THREE_TURNS))[0] == expected
+    chat, theirs, _ = equal_chats(tmp_path)
     assert chat.end_of_turn() == [theirs.eos_token_id]
 
 
