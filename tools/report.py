@@ -468,7 +468,7 @@ def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
     if cfg.checkpoint is not None:
         if cfg.data.has_conversations:
             sample = ["chat", folder]
-        elif cfg.data.source == "python-stdlib":
+        elif cfg.data.source == "python-stdlib" and not cfg.data.sources:
             sample = ["generate", folder, "--prompt", "def "]
         else:
             sample = ["generate", folder, "--prompt", "The "]
