@@ -285,7 +285,7 @@ def count_loss(vocabulary: int) -> list[dict]:
     """What lies between the matmuls of model/loss.py's chunk of LOSS_TOKENS, in bfloat16."""
     with FakeTensorMode():
         logits = torch.empty(LOSS_TOKENS, vocabulary, dtype=torch.bfloat16)
-        targets = torch.empty(LOSS_TOKENS, dtype=torch.long)
+        targets = {"targets": torch.empty(LOSS_TOKENS, dtype=torch.long)}
         shard = Shard(vocabulary, 0)
         with collected_graphs() as (graphs, _):
             torch.compile(loss_and_gradient, fullgraph=True)(logits, targets, shard)

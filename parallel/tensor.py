@@ -257,11 +257,11 @@ class SequenceParallel:
         )
 
         def forward(
-            x: Tensor, targets: Tensor | None = None, terms: LossSums | None = None, **options
+            x: Tensor, targets: Tensor | None = None, terms: LossSums | None = None, **by_token
         ) -> Tensor | tuple[LossSums, Tensor]:
             if terms:
                 terms = self.sum_terms(terms)
-            output = local_forward(x, targets, terms, **options)
+            output = local_forward(x, targets, terms, **by_token)
             if isinstance(output, tuple):
                 return output
             return all_gather(output, 2, self.group)  # logits (B, T, V / tp) -> (B, T, V)

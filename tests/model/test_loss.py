@@ -1,10 +1,9 @@
 """The chunked loss against torch's cross entropy, and what it keeps in memory."""
 
-import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +12,16 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model.llama
+import model.loss
 from config import IGNORE
 from model.llama import Llama
 from model.loss import Shard, chunked_cross_entropy, loss_and_gradient
+from parallel.collectives import all_gather, all_reduce, group_of
+from parallel.mesh import build_mesh
 from parallel.tensor import VocabularyShard
-from tests.conftest import compiled_by, is_near, make_config, token_ids
+from tests.conftest import REPO, compiled_by, is_near, make_config, token_ids
+from tests.distributed import distributed
+from tests.test_repo import BLOCK
 
 
 def problem(dtype=torch.float32, tokens=50, dim=16, vocab=96) -> tuple[torch.Tensor, ...]:
@@ -46,27 +50,6 @@ def gradients(loss, x, weight, targets, *options, scale: float = 0.3) -> tuple[A
     return total.detach(), x.grad, weight.grad
 
 
-@pytest.mark.parametrize(
-    "dtype, chunk, compile, bound",
-    [
-        (torch.float32, 1, False, 1e-6),
-        (torch.float64, 7, False, 1e-6),
-        (torch.float32, 64, False, 1e-6),
-        (torch.bfloat16, 128, False, 1e-4),
-        (torch.bfloat16, 512, False, 1e-4),
-        (torch.bfloat16, 128, True, 1e-4),
-    ],
-)
-def test_equals_cross_entropy(dtype, chunk, compile, bound):
-    of_half = {"tokens": 512, "dim": 64, "vocab": 997} if dtype == torch.bfloat16 else {}
-    x, weight, targets = problem(dtype, **of_half)
-    ours = gradients(chunked, x, weight, targets, chunk, compile, scale=0.25)
-    for found, wanted in zip(ours, gradients(plain, x, weight, targets, scale=0.25)):
-        assert is_near(found, wanted, bound)
-    _, count = chunked_cross_entropy(x, weight, targets, chunk, compile)
-    assert count == (targets != IGNORE).sum()
-
-
 @pytest.mark.parametrize("chunk", [16, 64])
 def test_edges(chunk):
     x, weight, targets = problem()
@@ -92,43 +75,90 @@ def test_one_of_both_may_be_frozen(trained, chunk):
     assert is_near(learns.grad, wanted[trained == "weight"], 1e-5)
 
 
+PAGE = (REPO / "docs/fork.md").read_text()
+(CODE,) = [text for label, text in BLOCK.findall(PAGE) if label == "python fork-loss"]
+CHANGES: dict[str, Any] = {"torch": torch}
+exec(CODE, CHANGES)
+
+# Further tensors by token, and the loss of one token, from its logits (V), target, and those.
+LOSSES: dict[str, tuple[tuple[str, ...], Any]] = {
+    "token_loss": ((), F.cross_entropy),
+    "soft_cap": ((), lambda z, t: F.cross_entropy(30 * torch.tanh(z / 30), t)),
+    "z_loss": ((), lambda z, t: F.cross_entropy(z, t) + 1e-4 * z.logsumexp(0) ** 2),
+    "label_smoothing": ((), lambda z, t: F.cross_entropy(z, t, label_smoothing=0.1)),
+    "weighted": (("weights",), lambda z, t, weight: weight * F.cross_entropy(z, t)),
+    "distillation": (("teacher",), lambda z, t, y: F.cross_entropy(z, y.double().softmax(0))),
+}
+
+
+def check_loss(name: str, problem, chunk: int, compile=False, group=None, bound=2e-6) -> None:
+    """The loss and its gradients are those of a plain loop in float64. With a group, each of its
+    ranks has some rows of the vocabulary."""
+    x, weight, targets = problem
+    by_token = {"weights": torch.rand(len(x)), "teacher": torch.randn(len(x), len(weight))}
+    names, plain_loss = LOSSES[name]
+    others = {name: by_token[name] for name in names}
+    logits = F.linear(x, weight).detach().double().requires_grad_()
+    rows = zip(logits, targets, *others.values())
+    of_tokens = [plain_loss(*row) for row in rows if row[1] != IGNORE]
+    exact = torch.stack(of_tokens).sum()
+    (slope,) = torch.autograd.grad(exact * 0.3, logits)
+    expected = exact, slope @ weight.detach().double(), slope.T @ x.detach().double()
+
+    shard = Shard(len(weight), 0)
+    if group is not None:
+        rows_of_rank = len(weight) // group.size
+        first = rows_of_rank * group.rank
+        shard = VocabularyShard(len(weight), first, lambda x: all_gather(x[None], 0, group))
+        weight = weight[first:][:rows_of_rank].detach().clone().requires_grad_()
+    loss = partial(chunked, chunk=chunk, compile=compile, shard=shard, **others)
+    with mock.patch("model.loss.token_loss", CHANGES.get(name, model.loss.token_loss)):
+        total, x_grad, weight_grad = gradients(loss, x, weight, targets)
+        with torch.no_grad():
+            assert is_near(loss(x, weight, targets), exact, 1e-6)
+    if group is not None:
+        assert (all_gather(total[None], 0, group) == total).all()
+        x_grad = all_reduce(x_grad.double(), group)
+        weight_grad = all_gather(weight_grad, 0, group)
+    bound = bound if x.dtype == torch.float32 else 4e-3  # gradients are rounded
+    assert is_near(total, expected[0], 1e-6)
+    assert is_near(x_grad, expected[1], bound)
+    assert is_near(weight_grad, expected[2], bound)
+    assert len(of_tokens) == chunked_cross_entropy(x, weight, targets, shard=shard)[1]
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("chunk", [16, 64])
-@pytest.mark.parametrize("scale, scaled", [(1.0, 0), (60.0, 0), (60.0, 72)])
-@pytest.mark.parametrize("shards", [2, 4])
-def test_shards_of_the_vocabulary_give_the_loss_of_the_whole(shards, scale, scaled, chunk):
-    """Each in a thread. By 60: the logits of one shard lie hundreds above the others'."""
-    x, weight, targets = problem()
-    weight.data[scaled : scaled + 24] *= scale
-    targets[:5] = torch.tensor([0, 24, 48, 72, 95])  # where shards begin
-    exact = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    expected = F.cross_entropy(F.linear(*exact), targets, ignore_index=IGNORE, reduction="sum")
-    (expected * 0.3).backward()
-    meeting = threading.Barrier(shards)
-    brought = [None] * shards
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [1, 16, 64])
+def test_gradients_of_any_loss(name, dtype, chunk):
+    check_loss(name, problem(dtype), chunk)
 
-    def gather(rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        brought[rank] = tensor
-        meeting.wait(60)
-        full = torch.stack(brought)
-        meeting.wait(60)
-        return full
 
-    def run(rank: int) -> tuple[Any, ...]:
-        rows = 96 // shards
-        own = weight[rank * rows :][:rows].detach().clone().requires_grad_()
-        shard = VocabularyShard(96, rank * rows, partial(gather, rank))
-        loss = partial(chunked, chunk=chunk, shard=shard)
-        return gradients(loss, x.detach().clone().requires_grad_(), own, targets)
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("backend, chunk", [("aot_eager", 25), ("aot_eager", 64), ("inductor", 25)])
+def test_gradients_of_any_compiled_loss(name, backend, chunk):
+    torch._dynamo.reset()
+    with compiled_by(backend):
+        check_loss(name, problem(torch.bfloat16), chunk, compile=True)
 
-    with ThreadPoolExecutor(shards) as pool:
-        totals, x_grads, weight_grads = zip(*pool.map(run, range(shards)))
-    assert all(torch.equal(total, totals[0]) for total in totals)
-    assert totals[0].item() == pytest.approx(expected.item(), rel=1e-6)
-    bound = 1e-6 if scale == 1.0 else 2e-5
-    for ours, x in zip((torch.stack(x_grads).sum(0), torch.cat(weight_grads)), exact):
-        assert x.grad is not None
-        assert is_near(ours, x.grad, bound)
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@distributed()
+def test_gradients_of_any_loss_on_shards_of_the_vocabulary(world, ranks):
+    group = group_of(build_mesh("cpu", (1, 1, 1, ranks))["tp"])
+    for name in LOSSES:
+        for chunk in (16, 64):
+            check_loss(name, problem(), chunk, group=group)
+        if ranks == 2:
+            torch._dynamo.reset()
+            with compiled_by("aot_eager"):
+                check_loss(name, problem(torch.bfloat16), 25, True, group)
+    for scaled in (0, 72):  # the logits of one shard lie hundreds above the others'
+        x, weight, targets = problem()
+        weight.data[scaled : scaled + 24] *= 60
+        targets[:5] = torch.tensor([0, 24, 48, 72, 95])  # where shards begin
+        check_loss("token_loss", (x, weight, targets), 16, group=group, bound=2e-5)
 
 
 @pytest.mark.quick
@@ -198,59 +228,14 @@ def test_compiled_the_gradient_overwrites_the_logits():
     logits = (5 * torch.randn(48, 97)).bfloat16()
     targets = torch.randint(0, 97, (48,))
     targets[::7] = IGNORE
-    _, expected = loss_and_gradient(logits.clone(), targets, Shard(97, 0))
+    by_token = {"targets": targets}
+    _, expected = loss_and_gradient(logits.clone(), by_token, Shard(97, 0))
     torch._dynamo.reset()
     in_place = torch.compile(loss_and_gradient, fullgraph=True)
-    (_, found), (code,) = run_and_get_code(in_place, logits, targets, Shard(97, 0))
+    (_, found), (code,) = run_and_get_code(in_place, logits, by_token, Shard(97, 0))
     assert is_near(found, expected, 1e-3)  # a rounding of exp() may differ
     assert found.data_ptr() == logits.data_ptr()
     assert "empty_strided_cpu((48, 97), (97, 1), torch.bfloat16" not in code
-
-
-def capped(logits, targets, shard):
-    logits = 5 * torch.tanh(logits.float() / 5)
-    return shard.logsumexp(logits) - shard.pick(logits, targets)
-
-
-def with_z_loss(logits, targets, shard):
-    logsumexp = shard.logsumexp(logits.float())
-    return logsumexp - shard.pick(logits.float(), targets) + 0.01 * logsumexp.square()
-
-
-def smoothed(logits, targets, shard):
-    logits = logits.float()
-    mean = shard.sum(logits.sum(-1)) / shard.vocab_size
-    return shard.logsumexp(logits) - 0.9 * shard.pick(logits, targets) - 0.1 * mean
-
-
-# A change of token_loss(), and the same of one token's float64 logits (V).
-LOSSES: list[tuple[Any, Any]] = [
-    (capped, lambda z, t: F.cross_entropy(5 * torch.tanh(z / 5), t)),
-    (with_z_loss, lambda z, t: F.cross_entropy(z, t) + 0.01 * z.logsumexp(0) ** 2),
-    (smoothed, lambda z, t: F.cross_entropy(z, t, label_smoothing=0.1)),
-]
-
-
-@pytest.mark.parametrize("change, plain_change", LOSSES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk", [16, 64])
-@pytest.mark.parametrize("compile", [False, True])
-def test_a_changed_loss_has_the_right_gradients(
-    change, plain_change, dtype, chunk, compile, monkeypatch
-):
-    monkeypatch.setattr(model.loss, "token_loss", change)
-    x, weight, targets = problem(dtype)
-    torch._dynamo.reset()
-    with compiled_by("aot_eager"):
-        total, x_grad, weight_grad = gradients(chunked, x, weight, targets, chunk, compile)
-    logits = F.linear(x, weight).detach().double().requires_grad_()
-    of_tokens = [plain_change(z, t) for z, t in zip(logits, targets) if t != IGNORE]
-    exact = torch.stack(of_tokens).sum()
-    (slope,) = torch.autograd.grad(exact * 0.3, logits)
-    assert total.item() == pytest.approx(exact.item(), rel=1e-6)
-    bound = 1e-6 if dtype == torch.float32 else 4e-3  # roundings of the gradients
-    assert is_near(x_grad, slope @ weight.detach().double(), bound)
-    assert is_near(weight_grad, slope.T @ x.detach().double(), bound)
 
 
 @pytest.mark.quick
