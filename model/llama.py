@@ -286,7 +286,7 @@ class Head(nn.Module):
             targets.flatten(),  # (B, T) -> (B*T)
             compile=self.compile_loss,
             shard=self.shard,
-            **{name: tensor.flatten(0, 1) for name, tensor in by_token.items()},
+            others={name: tensor.flatten(0, 1) for name, tensor in by_token.items()},
         )
         for name, term in (terms or {}).items():
             sums["loss"] = sums["loss"] + term

@@ -102,7 +102,7 @@ def check_loss(name: str, problem, chunk: int, compile=False, group=None, bound=
         first = rows_of_rank * group.rank
         shard = VocabularyShard(len(weight), first, lambda x: all_gather(x[None], 0, group))
         weight = weight[first:][:rows_of_rank].detach().clone().requires_grad_()
-    loss = partial(chunked, chunk=chunk, compile=compile, shard=shard, **others)
+    loss = partial(chunked, chunk=chunk, compile=compile, shard=shard, others=others)
     with mock.patch("model.loss.token_loss", CHANGES.get(name, model.loss.token_loss)):
         total, x_grad, weight_grad = gradients(loss, x, weight, targets)
         with torch.no_grad():
