@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import model.llama
 import model.loss
 from config import IGNORE
 from model.llama import Llama
-from model.loss import Shard, chunked_cross_entropy, loss_and_gradient
+from model.loss import CHUNK, Shard, chunked_cross_entropy, loss_and_gradient
 from parallel.collectives import all_gather, all_reduce, group_of
 from parallel.mesh import build_mesh
 from parallel.tensor import VocabularyShard
@@ -49,8 +48,7 @@ def gradients(loss, x, weight, targets, *options, scale: float = 0.3) -> tuple[A
 def test_edges(chunk):
     x, weight, targets = problem()
     total, *grads = gradients(chunked, x, weight, torch.full_like(targets, IGNORE), chunk)
-    assert total == 0
-    assert not any(grad.any() for grad in grads)
+    assert total == 0 and not any(grad.any() for grad in grads)
     _, *grads = gradients(chunked, x, weight, targets, chunk, scale=torch.nan)
     assert all(grad.isnan().all() for grad in grads)  # how a rank tells the others
     x.data *= 1e4
@@ -152,17 +150,6 @@ def test_gradients_of_any_loss_on_shards_of_the_vocabulary(world, ranks):
         check_loss("token_loss", (x, weight, targets), 16, group=group, bound=2e-5)
 
 
-@pytest.mark.quick
-def test_weight_gradient_is_summed_in_float32_and_rounded_once():
-    x, weight, targets = problem(torch.bfloat16, tokens=512)
-    _, _, found = gradients(chunked, x, weight, targets, 8, scale=1.0)
-    slope = F.linear(x, weight).detach().float().softmax(-1)
-    slope -= F.one_hot(targets.clamp(min=0), len(weight))
-    slope[targets == IGNORE] = 0
-    exact = slope.bfloat16().double().T @ x.detach().double()
-    assert ((found.double() - exact).abs() <= exact.abs() * 2.0**-8 + 1e-4).all()
-
-
 class Made(TorchDispatchMode):
     """What operators make: the largest tensor, and how many of one shape live at the same time."""
 
@@ -181,8 +168,10 @@ class Made(TorchDispatchMode):
                 is_expanded = tensor.untyped_storage().nbytes() < tensor.nbytes
                 if tensor.shape == self.shape and not is_expanded:
                     self.results.append(weakref.ref(tensor))
-        alive = [tensor for tensor in (ref() for ref in self.results) if tensor is not None]
-        self.live = max(self.live, len({t.untyped_storage().data_ptr() for t in alive}))
+        alive = {
+            t.untyped_storage().data_ptr() for t in (ref() for ref in self.results) if t is not None
+        }
+        self.live = max(self.live, len(alive))
         return result
 
 
@@ -198,29 +187,22 @@ def test_only_one_chunk_of_logits_lives_at_a_time(trains):
 
 
 @pytest.mark.quick
-def test_logits_of_the_full_batch_never_exist(monkeypatch):
-    def loss(x, weight, targets, **options):
-        return chunked_cross_entropy(x, weight, targets, 16, **options)
-
-    monkeypatch.setattr(model.llama, "chunked_cross_entropy", loss)
-    llama = Llama(make_config(model={"vocab_size": 997}).model)
-    ids = token_ids(4, 33)
+def test_logits_of_the_full_batch_never_exist():
+    llama = Llama(make_config(model={"vocab_size": 4000}).model)
+    ids = token_ids(4, 129)
     with Made() as made:
         llama(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
-    assert made.largest == 997 * 48  # the head's matrix
+    assert made.largest == CHUNK["cpu"] * 4000
 
 
 def test_compiled_the_gradient_overwrites_the_logits():
     """As in eager mode, without a second buffer of their size. (A CPU keeps the exponentials.)"""
     x, weight, targets = problem(torch.bfloat16)
     logits = F.linear(x, weight).detach()
-    by_token = {"targets": targets}
-    _, expected = loss_and_gradient(logits.clone(), by_token, Shard(96, 0))
     torch._dynamo.reset()
     in_place = torch.compile(loss_and_gradient, fullgraph=True)
-    (_, found), (code,) = run_and_get_code(in_place, logits, by_token, Shard(96, 0))
-    assert is_near(found, expected, 1e-3)  # a rounding of exp() may differ
-    assert found.data_ptr() == logits.data_ptr()
+    (_, gradient), (code,) = run_and_get_code(in_place, logits, {"targets": targets}, Shard(96, 0))
+    assert gradient.data_ptr() == logits.data_ptr()
     assert "empty_strided_cpu((50, 96), (96, 1), torch.bfloat16" not in code
 
 
