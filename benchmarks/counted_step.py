@@ -41,7 +41,7 @@ from benchmarks import count
 from config import ConfigError
 from model.attention import mask_mod
 from model.llama import Llama, rope_tables
-from model.loss import logits_gradient, softmax_parts
+from model.loss import Shard, loss_and_gradient
 from parallel.activation_checkpoint import (
     LINEAR_MATMULS,
     apply_activation_checkpointing,
@@ -285,16 +285,12 @@ def count_loss(vocabulary: int) -> list[dict]:
     """What lies between the matmuls of model/loss.py's chunk of LOSS_TOKENS, in bfloat16."""
     with FakeTensorMode():
         logits = torch.empty(LOSS_TOKENS, vocabulary, dtype=torch.bfloat16)
-        index = torch.empty(LOSS_TOKENS, 1, dtype=torch.long)
-        column = torch.empty(LOSS_TOKENS, 1)
+        targets = {"targets": torch.empty(LOSS_TOKENS, dtype=torch.long)}
+        shard = Shard(vocabulary, 0)
         with collected_graphs() as (graphs, _):
-            torch.compile(softmax_parts, fullgraph=True)(logits, index)
-            torch.compile(logits_gradient, fullgraph=True)(logits, index, None, *[column] * 5)
-    forward, backward = graphs
-    return [
-        {"function": softmax_parts.__name__, **count_kernels(forward)},
-        {"function": logits_gradient.__name__, **count_kernels(backward)},
-    ]
+            torch.compile(loss_and_gradient, fullgraph=True)(logits, targets, shard)
+    (graph,) = graphs
+    return [{"function": loss_and_gradient.__name__, **count_kernels(graph)}]
 
 
 def table(head: str, rows: list[tuple]) -> str:

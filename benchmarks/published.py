@@ -192,7 +192,7 @@ def memory_terms(run: Run, cfg: config.Config, row: dict) -> dict[str, float]:
         if p.compile:
             ours = min(tokens, CHUNK["cuda compiled"]) * 2
         else:
-            ours = min(tokens, CHUNK["cuda"]) * (2 + 4)
+            ours = min(tokens, CHUNK["cuda"]) * (2 + 4 * 4)
         gib["L"] = (tokens * run.logit - ours) * m.vocab_size / p.tp / GIB
     if is_titan(run):
         block = (row["parameters"] - 2 * embedding) / m.n_layers

@@ -271,7 +271,7 @@ class Head(nn.Module):
         x: Tensor,
         targets: Tensor | None = None,
         terms: LossSums | None = None,
-        **loss_options,
+        **by_token: Tensor,
     ) -> Tensor | tuple[LossSums, Tensor]:
         """Logits (B, T, V) of x (B, T, D); with targets (B, T), (sums, number of valid targets).
 
@@ -286,7 +286,7 @@ class Head(nn.Module):
             targets.flatten(),  # (B, T) -> (B*T)
             compile=self.compile_loss,
             shard=self.shard,
-            **loss_options,
+            others={name: tensor.flatten(0, 1) for name, tensor in by_token.items()},
         )
         for name, term in (terms or {}).items():
             sums["loss"] = sums["loss"] + term
@@ -299,9 +299,9 @@ class Llama(nn.Module):
     """The decoder: token ids (B, T) -> logits (B, T, V).
 
     With targets (B, T), it returns (sums, number of valid targets) instead, from
-    chunked_cross_entropy() in model/loss.py, which takes loss_options. sums["loss"] is the sum of
-    the loss over the tokens. In training mode it includes the blocks' terms, which sums also holds
-    by name.
+    chunked_cross_entropy() in model/loss.py. sums["loss"] is the sum of the loss over the tokens.
+    In training mode it includes the blocks' terms, which sums also holds by name. by_token are
+    further arguments (B, T, ...) of token_loss() there.
     """
 
     # Pattern of the names of the parameters that a checkpoint stores; set by adapters.
@@ -328,7 +328,7 @@ class Llama(nn.Module):
         targets: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
-        **loss_options,
+        **by_token: Tensor,
     ) -> Tensor | tuple[LossSums, Tensor]:
         """positions (B, T) are RoPE's, by default 0 ... T-1. documents (B, T) are document numbers,
         increasing along T: a token attends only to its own document.
@@ -348,7 +348,7 @@ class Llama(nn.Module):
             if isinstance(x, tuple):
                 x, block_terms = x
                 terms = add_terms(terms, block_terms, f"blocks.{i}")
-        return self.head(x, targets, terms if self.training else None, **loss_options)
+        return self.head(x, targets, terms if self.training else None, **by_token)
 
     def build_mask(self, documents: Tensor | None) -> Tensor | BlockMask | None:
         """The attention mask of full sequences. Context parallelism replaces it by a local one."""

@@ -248,16 +248,20 @@ class SequenceParallel:
 
     def vocab_parallel_head(self, head: Head) -> Callable:
         """The head's forward with local rows of the vocabulary. Every rank gets the same loss."""
-        first_row = self.group.rank * len(head.weight)
+        rows = len(head.weight)
         local_forward = head.forward
-        head.shard = VocabularyShard(first_row, lambda x: all_gather(x[None], 0, self.group))
+        head.shard = VocabularyShard(
+            rows * self.group.size,
+            rows * self.group.rank,
+            lambda x: all_gather(x[None], 0, self.group),
+        )
 
         def forward(
-            x: Tensor, targets: Tensor | None = None, terms: LossSums | None = None, **options
+            x: Tensor, targets: Tensor | None = None, terms: LossSums | None = None, **by_token
         ) -> Tensor | tuple[LossSums, Tensor]:
             if terms:
                 terms = self.sum_terms(terms)
-            output = local_forward(x, targets, terms, **options)
+            output = local_forward(x, targets, terms, **by_token)
             if isinstance(output, tuple):
                 return output
             return all_gather(output, 2, self.group)  # logits (B, T, V / tp) -> (B, T, V)
@@ -280,14 +284,9 @@ class VocabularyShard(loss.Shard):
 
     gather: Callable[[Tensor], Tensor]  # all-gathers (...) to (tp, ...)
 
-    def combine(
-        self, row_max: Tensor, exp_sum: Tensor, target_logit: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As loss.Shard.combine(): (C, 1) each."""
-        local = torch.stack([row_max, exp_sum, target_logit])  # (3, C, 1)
-        row_maxes, exp_sums, target_logits = self.gather(local).unbind(1)  # (tp, C, 1) each
-        full_max = row_maxes.amax(0)
-        full_sum = (exp_sums * (row_maxes - full_max).exp()).sum(0)  # relative to full_max
-        # inf if this rank's logits are far lower than the largest: their softmax is 0
-        relative_to_local = full_sum * (full_max - row_max).exp()
-        return full_sum.log() + full_max, target_logits.sum(0), relative_to_local
+    def sum(self, local: Tensor) -> Tensor:
+        # All ranks compute the same loss of it, so each one's gradient is that of its own part.
+        return self.gather(local.detach()).sum(0) + (local - local.detach())
+
+    def max(self, local: Tensor) -> Tensor:
+        return self.gather(local.detach()).amax(0)

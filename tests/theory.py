@@ -146,8 +146,8 @@ def over_tp_and_cp(
     micro-batches of so many sequences, G of which reduce gradients, and F blocks with recompute = "full" or n:
 
         tp  all-gather       A (6 L + 2)     a block's two inputs, once more for backward, and the gradients of its two
-                                             outputs; the head's input, the embedding's gradient; and the loss's figures
-                                             (three float32 a token) once a chunk of tokens
+                                             outputs; the head's input, the embedding's gradient; and three figures of
+                                             the loss, a float32 a token each, once a chunk of tokens
             reduce-scatter   A (4 L + F + 2)     the reverse, and once more where recomputed
             all-reduce       G (2 L + 1)     the gradient of each norm; G (4 L + 1) with qk_norm
         cp  all-gather       2 A L           keys and values, once more for backward
@@ -198,8 +198,8 @@ def over_tp_and_cp(
         yield "all_gather", accumulation, size(head)
         yield "reduce_scatter", accumulation * flows, size(head)
         chunk = CHUNK["cuda compiled" if p.compile else "cuda"]
-        yield "all_gather", accumulation * (tokens // chunk), tp * 3 * 4 * chunk
-        yield "all_gather", accumulation * (tokens % chunk > 0), tp * 3 * 4 * (tokens % chunk)
+        yield "all_gather", accumulation * 3 * (tokens // chunk), tp * 4 * chunk
+        yield "all_gather", accumulation * 3 * (tokens % chunk > 0), tp * 4 * (tokens % chunk)
         whole = {q for name, q in trained.items() if placement_of(model, name).is_replicate()}
         for unit, modules in units(model):
             # deferred, FSDP2 accumulates gradients in the dtype of the reduction; torch 2.15 does so from the first on

@@ -87,7 +87,7 @@ def test_the_loss_is_traced_also_where_its_kernels_cannot_be_counted(monkeypatch
         counted_step, "count_kernels", lambda graph: {"operators": len(graph.graph.nodes)}
     )
     found = {row["function"]: row["operators"] for row in counted_step.count_loss(vocabulary=512)}
-    assert set(found) == {"softmax_parts", "logits_gradient"} and min(found.values()) > 5
+    assert set(found) == {"loss_and_gradient"} and min(found.values()) > 5
 
 
 @pytest.mark.parametrize("setting", ["none", "elementwise", "selective", "full"])

@@ -1,10 +1,9 @@
 """The chunked loss against torch's cross entropy, and what it keeps in memory."""
 
-import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,12 +11,16 @@ import torch.nn.functional as F
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import model.llama
+import model.loss
 from config import IGNORE
 from model.llama import Llama
-from model.loss import chunked_cross_entropy, logits_gradient, softmax_parts
+from model.loss import CHUNK, Shard, chunked_cross_entropy, loss_and_gradient
+from parallel.collectives import all_gather, all_reduce, group_of
+from parallel.mesh import build_mesh
 from parallel.tensor import VocabularyShard
-from tests.conftest import is_near, make_config, token_ids
+from tests.conftest import REPO, compiled_by, is_near, make_config, token_ids
+from tests.distributed import distributed
+from tests.test_repo import BLOCK
 
 
 def problem(dtype=torch.float32, tokens=50, dim=16, vocab=96) -> tuple[torch.Tensor, ...]:
@@ -27,11 +30,6 @@ def problem(dtype=torch.float32, tokens=50, dim=16, vocab=96) -> tuple[torch.Ten
     targets = torch.randint(0, vocab, (tokens,))
     targets[::7] = IGNORE
     return x, weight, targets
-
-
-def plain(x, weight, targets, chunk=None, compile=False) -> torch.Tensor:
-    logits = F.linear(x, weight).float()
-    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
 
 
 def chunked(*arguments, **options) -> torch.Tensor:
@@ -46,33 +44,11 @@ def gradients(loss, x, weight, targets, *options, scale: float = 0.3) -> tuple[A
     return total.detach(), x.grad, weight.grad
 
 
-@pytest.mark.parametrize(
-    "dtype, chunk, compile, bound",
-    [
-        (torch.float32, 1, False, 1e-6),
-        (torch.float64, 7, False, 1e-6),
-        (torch.float32, 64, False, 1e-6),
-        (torch.bfloat16, 128, False, 1e-4),
-        (torch.bfloat16, 512, False, 1e-4),
-        (torch.bfloat16, 128, True, 1e-4),
-    ],
-)
-def test_equals_cross_entropy(dtype, chunk, compile, bound):
-    of_half = {"tokens": 512, "dim": 64, "vocab": 997} if dtype == torch.bfloat16 else {}
-    x, weight, targets = problem(dtype, **of_half)
-    ours = gradients(chunked, x, weight, targets, chunk, compile, scale=0.25)
-    for found, wanted in zip(ours, gradients(plain, x, weight, targets, scale=0.25)):
-        assert is_near(found, wanted, bound)
-    _, count = chunked_cross_entropy(x, weight, targets, chunk, compile)
-    assert count == (targets != IGNORE).sum()
-
-
 @pytest.mark.parametrize("chunk", [16, 64])
 def test_edges(chunk):
     x, weight, targets = problem()
     total, *grads = gradients(chunked, x, weight, torch.full_like(targets, IGNORE), chunk)
-    assert total == 0
-    assert not any(grad.any() for grad in grads)
+    assert total == 0 and not any(grad.any() for grad in grads)
     _, *grads = gradients(chunked, x, weight, targets, chunk, scale=torch.nan)
     assert all(grad.isnan().all() for grad in grads)  # how a rank tells the others
     x.data *= 1e4
@@ -80,66 +56,98 @@ def test_edges(chunk):
 
 
 @pytest.mark.parametrize("chunk", [16, 64])
-@pytest.mark.parametrize("trained", ["x", "weight"])
+@pytest.mark.parametrize("trained", [1, 2])
 def test_one_of_both_may_be_frozen(trained, chunk):
+    expected = gradients(chunked, *problem(), chunk)[trained]
     x, weight, targets = problem()
-    _, *wanted = gradients(plain, x, weight, targets)
-    frozen, learns = (weight, x) if trained == "x" else (x, weight)
-    frozen.requires_grad_(False)
-    gradients(chunked, x, weight, targets, chunk)
-    assert frozen.grad is None
-    assert learns.grad is not None
-    assert is_near(learns.grad, wanted[trained == "weight"], 1e-5)
+    (weight if trained == 1 else x).requires_grad_(False)
+    grads = gradients(chunked, x, weight, targets, chunk)
+    assert grads[3 - trained] is None and torch.equal(grads[trained], expected)
+
+
+PAGE = (REPO / "docs/fork.md").read_text()
+(CODE,) = [text for label, text in BLOCK.findall(PAGE) if label == "python fork-loss"]
+CHANGES: dict[str, Any] = {"torch": torch}
+exec(CODE, CHANGES)
+
+# Further tensors by token, and the loss of one token, from its logits (V), target, and those.
+LOSSES: dict[str, tuple[tuple[str, ...], Any]] = {
+    "token_loss": ((), F.cross_entropy),
+    "soft_cap": ((), lambda z, t: F.cross_entropy(30 * torch.tanh(z / 30), t)),
+    "z_loss": ((), lambda z, t: F.cross_entropy(z, t) + 1e-4 * z.logsumexp(0) ** 2),
+    "label_smoothing": ((), lambda z, t: F.cross_entropy(z, t, label_smoothing=0.1)),
+    "weighted": (("weights",), lambda z, t, weight: weight * F.cross_entropy(z, t)),
+    "distillation": (("teacher",), lambda z, t, y: F.cross_entropy(z, y.double().softmax(0))),
+}
+
+
+def check_loss(name: str, problem, chunk: int, compile=False, group=None, bound=2e-6) -> None:
+    """The loss and its gradients are those of a plain loop in float64. With a group, each of its
+    ranks has some rows of the vocabulary."""
+    x, weight, targets = problem
+    by_token = {"weights": torch.rand(len(x)), "teacher": torch.randn(len(x), len(weight))}
+    names, plain_loss = LOSSES[name]
+    others = {name: by_token[name] for name in names}
+    logits = F.linear(x, weight).detach().double().requires_grad_()
+    rows = [row for row in zip(logits, targets, *others.values()) if row[1] != IGNORE]
+    exact = torch.stack([plain_loss(*row) for row in rows]).sum()
+    (slope,) = torch.autograd.grad(exact * 0.3, logits)
+    expected = exact, slope @ weight.detach().double(), slope.T @ x.detach().double()
+
+    shard = Shard(len(weight), 0)
+    if group is not None:
+        rows_of_rank = len(weight) // group.size
+        first = rows_of_rank * group.rank
+        shard = VocabularyShard(len(weight), first, lambda x: all_gather(x[None], 0, group))
+        weight = weight[first:][:rows_of_rank].detach().clone().requires_grad_()
+    loss = partial(chunked, chunk=chunk, compile=compile, shard=shard, others=others)
+    with mock.patch("model.loss.token_loss", CHANGES.get(name, model.loss.token_loss)):
+        total, x_grad, weight_grad = gradients(loss, x, weight, targets)
+        with torch.no_grad():
+            assert is_near(loss(x, weight, targets), exact, 1e-6)
+    if group is not None:
+        assert (all_gather(total[None], 0, group) == total).all()
+        x_grad = all_reduce(x_grad.double(), group)
+        weight_grad = all_gather(weight_grad, 0, group)
+    bound = bound if x.dtype == torch.float32 else 4e-3  # gradients are rounded
+    for ours, theirs, at_most in zip((total, x_grad, weight_grad), expected, (1e-6, bound, bound)):
+        assert is_near(ours, theirs, at_most)
+    assert len(rows) == chunked_cross_entropy(x, weight, targets, shard=shard)[1]
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("chunk", [16, 64])
-@pytest.mark.parametrize("scale, scaled", [(1.0, 0), (60.0, 0), (60.0, 72)])
-@pytest.mark.parametrize("shards", [2, 4])
-def test_shards_of_the_vocabulary_give_the_loss_of_the_whole(shards, scale, scaled, chunk):
-    """Each in a thread. By 60: the logits of one shard lie hundreds above the others'."""
-    x, weight, targets = problem()
-    weight.data[scaled : scaled + 24] *= scale
-    targets[:5] = torch.tensor([0, 24, 48, 72, 95])  # where shards begin
-    exact = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    expected = F.cross_entropy(F.linear(*exact), targets, ignore_index=IGNORE, reduction="sum")
-    (expected * 0.3).backward()
-    meeting = threading.Barrier(shards)
-    brought = [None] * shards
-
-    def gather(rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        brought[rank] = tensor
-        meeting.wait(60)
-        full = torch.stack(brought)
-        meeting.wait(60)
-        return full
-
-    def run(rank: int) -> tuple[Any, ...]:
-        rows = 96 // shards
-        own = weight[rank * rows :][:rows].detach().clone().requires_grad_()
-        shard = VocabularyShard(rank * rows, partial(gather, rank))
-        loss = partial(chunked, chunk=chunk, shard=shard)
-        return gradients(loss, x.detach().clone().requires_grad_(), own, targets)
-
-    with ThreadPoolExecutor(shards) as pool:
-        totals, x_grads, weight_grads = zip(*pool.map(run, range(shards)))
-    assert all(torch.equal(total, totals[0]) for total in totals)
-    assert totals[0].item() == pytest.approx(expected.item(), rel=1e-6)
-    bound = 1e-6 if scale == 1.0 else 2e-5
-    for ours, x in zip((torch.stack(x_grads).sum(0), torch.cat(weight_grads)), exact):
-        assert x.grad is not None
-        assert is_near(ours, x.grad, bound)
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [1, 16, 64])
+def test_gradients_of_any_loss(name, dtype, chunk):
+    check_loss(name, problem(dtype), chunk)
 
 
-@pytest.mark.quick
-def test_weight_gradient_is_summed_in_float32_and_rounded_once():
-    x, weight, targets = problem(torch.bfloat16, tokens=512)
-    _, _, found = gradients(chunked, x, weight, targets, 8, scale=1.0)
-    slope = F.linear(x, weight).detach().float().softmax(-1)
-    slope -= F.one_hot(targets.clamp(min=0), len(weight))
-    slope[targets == IGNORE] = 0
-    exact = slope.bfloat16().double().T @ x.detach().double()
-    assert ((found.double() - exact).abs() <= exact.abs() * 2.0**-8 + 1e-4).all()
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_of_any_compiled_loss(name):
+    for backend, chunk in [("aot_eager", 25), ("aot_eager", 64), ("inductor", 25)]:
+        if backend == "aot_eager" or name in ("soft_cap", "distillation"):
+            torch._dynamo.reset()
+            with compiled_by(backend):
+                check_loss(name, problem(torch.bfloat16), chunk, compile=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@distributed()
+def test_gradients_of_any_loss_on_shards_of_the_vocabulary(world, ranks):
+    group = group_of(build_mesh("cpu", (1, 1, 1, ranks))["tp"])
+    for name in LOSSES:
+        for chunk in (16, 64):
+            check_loss(name, problem(), chunk, group=group)
+        if ranks == 2:
+            torch._dynamo.reset()
+            with compiled_by("aot_eager"):
+                check_loss(name, problem(torch.bfloat16), 25, True, group)
+    for scaled in (0, 72):  # the logits of one shard lie hundreds above the others'
+        x, weight, targets = problem()
+        weight.data[scaled : scaled + 24] *= 60
+        targets[:5] = torch.tensor([0, 24, 48, 72, 95])  # where shards begin
+        check_loss("token_loss", (x, weight, targets), 16, group=group, bound=2e-5)
 
 
 class Made(TorchDispatchMode):
@@ -157,53 +165,52 @@ class Made(TorchDispatchMode):
         for tensor in torch.utils._pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self.largest = max(self.largest, tensor.numel())
-                if tensor.shape == self.shape:
+                is_expanded = tensor.untyped_storage().nbytes() < tensor.nbytes
+                if tensor.shape == self.shape and not is_expanded:
                     self.results.append(weakref.ref(tensor))
-        alive = [tensor for tensor in (ref() for ref in self.results) if tensor is not None]
-        self.live = max(self.live, len({t.untyped_storage().data_ptr() for t in alive}))
+        alive = {
+            t.untyped_storage().data_ptr() for t in (ref() for ref in self.results) if t is not None
+        }
+        self.live = max(self.live, len(alive))
         return result
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_one_chunk_of_logits_lives_at_a_time(trains):
+def test_only_one_chunk_of_logits_lives_at_a_time(trains):
     x, weight, targets = problem(tokens=96)
     with torch.set_grad_enabled(trains), Made((32, 96)) as made:
         total = chunked(x, weight, targets, 32)
         if trains:
             total.backward()
-    assert made.live == 1
-    assert trains or made.largest == 32 * 96  # and no gradient
+    assert made.live == (4 if trains else 2)  # logits, exponentials, gradients of both terms
+    assert made.largest == 32 * 96
 
 
 @pytest.mark.quick
-def test_logits_of_the_full_batch_never_exist(monkeypatch):
-    def loss(x, weight, targets, **options):
-        return chunked_cross_entropy(x, weight, targets, 16, **options)
-
-    monkeypatch.setattr(model.llama, "chunked_cross_entropy", loss)
-    llama = Llama(make_config(model={"vocab_size": 997}).model)
-    ids = token_ids(4, 33)
+def test_logits_of_the_full_batch_never_exist():
+    llama = Llama(make_config(model={"vocab_size": 4000}).model)
+    ids = token_ids(4, 129)
     with Made() as made:
         llama(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
-    assert made.largest == 997 * 48  # the head's matrix
-    with Made() as made:
-        llama(ids[:, :-1])
-    assert made.largest == 128 * 997
+    assert made.largest == CHUNK["cpu"] * 4000
 
 
 def test_compiled_the_gradient_overwrites_the_logits():
-    """Bit for bit as in eager mode, without a second buffer of their size."""
-    torch.manual_seed(0)
-    logits = (5 * torch.randn(48, 97)).bfloat16()
-    index = torch.randint(0, 97, (48, 1))
-    is_local = (torch.arange(48)[:, None] % 5 > 0).float()
-    scale = torch.rand(48, 1)
-    exponentials, *columns = softmax_parts(logits.clone(), index)
-    arguments = (*columns, is_local, scale)
-    expected = logits_gradient(logits.clone(), index, exponentials, *arguments)
+    """As in eager mode, without a second buffer of their size. (A CPU keeps the exponentials.)"""
+    x, weight, targets = problem(torch.bfloat16)
+    logits = F.linear(x, weight).detach()
     torch._dynamo.reset()
-    in_place = torch.compile(logits_gradient, fullgraph=True)
-    found, (code,) = run_and_get_code(in_place, logits, index, None, *arguments)
-    assert torch.equal(found, expected)
-    assert found.data_ptr() == logits.data_ptr()
-    assert "empty_strided_cpu((48, 97" not in code
+    in_place = torch.compile(loss_and_gradient, fullgraph=True)
+    (_, gradient), (code,) = run_and_get_code(in_place, logits, {"targets": targets}, Shard(96, 0))
+    assert gradient.data_ptr() == logits.data_ptr()
+    assert "empty_strided_cpu((50, 96), (96, 1), torch.bfloat16" not in code
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("target", [-1, 96])
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_target_outside_the_vocabulary_is_refused(target, trains):
+    x, weight, targets = problem()
+    targets[-1] = target
+    with torch.set_grad_enabled(trains), pytest.raises(RuntimeError, match="not in the vocabulary"):
+        chunked(x, weight, targets, 16)

@@ -336,7 +336,7 @@ class Counted(TorchDispatchMode):
         return storage
 
     def run_uncounted(self, function: Callable, *args: Any) -> Any:
-        """function(*args), uncounted."""
+        """function(*args), uncounted but for its collectives."""
         with mock.patch.object(self, "paused", True):
             return function(*args)
 
@@ -350,7 +350,8 @@ class Counted(TorchDispatchMode):
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
         outputs = fake_tensors(result)
-        if self.paused or any(t.fake_mode is not self.fake for t in outputs):
+        is_counted = not self.paused or operator in COLLECTIVES
+        if not is_counted or any(t.fake_mode is not self.fake for t in outputs):
             return result
         inputs = fake_tensors((args, kwargs))
         new = [t for t in outputs if t.untyped_storage()._cdata not in self.storages]
