@@ -11,7 +11,8 @@ Exceptions:
 
 - The head stays unsharded between forward and backward, because backward begins with it. If it is
   tied, its unit stays unsharded until the end of backward, where the embedding's gradient comes.
-- An untied embedding is not all-gathered in backward: the gradient of a lookup reads no weight.
+- An embedding's unit that is only a lookup's table is not all-gathered in backward: the gradient
+  of a lookup reads no weight.
 - With reshard_after_forward = false, every unit stays unsharded until its backward.
 - With gather_once, every unit stays unsharded from its first forward to the backward of the step's
   last micro-batch. So do, without it, the units that prefetch_forward gathers before a forward,
@@ -106,14 +107,22 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
         ignored_params=replicated,
     )
 
-    if not model.config.tie_embeddings:
-        model.embedding.set_unshard_in_backward(False)  # the gradient of a lookup reads no weight
+    if is_lookup(model):
+        model.embedding.set_unshard_in_backward(False)
     cast_residual_stream(model, p)
     set_prefetch(model, p)
     if p.one_memory_pool and world.device.type == "cuda":
         from parallel.memory_pool import share_pool
 
         share_pool([modules for _, modules in units(model)])
+
+
+def is_lookup(model: Llama) -> bool:
+    """Whether the embedding's unit only looks up rows of one table: backward reads no weight then.
+    It does of a tied head, and of a fork's norm or projection of the rows."""
+    _, modules = units(model)[0]
+    plain_forward = type(model.embedding).forward is nn.Embedding.forward
+    return plain_forward and len(unit_parameters(modules)) == 1
 
 
 def set_prefetch(model: Llama, p: config.Parallel) -> None:
@@ -238,7 +247,7 @@ def set_communication(
         modules[0].set_reshard_after_backward(last_micro_batch)
         if p.gather_once and not last_micro_batch:  # a step of one micro-batch frees as it would
             modules[0].set_reshard_after_forward(False)
-    if kept and not model.config.tie_embeddings:
+    if kept and is_lookup(model):
         # All-gathers it for the next forward before its gradient is reduced, not behind that.
         model.embedding.set_unshard_in_backward(not last_micro_batch)
 
