@@ -44,7 +44,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 import config
-from model.llama import Llama
+from config import ConfigError
+from model.llama import Llama, named_parameters
 from parallel.mesh import World, fsdp_mesh
 from parallel.torch_patches import IS_TORCH_2_11, accept_integer_parameters, share_classes
 
@@ -70,8 +71,10 @@ def unit_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
 def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     """Shards every unit in place.
 
-    Parameters become DTensors on fsdp_mesh(world), except replicated ones.
+    Parameters become DTensors on fsdp_mesh(world), except replicated ones. Raises ConfigError for a
+    parameter that is not in exactly one unit.
     """
+    check_units(model)
     mesh = fsdp_mesh(world)
     replicated: set[nn.Parameter] = set()
     if p.replicated:
@@ -115,6 +118,28 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
         from parallel.memory_pool import share_pool
 
         share_pool([modules for _, modules in units(model)])
+
+
+def check_units(model: Llama) -> None:
+    """Raises ConfigError for a parameter that is in no unit, or in two."""
+    unit_of: dict[nn.Parameter, str] = {}
+    names = {parameter: name for name, parameter in named_parameters(model)}
+    for unit, modules in units(model):
+        for parameter in unit_parameters(modules):
+            if parameter in unit_of:
+                raise ConfigError(
+                    f"{names[parameter]}: the units {unit_of[parameter]} and {unit} share it, but FSDP2 "
+                    "shards a parameter in one unit: give each its own, or make the modules one unit "
+                    "(parallel/fsdp.py: units)"
+                )
+            unit_of[parameter] = unit
+    for parameter, name in names.items():
+        if parameter not in unit_of:
+            raise ConfigError(
+                f"{name}: belongs to no unit, so the root would keep it unsharded through forward and "
+                "backward: move it to a module of a unit, or add its module to one (parallel/fsdp.py: "
+                "units)"
+            )
 
 
 def is_lookup(model: Llama) -> bool:
@@ -200,7 +225,7 @@ def cast_residual(
     if isinstance(output, tuple):
         x, *terms = output
         return x.to(dtype), *terms
-    return output.to(dtype)
+    return output.to(dtype) if isinstance(output, Tensor) else output  # add_terms() refuses it
 
 
 def all_gather_dtype(param: Tensor, param_dtype: torch.dtype) -> torch.dtype:
