@@ -47,7 +47,7 @@ def build_optimizer(
     if o.name == "muon":
         from extras.optimizers.muon import Muon
 
-        optimizer = Muon(names, o, seed, compile)
+        optimizer = Muon(model, names, o, seed, compile)
     else:
         optimizer = build_adamw(names, o, seed, compile)
     optimizer.register_step_post_hook(lambda *unused: after_weight_update(model))
@@ -193,8 +193,9 @@ class Progress:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Sets the schedule's learning rate, in each group times its own "lr_ratio", if it has one."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_ratio", 1.0)
 
 
 def scales_by_itself(optimizer: torch.optim.Optimizer) -> bool:

@@ -39,7 +39,7 @@ from parallel.materialize import materialize, open_pretrained
 from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
 from parallel.random_numbers import seed_micro_batch, seed_update
-from parallel.verify import unit_table, verify
+from parallel.verify import check_replicas, unit_table, verify
 from run import rank
 from run.run import Run
 
@@ -97,6 +97,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
         if checkpointer.is_due(step, run.stops):
             with run.phase("save"):
                 guard.check()  # raises if too many gradients in a row were not finite
+                check_replicas(model)  # raises if they differ
                 # recorder.sync: its rows are on disk before the checkpoint is published
                 checkpointer.save(progress, model, optimizer, run.stops, recorder.sync)
 
@@ -140,10 +141,11 @@ def training_step(
         (losses["loss"] * scale_or_nan).backward()
         for name, value in losses.items():
             sums[name] = sums.get(name, 0) + value.detach()
+    # What is drawn from here on is equal on all ranks, so that replicas stay equal.
+    seed_update(cfg.run.seed, step, world)
     # Returns the norm before clipping. A fused optimizer multiplies by the clipping factor in its
     # update, which saves a pass over the gradients: hence the argument.
     grad_norm = clip_gradients(model, optimizer, cfg.train.max_grad_norm)
-    seed_update(cfg.run.seed, step, world)
     # Without a target in the global batch, all ranks leave weights and optimizer state as they are:
     # the gradients are zero, but weight decay and momentum would still change the weights.
     # A fused optimizer skips a harmful step itself, so that the host need not wait: UpdateGuard.

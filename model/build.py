@@ -1,8 +1,11 @@
 """Builds the model of a configuration: adapters added, frozen parameters marked."""
 
 import fnmatch
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
 from config import ConfigError
@@ -40,6 +43,52 @@ def freeze(model: Llama, patterns: tuple[str, ...]) -> None:
 
 
 def meta_model(m: config.Model, lora: config.Lora | None = None) -> Llama:
-    """build_model() on the meta device: without storage, so no rank ever holds the full model."""
-    with torch.device("meta"):
-        return build_model(m, lora)
+    """build_model() on the meta device: without storage, so no rank ever holds the full model.
+
+    Raises ConfigError for a parameter that a constructor gives a value to: it would be lost.
+    """
+    with torch.device("meta"), WrittenStorages() as written:
+        model = build_model(m, lora)
+    names = []
+    for path, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if parameter in written and not initializes_itself(module):
+                names.append(f"{path}.{attribute}".removeprefix("."))
+    if names:
+        raise ConfigError(
+            f"{', '.join(names[:3])}{', ...' if names[3:] else ''}: a constructor gives it a value, by "
+            "nn.init, in place or by a tensor other than torch.empty(); the model is built on the meta "
+            'device, which keeps none: declare it in the module, self.init = {"weight": normal(0.02)}, '
+            "with a function of model/init.py or your own"
+        )
+    return model
+
+
+def initializes_itself(module: nn.Module) -> bool:
+    """Whether a module of torch's writes values in its constructor. materialize() requires others."""
+    reset = getattr(type(module), "reset_parameters", None)
+    return reset is not None and reset.__module__.startswith("torch.nn")
+
+
+class WrittenStorages(TorchDispatchMode):
+    """What operators have given values to, other than by torch.empty()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[int, Tensor] = {}  # by storage, which they keep alive
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None):
+        result = operator(*args, **(kwargs or {}))
+        is_empty = operator.is_view or "empty" in operator.__name__
+        if operator is torch.ops.aten._to_copy.default:  # .to(dtype)
+            is_empty = args[0] not in self
+        if isinstance(result, Tensor) and not is_empty:
+            self.tensors[storage_id(result)] = result
+        return result
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return storage_id(tensor) in self.tensors
+
+
+def storage_id(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

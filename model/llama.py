@@ -25,7 +25,7 @@ and set the attributes that Linear, Head and Llama declare for them.
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -345,9 +345,8 @@ class Llama(nn.Module):
         terms: LossSums = {}
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, mask)
-            if isinstance(x, tuple):
-                x, block_terms = x
-                terms = add_terms(terms, block_terms, f"blocks.{i}")
+            if not isinstance(x, Tensor):
+                x, terms = add_terms(terms, x, f"blocks.{i}")
         return self.head(x, targets, terms if self.training else None, **by_token)
 
     def build_mask(self, documents: Tensor | None) -> Tensor | BlockMask | None:
@@ -355,12 +354,18 @@ class Llama(nn.Module):
         return None if documents is None else document_mask(documents)
 
 
-def add_terms(terms: LossSums, block_terms: LossSums, block: str) -> LossSums:
-    """The terms of the loss so far, plus one block's.
+def add_terms(terms: LossSums, output: Any, block: str) -> tuple[Tensor, LossSums]:
+    """x of a block's output (x, terms), and the terms of the loss so far plus this block's.
 
-    Raises ConfigError for what cannot be a term: a vector, or a sum over tokens in bfloat16, which
-    would silently lose most of them.
+    Raises ConfigError for another output, and for what cannot be a term: a vector, or a sum over
+    tokens in bfloat16, which would silently lose most of them.
     """
+    if not isinstance(output, tuple) or [*map(type, output[1:])] != [dict]:
+        raise ConfigError(
+            f"{block} returns {output if output is None else type(output).__name__}: a block returns x, "
+            "or (x, {name: term of the loss}); hand anything else on in model/llama.py: Llama.forward"
+        )
+    x, block_terms = output
     total = dict(terms)
     for name, value in block_terms.items():
         if value.dtype != torch.float32 or value.ndim > 0 or name == "loss":
@@ -369,7 +374,7 @@ def add_terms(terms: LossSums, block_terms: LossSums, block: str) -> LossSums:
                 'a block\'s term of the loss is a float32 scalar, not named "loss"'
             )
         total[name] = value + terms.get(name, 0)
-    return total
+    return x, total
 
 
 def named_parameters(

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from config import ConfigError
 from model.attention import BlockMask, attention, make_mask, mask_mod
 from model.llama import Llama
 from parallel.collectives import Group, all_gather, group_of
@@ -46,7 +47,10 @@ def shard_sequences(tensors: tuple[Tensor, ...], world: World) -> tuple[Tensor, 
 
 
 def apply_context_parallelism(model: Llama, seq_len: int, world: World) -> None:
-    """Replaces each block's attention, in place: local queries, all-gathered keys and values."""
+    """Replaces each block's attention, in place: local queries, all-gathered keys and values.
+
+    Raises ConfigError for a block with another Attention.attend than attention().
+    """
     positions = local_positions(world, seq_len).to(world.device)
     causal_mask = local_mask(None, positions, seq_len)
 
@@ -57,7 +61,13 @@ def apply_context_parallelism(model: Llama, seq_len: int, world: World) -> None:
 
     model.build_mask = build_mask
     attend = partial(context_parallel_attention, group=group_of(world.mesh["cp"]))
-    for block in model.blocks:
+    for i, block in enumerate(model.blocks):
+        if block.attention.attend is not attention:
+            raise ConfigError(
+                f"[parallel] cp = {world.cp}: would replace blocks.{i}.attention.attend; write the change "
+                "into model/attention.py: attention(), which cp calls with its local queries, all keys "
+                "and a mask, or call yours in parallel/context.py: context_parallel_attention()"
+            )
         block.attention.attend = attend
 
 

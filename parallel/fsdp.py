@@ -11,7 +11,8 @@ Exceptions:
 
 - The head stays unsharded between forward and backward, because backward begins with it. If it is
   tied, its unit stays unsharded until the end of backward, where the embedding's gradient comes.
-- An untied embedding is not all-gathered in backward: the gradient of a lookup reads no weight.
+- An embedding's unit that is only a lookup's table is not all-gathered in backward: the gradient
+  of a lookup reads no weight.
 - With reshard_after_forward = false, every unit stays unsharded until its backward.
 - With gather_once, every unit stays unsharded from its first forward to the backward of the step's
   last micro-batch. So do, without it, the units that prefetch_forward gathers before a forward,
@@ -43,7 +44,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 import config
-from model.llama import Llama
+from config import ConfigError
+from model.llama import Llama, named_parameters
 from parallel.mesh import World, fsdp_mesh
 from parallel.torch_patches import IS_TORCH_2_11, accept_integer_parameters, share_classes
 
@@ -69,8 +71,10 @@ def unit_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
 def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     """Shards every unit in place.
 
-    Parameters become DTensors on fsdp_mesh(world), except replicated ones.
+    Parameters become DTensors on fsdp_mesh(world), except replicated ones. Raises ConfigError for a
+    parameter that is not in exactly one unit.
     """
+    check_units(model)
     mesh = fsdp_mesh(world)
     replicated: set[nn.Parameter] = set()
     if p.replicated:
@@ -106,14 +110,44 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
         ignored_params=replicated,
     )
 
-    if not model.config.tie_embeddings:
-        model.embedding.set_unshard_in_backward(False)  # the gradient of a lookup reads no weight
+    if is_lookup(model):
+        model.embedding.set_unshard_in_backward(False)
     cast_residual_stream(model, p)
     set_prefetch(model, p)
     if p.one_memory_pool and world.device.type == "cuda":
         from parallel.memory_pool import share_pool
 
         share_pool([modules for _, modules in units(model)])
+
+
+def check_units(model: Llama) -> None:
+    """Raises ConfigError for a parameter that is in no unit, or in two."""
+    unit_of: dict[nn.Parameter, str] = {}
+    names = {parameter: name for name, parameter in named_parameters(model)}
+    for unit, modules in units(model):
+        for parameter in unit_parameters(modules):
+            if parameter in unit_of:
+                raise ConfigError(
+                    f"{names[parameter]}: the units {unit_of[parameter]} and {unit} share it, but FSDP2 "
+                    "shards a parameter in one unit: give each its own, or make the modules one unit "
+                    "(parallel/fsdp.py: units)"
+                )
+            unit_of[parameter] = unit
+    for parameter, name in names.items():
+        if parameter not in unit_of:
+            raise ConfigError(
+                f"{name}: belongs to no unit, so the root would keep it unsharded through forward and "
+                "backward: move it to a module of a unit, or add its module to one (parallel/fsdp.py: "
+                "units)"
+            )
+
+
+def is_lookup(model: Llama) -> bool:
+    """Whether the embedding's unit only looks up rows of one table: backward reads no weight then.
+    It does of a tied head, and of a fork's norm or projection of the rows."""
+    _, modules = units(model)[0]
+    plain_forward = type(model.embedding).forward is nn.Embedding.forward
+    return plain_forward and len(unit_parameters(modules)) == 1
 
 
 def set_prefetch(model: Llama, p: config.Parallel) -> None:
@@ -191,7 +225,7 @@ def cast_residual(
     if isinstance(output, tuple):
         x, *terms = output
         return x.to(dtype), *terms
-    return output.to(dtype)
+    return output.to(dtype) if isinstance(output, Tensor) else output  # add_terms() refuses it
 
 
 def all_gather_dtype(param: Tensor, param_dtype: torch.dtype) -> torch.dtype:
@@ -238,7 +272,7 @@ def set_communication(
         modules[0].set_reshard_after_backward(last_micro_batch)
         if p.gather_once and not last_micro_batch:  # a step of one micro-batch frees as it would
             modules[0].set_reshard_after_forward(False)
-    if unsharded and not model.config.tie_embeddings:
+    if unsharded and is_lookup(model):
         # All-gathers it for the next forward before its gradient is reduced, not behind that.
         model.embedding.set_unshard_in_backward(not last_micro_batch)
 

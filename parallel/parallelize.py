@@ -8,6 +8,7 @@ import config
 from model.llama import Llama
 from parallel.fsdp import apply_fsdp
 from parallel.mesh import World
+from parallel.verify import refuse_hooks
 
 HALVES = ("add_attention", "add_feed_forward")  # of Block.forward()
 
@@ -22,6 +23,8 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     if p.compile:
         has_collectives = world.tp > 1 or world.cp > 1
         recompute = leave_to_compiler(recompute, has_collectives)
+
+    refuse_hooks(model)  # of the parameters that the steps below replace
 
     # 1. Float8 changes what a linear layer computes, and what FSDP2 all-gathers for it.
     if p.float8 != "none":

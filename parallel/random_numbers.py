@@ -31,5 +31,6 @@ def seed_micro_batch(seed: int, step: int, number: int, world: World) -> None:
 
 
 def seed_update(seed: int, step: int, world: World) -> None:
-    """Call before each update: an optimizer that draws must update all replicas alike."""
+    """Call before gradients are clipped: what changes them and the weights from then on must update
+    all replicas alike. Each rank draws the same: docs/fork.md has noise for shards."""
     seed_generators(world.device, seed, "step", step, "update")

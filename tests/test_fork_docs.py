@@ -97,6 +97,25 @@ def test_spikes_are_skipped_alike_on_two_ranks(fork, small):
     assert skipping[: first + 1] == usual[: first + 1] and skipping[first + 1] != usual[first + 1]
 
 
+def test_convolution_trains_the_same_on_two_ranks(fork, small):
+    """Where ranks would hold a part of the tokens, it is refused."""
+    diff = blocks_of("diff fork-convolution")
+    subprocess.run(["git", "apply"], input=diff, cwd=fork, text=True, check=True)
+    command = "./run_train.sh configs/tiny.toml --train.steps=20" + small
+    for ranks in (1, 2):
+        done = run_in(fork, f"NPROC={ranks} {command} --run.name=mixed-{ranks}")
+        assert done.returncode == 0, done.stderr
+    for option in ("cp", "tp"):
+        done = run_in(fork, f"NPROC=2 {command} --run.name={option} --parallel.{option}=2")
+        assert done.returncode == 2 and "requires cp = tp = 1" in done.stderr, done.stderr
+    undone = ["git", "apply", "--reverse"]  # other tests have the fork as it was
+    subprocess.run(undone, input=diff, cwd=fork, text=True, check=True)
+    names = ("mixed-1", "mixed-2", "relu2")
+    on_one, on_two, plain = ([row["loss"] for row in rows(fork / "outputs" / n)] for n in names)
+    assert on_two == pytest.approx(on_one, rel=1e-5)
+    assert on_one[-1] != pytest.approx(plain[-1], rel=1e-4)
+
+
 def test_source_of_text_is_read(tmp_path, monkeypatch):
     """On articles that are stored in another order than they are read."""
     pytest.importorskip("tools.prepare")

@@ -16,6 +16,7 @@ from optim import (
     clip_gradients,
     gradient_norm,
     learning_rate,
+    set_learning_rate,
 )
 from parallel.parallelize import parallelize
 from tests import cases
@@ -66,6 +67,20 @@ def test_run_within_its_warm_up_stays_on_the_same_line(kind):
             for rule in (learning_rate, minimal.learning_rate):
                 lr = rule(cfg.optim, config.schedule_steps(cfg), step)
                 assert lr == pytest.approx(3e-4 * step / 2000)
+
+
+@pytest.mark.quick
+def test_group_keeps_its_ratio_to_the_schedule():
+    one, quarter = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    groups = [{"params": [one]}, {"params": [quarter], "lr_ratio": 0.25}]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    one.grad = torch.ones(3)
+    quarter.grad = torch.ones(3)
+    for lr in (0.5, 0.25):
+        set_learning_rate(optimizer, lr)
+        optimizer.step()
+    assert torch.equal(one, torch.full((3,), -0.75))
+    assert torch.equal(quarter, torch.full((3,), -0.1875))
 
 
 @pytest.mark.quick

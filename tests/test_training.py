@@ -196,7 +196,7 @@ def test_terms_of_a_block_are_exact_on_any_mesh(
 )
 def test_a_term_that_would_lose_precision_is_refused(value, name):
     with pytest.raises(ConfigError, match=rf"blocks.3 returns {name} of torch.*float32 scalar"):
-        add_terms({}, {name: value}, "blocks.3")
+        add_terms({}, (torch.zeros(1), {name: value}), "blocks.3")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

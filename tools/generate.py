@@ -73,21 +73,27 @@ def generate(
     """Yields the next token `count` times; the caller may stop early. The prompt must not be empty.
 
     The model is a plain one. Text that outgrows `context` tokens restarts at position 0 with its
-    newest half. Where a cache is not valid, each token reruns the whole text.
+    newest half. Where a cache is not valid, or its first new token gets other logits than a pass over
+    the whole text gives, each token reruns the whole text: a fork may mix tokens outside attention.
     """
     tokens = list(prompt)  # that the model attends to
     first = 0  # position of the first one that it has not seen yet
+    uses_cache: bool | None = None  # unknown until its first new token is compared
     caches: list[KVCache] = []
     draws = random.Random(seed)
     for _ in range(count):
         if len(tokens) > context:
             tokens = tokens[-((context + 1) // 2) :]
             first = 0
-        logits = cached_pass(model, tokens, first, caches, device) if first else None
-        if logits is None or not all(cache.is_valid for cache in caches):
+        cached = cached_pass(model, tokens, first, caches, device) if first else None
+        logits = cached if uses_cache and all(cache.is_valid for cache in caches) else None
+        if logits is None:
             caches = [KVCache(block.attention.attend) for block in model.blocks]
             logits = cached_pass(model, tokens, 0, caches, device)
-        first = len(tokens) if all(cache.is_valid for cache in caches) else 0
+            if cached is not None:
+                uses_cache = is_near(cached, logits)
+        is_valid = uses_cache is not False and all(cache.is_valid for cache in caches)
+        first = len(tokens) if is_valid else 0
         tokens.append(choose(logits, temperature, draws.random()))
         yield tokens[-1]
 
@@ -108,6 +114,13 @@ def cached_pass(
     finally:
         for block, attend in zip(model.blocks, attends, strict=True):
             block.attention.attend = attend
+
+
+def is_near(cached: Tensor, logits: Tensor) -> bool:
+    """Whether logits (V) differ by no more than rounding does, in the model's dtype."""
+    bound = max(1e-4, 4 * torch.finfo(logits.dtype).eps)  # relative to their spread
+    spread = logits.double() - logits.double().mean()
+    return bool((cached.double() - logits.double()).norm() <= bound * spread.norm())
 
 
 def choose(logits: Tensor, temperature: float, draw: float) -> int:

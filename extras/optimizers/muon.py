@@ -40,29 +40,38 @@ BATCH = 2**27  # elements that are orthogonalized at a time
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon with AdamW's weight decay, and AdamW for parameters that are not matrices of a block.
+    """Muon with AdamW's weight decay, and AdamW for all but the weights of linear layers.
 
     It leaves skipping a step to its caller: the host waits for the gradient norm.
     """
 
-    def __init__(self, names: dict[nn.Parameter, str], o: config.Optim, seed: int, compile: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        names: dict[nn.Parameter, str],
+        o: config.Optim,
+        seed: int,
+        compile: bool,
+    ):
         """names: of the trained parameters."""
         matrices = {}
         others = {}
         for p, name in names.items():
-            if p.ndim == 2 and name.startswith("blocks."):
+            # A matrix of another module, such as a fork's table, is not a linear map.
+            is_linear = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear)
+            if p.ndim == 2 and is_linear and name.startswith("blocks."):
                 matrices[p] = name
             else:
                 others[p] = name
         self.adamw = build_adamw(others, o, seed, compile) if others else None
-        self.lr_ratio = (o.muon_lr or o.lr) / o.lr  # the schedule sets the rate of all groups
 
         groups = []
         if matrices:
             groups.append(
                 {
                     "params": [*matrices],
-                    "lr": o.lr,
+                    "lr": o.muon_lr or o.lr,
+                    "lr_ratio": (o.muon_lr or o.lr) / o.lr,
                     "momentum": MOMENTUM,
                     "weight_decay": o.weight_decay,
                 }
@@ -93,7 +102,7 @@ class Muon(torch.optim.Optimizer):
             self.adamw.step()
         for matrix_set in self.matrix_sets:
             group = self.param_groups[0]  # of all matrices
-            lr = group["lr"] * self.lr_ratio
+            lr = group["lr"]
             decay = 1 - lr * group["weight_decay"]
             scale = lr * RMS * math.sqrt(max(matrix_set.shape))
             directions = self._directions(matrix_set, group["momentum"])

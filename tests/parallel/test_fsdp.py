@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import config
 from model.build import meta_model
 from model.init import normal
-from model.llama import Llama, RMSNorm
+from model.llama import Embedding, Linear, Llama, RMSNorm
 from parallel import materialize as materialize_module
 from parallel import memory_pool
 from parallel.fsdp import (
@@ -32,6 +32,7 @@ from tests import forks
 from tests.conftest import (
     build,
     compiled_by,
+    is_near,
     make_config,
     mesh_for,
     needs_extra,
@@ -125,6 +126,53 @@ def test_next_micro_batch_finds_the_first_units_gathered(world):
             assert unsharded == (set() if last else {"embedding", "blocks.0"})
     assert orders[False] == "+E +0 +1 E +H 0 1 H +1 ~H +0 ~1 +E ~0 ~E"
     assert orders[True] == "+1 E +H 0 1 H +1 ~H +0 ~1 ~0 ~E"
+
+
+class NormedEmbedding(Embedding):
+    """As BLOOM's."""
+
+    def __init__(self, rows: int, dim: int):
+        super().__init__(rows, dim)
+        self.norm = RMSNorm(dim, 1e-5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.norm(super().forward(tokens))
+
+
+class ProjectedEmbedding(Embedding):
+    """As ALBERT's: narrow rows, projected."""
+
+    def __init__(self, rows: int, dim: int):
+        super().__init__(rows, 8)
+        self.project = Linear(8, dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.project(super().forward(tokens))
+
+
+class UnitEmbedding(Embedding):
+    """Rows of length 1."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, nn.functional.normalize(self.weight, dim=1))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("embedding", [NormedEmbedding, ProjectedEmbedding, UnitEmbedding])
+@distributed(ranks=2)
+def test_embedding_whose_backward_reads_weights_trains(world, embedding):
+    """Its gradients on two ranks are those of the plain model; also where micro-batches keep units unsharded."""
+    cfg = make_config(parallel={"prefetch_forward": 2})
+    ids = token_ids(2, 17)
+    with mock.patch("model.llama.Embedding", embedding):
+        ours = build(cfg, world)
+        plain = fresh_model(cfg)
+        for last in (False, True):
+            set_communication(ours, cfg.parallel, world, last)
+            ours(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
+            plain(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
+    for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert is_near(p.grad.full_tensor(), q.grad), name
 
 
 @pytest.mark.quick

@@ -2,18 +2,37 @@
 resume, and for all ranks that hold parts of the same samples."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import config
+import train
+from model.init import normal
+from optim import local_tensor
+from parallel import materialize
 from parallel.random_numbers import seed_micro_batch, seed_update
 from parallel.ranks import all_gather_objects
 from tests import forks
-from tests.conftest import gradients_of, make_config, mesh_for, token_ids, train_run
+from tests.conftest import (
+    REPO,
+    build,
+    full,
+    gradients_of,
+    make_config,
+    mesh_for,
+    token_ids,
+    train_run,
+)
 from tests.distributed import distributed
 from tests.parallel.test_activation_checkpoint import built
+from tests.reference import fresh_model
+from tests.test_repo import BLOCK
 
 FORKS = [forks.with_dropout, forks.with_noisy_gate]
 # builds a compiled graph's forward and backward as always, without kernels
@@ -126,3 +145,82 @@ def test_resuming_on_another_mesh_repeats_random_numbers(world, write_config, fo
     assert len(whole) == 4
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in resumed] == pytest.approx([row[key] for row in whole], rel=1e-6)
+
+
+def noise_of_the_page() -> Callable:
+    page = (REPO / "docs/fork.md").read_text()
+    (code,) = [text for label, text in BLOCK.findall(page) if label == "python fork-noise"]
+    names: dict[str, Any] = {**vars(materialize), "local_tensor": local_tensor, "normal": normal}
+    exec(code, names)
+    return names["add_noise"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mesh", [{}, {"dp_replicate": 2}, {"tp": 2}, {"cp": 2}], ids=str)
+@distributed(ranks=2)
+def test_noise_on_gradients_does_not_depend_on_the_mesh(world, mesh):
+    cfg = make_config(model={"freeze": ["embedding*"]}, parallel=mesh)
+    plain = fresh_model(cfg)
+    model = build(cfg, mesh_for(cfg, world))
+    for of in (plain, model):
+        for p in of.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        noise_of_the_page()(of, 0.1, 7, 3)
+    ours = gradients_of(model)
+    for name, p in plain.named_parameters():
+        if p.grad is not None:
+            assert torch.equal(full(ours[name]), p.grad), name
+            assert p.grad.numel() < 1000 or 0.09 < p.grad.std() < 0.11
+
+
+def noise_by_rank(model: torch.nn.Module, *unused: object) -> None:
+    torch.manual_seed(dist.get_rank())
+    noise_of_the_seed(model)
+
+
+def noise_of_the_seed(model: torch.nn.Module, *unused: object) -> None:
+    for p in model.parameters():
+        local_tensor(p.grad).add_(torch.randn_like(local_tensor(p.grad)), alpha=1e-2)
+
+
+def one_rank_s_weights(model: torch.nn.Module, *unused: object) -> None:
+    if dist.get_rank() == 1:
+        local_tensor(next(model.parameters())).data.mul_(1.001)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "change, parameter",
+    [
+        (noise_of_the_seed, None),
+        (noise_by_rank, "embedding.weight"),
+        (one_rank_s_weights, "embedding.weight"),
+    ],
+)
+@pytest.mark.parametrize("mesh", [{"dp_replicate": 2}, {"tp": 2}], ids=str)
+@distributed(ranks=2)
+def test_replicas_are_equal_at_a_save(world, prepared, corpus, tmp_path, change, parameter, mesh):
+    """Of tp, what it replicates: the norms."""
+    if change is one_rank_s_weights and "tp" in mesh:
+        return  # the embedding is sharded
+    cfg = make_config(
+        data={"source": str(corpus), "path": str(prepared)},
+        train={"steps": 2},
+        parallel=mesh,
+        checkpoint={"save_every_steps": 1},
+        run={"output_dir": str(tmp_path)},
+    )
+    clip = train.clip_gradients
+
+    def changed(model, *args):
+        change(model)
+        return clip(model, *args)
+
+    with mock.patch("train.clip_gradients", changed):
+        if parameter is None:
+            assert len(train_run(cfg, world)) > 0
+            return
+        name = parameter if "tp" not in mesh else "blocks.0.attention_norm.weight"
+        with pytest.raises(RuntimeError, match=f"{name}: differs between replicas.*seed_update"):
+            train_run(cfg, world)
+    assert not [*tmp_path.glob("*/checkpoints/step-*")]

@@ -129,14 +129,53 @@ def no_attend(model: Llama) -> None:
         )
 
 
+def shifted_tokens(model: Llama) -> None:
+    """The feed-forward sees the token before, too."""
+    for block in model.blocks:
+        forward = block.feed_forward.forward
+        block.feed_forward.forward = lambda x, forward=forward: forward(
+            x + torch.nn.functional.pad(x, (0, 0, 1, -1))
+        )
+
+
+def counted_positions(model: Llama) -> None:
+    """Positions are learned, and counted in forward."""
+    table = torch.randn(64, 48)
+    model.embedding.register_forward_hook(lambda module, args, x: x + table[: x.shape[1]])
+
+
+def running_mean(model: Llama) -> None:
+    """The head sees the mean of all tokens so far."""
+    model.head.register_forward_pre_hook(
+        lambda head, args: (args[0].cumsum(1) / torch.arange(1, args[0].shape[1] + 1)[:, None],)
+    )
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("change", [own_attend, own_mask, no_attend])
-def test_attention_that_a_cache_would_get_wrong_is_recomputed(change):
+@pytest.mark.parametrize(
+    "change",
+    [own_attend, own_mask, no_attend, shifted_tokens, counted_positions, running_mean],
+)
+def test_what_a_cache_would_get_wrong_is_recomputed(change):
     ours, _ = varied(make_config().model)
     plain = [*generate(ours, [1, 2, 3, 4], 12, 8, CPU)]
     change(ours)
     expected = recomputed(ours, [1, 2, 3, 4], 12, 8, 0.0, 0)
     assert [*generate(ours, [1, 2, 3, 4], 12, 8, CPU)] == expected != plain
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_text_is_recomputed_for_one_comparison_only(dtype):
+    """A plain model's cache is near a pass over the whole text, in each dtype, at any length."""
+    model, _ = varied(make_config(model={"n_layers": 8}).model)
+    model.to(dtype)
+    lengths: list[int] = []
+    model.embedding.register_forward_pre_hook(lambda m, args: lengths.append(args[0].shape[1]))
+    for prompt in prompts_of([1, 30, 300]):
+        lengths.clear()
+        tokens = [*generate(model, prompt, 6, 1000, CPU)]
+        assert len(tokens) == 6 and lengths == [len(prompt), 1, len(prompt) + 1, 1, 1, 1, 1]
 
 
 @pytest.mark.quick

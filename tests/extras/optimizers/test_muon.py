@@ -5,22 +5,26 @@ import contextlib
 import math
 import shutil
 import zlib
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from checkpoint.load import Reader, check_tensors
 from config import ConfigError
 from extras.optimizers import muon
 from model.build import meta_model
-from model.llama import named_parameters
+from model.init import constant
+from model.llama import Block, Embedding, named_parameters
 from optim import build_optimizer, learning_rate, set_learning_rate
 from parallel.materialize import shard_shape_and_offset
 from parallel.verify import check_optimizer
 from tests import cases, forks, theory
 from tests.conftest import make_config, needs_extra
 from tests.conftest import saved_tensors as weights
+from tests.distributed import distributed
 from tests.test_training import plain_loop, with_data
 
 # 3 and 4 do not divide the rows; of the keys' four, the last of three ranks has none
@@ -227,6 +231,13 @@ def test_newton_schulz_is_its_polynomial_of_the_singular_values():
     assert not muon.newton_schulz(torch.zeros(1, 3, 4)).any()
 
 
+def blocks_of(weights: list[nn.Parameter]) -> nn.Module:
+    layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in weights)
+    for layer, weight in zip(layers, weights):
+        layer.weight = weight
+    return nn.ModuleDict({"blocks": layers})
+
+
 def test_fifty_updates_are_those_of_torchs_muon():
     """To 0.001 of a weight: torch's orthogonalizes in bfloat16, as here on a GPU, where a change differs by 2 %."""
     o = make_config(optim={"name": "muon", "lr": 0.02}).optim
@@ -235,7 +246,7 @@ def test_fifty_updates_are_those_of_torchs_muon():
         for shape in ((24, 76), (76, 24), (46, 46))
     ]
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
-    ours = build_optimizer(torch.nn.ModuleDict({"blocks": torch.nn.ParameterList(parameters)}), o)
+    ours = build_optimizer(blocks_of(parameters), o)
     torchs = torch.optim.Muon(
         theirs, 0.02, weight_decay=o.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
     )
@@ -254,8 +265,8 @@ def test_fifty_updates_are_those_of_torchs_muon():
 def test_a_matrix_without_a_gradient_stays_as_it_is(state_dtype):
     """Next to one of its shape that has one: neither decayed nor counted."""
     o = make_config(optim={"name": "muon", "state_dtype": state_dtype}).optim
-    matrices = torch.nn.ParameterList(torch.ones(6, 4) for _ in range(3))
-    optimizer = build_optimizer(torch.nn.ModuleDict({"blocks": matrices}), o)
+    matrices = [nn.Parameter(torch.ones(6, 4)) for _ in range(3)]
+    optimizer = build_optimizer(blocks_of(matrices), o)
     matrices[1].grad = gradient("", torch.Size((6, 4)), 0)
     optimizer.step()
     assert [bool((p == 1).all()) for p in matrices] == [True, False, True]
@@ -295,9 +306,34 @@ def test_every_selection_of_parameters_has_an_optimizer():
         model = meta_model(cfg.model)
         optimizer = build_optimizer(model, cfg.optim)
         check_optimizer(model, optimizer)
-        assert len(optimizer.param_groups) == groups and optimizer.lr_ratio == 1.0
+        assert len(optimizer.param_groups) == groups
         set_learning_rate(optimizer, 0.5)
         assert {group["lr"] for group in optimizer.param_groups} == {0.5}
+
+
+@distributed(ranks=1)
+def test_a_fork_s_tables_and_gains_are_not_orthogonalized(world):
+    """Of two dimensions, in a recomputed block; a router is a linear layer."""
+    init = Block.__init__
+
+    def with_matrices(block: Block, *args) -> None:
+        init(block, *args)
+        block.table = Embedding(320, 48)
+        block.gain = nn.Parameter(torch.empty(4, 12))
+        block.init = {"gain": constant(1.0)}
+
+    cfg = make_config(
+        optim={"name": "muon", "lr": 1e-3, "muon_lr": 4e-3}, parallel={"recompute": "full"}
+    )
+    with forks.routed(), mock.patch.object(Block, "__init__", with_matrices):
+        model = cases.build(cfg, world)
+        optimizer = build_optimizer(model, cfg.optim)
+    set_learning_rate(optimizer, 0.5)
+    rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    for name, p in named_parameters(model):
+        is_linear = name.startswith("blocks") and ("proj" in name or "router" in name)
+        assert ("momentum" in optimizer.state[p]) == is_linear, name
+        assert rates[p] == (2.0 if is_linear else 0.5), name
 
 
 @needs_extra("huggingface", "lora")
