@@ -271,7 +271,7 @@ class Positions:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("tokens, seq_len", [(2500, 30), (2**20, 9999), (1_900_000_000, 2_999_999)])
+@pytest.mark.parametrize("tokens, seq_len", [(2500, 30), (2**20, 9999)])
 def test_samples_are_those_of_the_model(tokens, seq_len):
     cfg = SimpleNamespace(
         run=SimpleNamespace(seed=3),
