@@ -104,8 +104,8 @@ def python_command(statements: str) -> list[str]:
 def die_with_parent(parent: int | None = None) -> None:
     """Makes Linux kill this process when its parent dies, even if it is stopped: no rank outlives a
     killed launcher and keeps the folder's lock. parent: its pid, if known before the fork; it may
-    have died since. Elsewhere a thread of this process ends it, which a program that it executes
-    does not have."""
+    have died since. Elsewhere a polling thread ends this process; it does not survive
+    exec."""
     if sys.platform == "linux":
         import ctypes
 

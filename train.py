@@ -104,7 +104,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     guard.check()
     loader.close()
     if not run.stops:
-        # every save purges, except that of a launch that was stopped
+        # a save purges, but not that of a stop: this launch may have had no step left to train
         checkpointer.purge()
     recorder.close()
 

@@ -189,7 +189,7 @@ def candidates(
 # What to keep. Rank 0 only, under the run's lock.
 
 
-def rename_unused(root: pathlib.Path, step: int, corrupt: Iterable[int]) -> None:
+def set_aside(root: pathlib.Path, step: int, corrupt: Iterable[int]) -> None:
     """Renames the checkpoints after the step that training resumes from, and the corrupt ones."""
     for other in steps(root):
         if other in corrupt or other > step:

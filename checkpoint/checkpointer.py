@@ -23,8 +23,8 @@ from parallel.ranks import all_gather_objects, check_same_on_all_ranks, on_each_
 
 
 class Checkpointer:
-    """All ranks must call its methods together, except clean_up() and wait(). Without [checkpoint], and
-    where a run is only evaluated, it saves nothing."""
+    """All ranks must call its methods together, except prepare_folder() and wait(). Without
+    [checkpoint], and where a run is only evaluated, it saves nothing."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Checkpointer:
         """Of the checkpoints that are newer than the chosen one, and corrupt."""
         return list(itertools.chain.from_iterable(self.corrupt.values()))
 
-    def clean_up(self) -> list[str]:
+    def prepare_folder(self) -> list[str]:
         """Renames checkpoints that are corrupt or later than `start`, and removes unfinished saves.
         Returns warnings. Rank 0 only, under the run's lock. Raises ConfigError if another run has
         saved here since `start` was chosen, and SaveFailed if the disk cannot hold a checkpoint."""
@@ -88,9 +88,9 @@ class Checkpointer:
                 f"{self.root}: another run has used this folder in the meantime; start again"
             )
         warnings = [f"corrupt, set aside: {problem}" for problem in self.problems]
-        # what allow_changed may allow
+        # options that were changed since
         warnings += compare.changes_since(self.cfg, self.folder)
-        catalog.rename_unused(self.root, self.start, self.corrupt)
+        catalog.set_aside(self.root, self.start, self.corrupt)
         warnings += catalog.remove_unfinished(self.root)
         if self.saver and self.start < self.cfg.train.steps:
             try_disk(self.root)

@@ -34,9 +34,9 @@ def starting_point(
 def changed_options(
     cfg: config.Config, folder: pathlib.Path, words: tuple[str, ...] = ("fixed",)
 ) -> dict[str, tuple[str, str]]:
-    """{option: (value in the checkpoint, value now)}, as text, of the options of these words of
-    Resume that differ. An option that the checkpoint does not mention had its default. None differ
-    from step 0."""
+    """{option: (value in the checkpoint, value now)}, as text, of the options whose value
+    changed and whose `resume` is among `words`. An option that the checkpoint does not mention had
+    its default. Empty without a checkpoint."""
     if not folder.is_dir():
         return {}
     before = stated(config.values_of(read_state(folder)["config"]))
@@ -76,7 +76,7 @@ def as_text(value: Any) -> str:
 
 def check_same_run(cfg: config.Config, folder: pathlib.Path, evaluating: bool = False) -> None:
     """Raises ConfigError naming every fixed option that differs from the checkpoint's, unless
-    checkpoint.allow_changed names it. evaluating: of those, what the model computes."""
+    checkpoint.allow_changed names it. evaluating: compares only what the forward pass computes with."""
     problems = []
     not_computed = ("model.freeze", "model.init_from")
     for name, (before, now) in changed_options(cfg, folder).items():
@@ -98,8 +98,8 @@ def allowed_changes(settings: config.Checkpoint | None) -> tuple[str, ...]:
 
 
 def changes_since(cfg: config.Config, folder: pathlib.Path) -> list[str]:
-    """A line for the log, or none: what makes another run of this one, because it is allowed or a
-    recipe's."""
+    """A line for the log with the changed options, fixed ones that are allowed and logged ones; or
+    none."""
     changes = changed_options(cfg, folder, ("fixed", "logged"))
     if cfg.optim.schedule_steps or cfg.optim.schedule == "constant":
         changes.pop("train.steps", None)  # without these the learning rate's schedule ends there

@@ -452,8 +452,8 @@ class Profile(Section):
 
 @dataclass(frozen=True)
 class Config:
-    """A configuration. The first word is what a resume may do with the options of a section that do
-    not say it: an option that a fork adds to [model] is compared, one of [parallel] is not."""
+    """A configuration. section()'s argument is the `resume` of its options that declare none: an
+    option that a fork adds to [model] is compared at a resume, one of [parallel] is not."""
 
     run: Run = section("free")
     model: Model = section("fixed")

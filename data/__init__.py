@@ -1,8 +1,8 @@
 """What training reads: token files, which tools/prepare/ makes of text.
 
-tokens           token files as streams
-mixture, order   sample number -> source -> window
-folder           the folder of a source: its name and its manifest.json
-dataset, loader  all of these together: sample number -> tokens; step -> batch
-tokenizer, tokenizer_json   text <-> token ids, for tools; training reads ids alone
+folder.py   where a source's folder of token files is, and what its manifest.json says
+tokens.py   token files read as one stream
+order.py    sample number -> source -> window
+dataset.py  sample number -> tokens; what a fork's own data replaces
+loader.py   step -> this rank's batch
 """

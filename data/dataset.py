@@ -15,7 +15,13 @@ import numpy as np
 
 import config
 from config import ConfigError
-from data.folder import check_identity, identity, manifest_of, prepare_command, source_folders
+from data.folder import (
+    check_matches_options,
+    identity,
+    manifest_of,
+    prepare_command,
+    source_folders,
+)
 from data.order import Mixture, SamplePosition, SourceOrder
 from data.tokens import Span, TextStream, stream_of
 
@@ -64,7 +70,7 @@ class Dataset(Protocol):
         return []
 
 
-class SourceReader:
+class OpenSource:
     """The folder of one source."""
 
     def __init__(
@@ -82,7 +88,7 @@ class SourceReader:
         self.number = number
         self.seq_len = seq_len
         self.manifest = manifest_of(folder)
-        check_identity(folder, self.manifest, identity(data, vocab_size))
+        check_matches_options(folder, self.manifest, identity(data, vocab_size))
         if not self.manifest["complete"]:
             raise ConfigError(f"{folder}: is not complete; {prepare_command()} prepares the rest")
         # what tells it from another
@@ -151,10 +157,10 @@ class PreparedDataset(Dataset):
         self.data = cfg.data
         self.seq_len = cfg.train.seq_len
         self.mixture = Mixture([source.weight for source in cfg.data.sources] or [1.0])
-        self.sources: list[SourceReader] = []
+        self.sources: list[OpenSource] = []
         folders = source_folders(cfg.data, cfg.model.vocab_size)
         for number, (folder, options) in enumerate(folders):
-            source = SourceReader(
+            source = OpenSource(
                 folder, options, number, cfg.model.vocab_size, self.seq_len, cfg.run.seed
             )
             if train:

@@ -1,4 +1,4 @@
-"""The folder of a source's token files: which one it is, and its manifest.json.
+"""Locates a source's folder of token files, and reads its manifest.json.
 
 A source is a folder that has a manifest, or text that tools/prepare/ makes into one, named
 prepared/{source}-{hash of the options that determine it}/. The manifest:
@@ -7,7 +7,7 @@ prepared/{source}-{hash of the options that determine it}/. The manifest:
     files, revision   of the source: [path, bytes, mtime] of each; commit of a Hugging Face dataset.
                       Imported ones: [path, bytes, mtime in ns, sample_hash()] of each token file
     validation_files  the same of data.validation
-    tokenizer         its hash: data/tokenizer.py; chat_template: that of conversations
+    tokenizer         its hash (tools/prepare/tokenizer.py); chat_template: that of conversations
     vocab_size, dtype of the ids: "uint16" or "int32"
     complete          whether all text is prepared, and the manifest final:
 
@@ -16,7 +16,8 @@ prepared/{source}-{hash of the options that determine it}/. The manifest:
                       bytes of the documents' texts] of each; the last three may be null. Paths are
                       relative to the folder, or absolute; dtypes little-endian, of any integers
     tokens            of "train" and "heldout"
-    left_out          rows of which the tokenizer made nothing; rows, wrong: with data.bad_rows
+    rows, wrong       rows that were read, and those that data.bad_rows left out
+    left_out          rows of which the tokenizer made no token
     unknown           tokens that stand for what the vocabulary lacks
     sha256            of the hashes of all token files: tells the tokens from others
 
@@ -120,7 +121,7 @@ def identity(data: config.Data, vocab_size: int) -> dict[str, Any]:
     return entries | {"version": FORMAT}
 
 
-def check_identity(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) -> None:
+def check_matches_options(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) -> None:
     """Raises ConfigError naming every option in which a prepared folder differs from its source's
     configuration. now: identity() of that."""
     before = manifest["identity"]
@@ -141,8 +142,7 @@ def check_identity(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) ->
 
 
 def check_named(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) -> None:
-    """Raises ConfigError if options say something else than what a folder was prepared with that is
-    a source itself."""
+    """Raises ConfigError if options contradict how a prepared folder, named as data.source, was made."""
     before = manifest["identity"] or {}
     tokens = sum(length for _path, _dtype, length, *_ in manifest["token_files"]["train"])
     for name in ("max_tokens", "validation", "format", "messages_field"):

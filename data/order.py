@@ -1,8 +1,8 @@
 """Which text each sample of a run is: a closed form of the sample's number, so that the number of
 samples read is the only state. Nothing depends on the number of ranks.
 
-The mixture says which source a sample comes from, and that it is the source's sample k; a mixture
-of one source is the rule, not an exception. An epoch of a source is a permutation of its windows.
+The mixture maps the number of a sample of the run to a source, and to the number of a sample of
+that source. A single source is a mixture of one. An epoch of a source is a permutation of its windows.
 Window w of a stream is tokens w*S ... w*S+S: S inputs and their targets, shifted by one. S: sequence
 length (train.seq_len).
 """

@@ -33,8 +33,8 @@ class TextStream(Protocol):
         ...
 
     def documents(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """(first token, one past the last) of each document, of which tokens start ... stop-1
-        alone, in order. Raises ConfigError."""
+        """(first token, one past the last) of each document that overlaps tokens start ... stop-1,
+        clipped to them, in order. Raises ConfigError."""
         ...
 
     def text_bytes(self, tokens: int) -> float:
@@ -144,7 +144,8 @@ class TokenStream:
         return list(itertools.pairwise([*begins, stop]))
 
     def text_bytes(self, tokens: int) -> float:
-        """Counted by document when the text was prepared. Of one that is cut, its tokens' share."""
+        """Counted by document when the text was prepared. A document that is cut counts in
+        proportion to its tokens."""
         total = 0.0
         for file, _, stop in self._ranges(0, tokens):
             if not (file.ends and file.text_bytes):

@@ -1,6 +1,6 @@
 """torchrun without its reports: the launcher prints the root cause, and nothing should bury it.
 
-Takes torchrun's arguments (command.py). On a signal torchrun hands it to its ranks and waits for
+Takes torchrun's arguments (ranks.py). On a signal torchrun hands it to its ranks and waits for
 them.
 """
 
@@ -37,7 +37,7 @@ def main() -> None:
     try:
         run()
     except SignalException:
-        pass  # the ranks have ended; how, stands in their files. srun would kill those of other nodes
+        pass  # exits with 0: the error files say how the ranks ended, and srun kills the other nodes else
     except ChildFailedError as error:
         _, first = error.get_first_failure()
         for rank, failure in error.failures.items():

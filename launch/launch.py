@@ -40,7 +40,7 @@ from launch.follower import followed
 from launch.ranks import Ranks, requeue
 from run.begin import ATTEMPT, CONFIG, resume_newest
 from run.folder import ENDING_SECONDS, RunLock, lock, read_status
-from run.watchdog import BEFORE, EXITED, ErrorFile, read_error_files
+from run.watchdog import BEFORE, EXITED, RankState, read_rank_states
 from system import die_with_parent, print_error, print_line, python_command, visible_gpus
 
 PREPARE = (
@@ -56,10 +56,10 @@ def launch(argv: list[str]) -> int:
     ranks, cfg = together(Ranks.from_environment, lambda: config.load(args.config, args.overrides))
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and not args.eval_only:
         cfg = resume_newest(cfg)
-    launcher = Launcher(cfg, ranks, argv)
+    supervisor = Supervisor(cfg, ranks, argv)
     start = check(cfg, ranks, args.eval_only)
     if args.eval_only:
-        return launcher.evaluate()
+        return supervisor.evaluate()
     folder = config.run_folder(cfg.run)
     if start >= cfg.train.steps and read_status(folder).get("state") == "finished":
         print_line(f"{folder}: finished; train.steps = {cfg.train.steps} asks for no more")
@@ -67,9 +67,9 @@ def launch(argv: list[str]) -> int:
     check_folder(folder)
     prepare(cfg, ranks.job, argv)
     with followed(cfg, argv):
-        code = launcher.train()
-        if code == STOPPED and ranks.job and launcher.end:
-            requeue(ranks.job, launcher.end)
+        code = supervisor.train()
+        if code == STOPPED and ranks.job and supervisor.end:
+            requeue(ranks.job, supervisor.end)
     return code
 
 
@@ -86,9 +86,9 @@ def check(cfg: Config, ranks: Ranks, evaluates: bool = False) -> int:
 
 
 def prepare(cfg: Config, job: str, words: list[str]) -> None:
-    """Prepares the text, or compares that which is prepared with its source's files, in a process of
-    its own. Raises ConfigError if that fails, and in a SLURM job, whose GPUs would idle meanwhile,
-    if there is text to prepare. job: its id. words: the command line."""
+    """Prepares the data in a process of its own, or checks there that prepared data is up to date.
+    Raises ConfigError if that fails and, in a SLURM job, whose GPUs would idle meanwhile, if there
+    is text to prepare. job: its id. words: the command line."""
     is_ready = is_prepared(cfg.data, cfg.model.vocab_size)
     if not importlib.util.find_spec("tools"):
         if is_ready:
@@ -136,7 +136,7 @@ def check_folder(folder: pathlib.Path) -> None:
         lock(folder, seconds=3).release()  # the ranks of a killed launcher may be about to end
 
 
-class Launcher:
+class Supervisor:
     """Starts the ranks, and restarts them after a failure that may pass. An attempt is one start."""
 
     def __init__(self, cfg: Config, ranks: Ranks, words: list[str]):
@@ -152,7 +152,7 @@ class Launcher:
         self.id = ""
         self.folder = pathlib.Path()  # of its configuration and the ranks' error files
         self.is_retryable = True  # a restart may help
-        self.end: ErrorFile | None = None  # of a rank that has ended well
+        self.end: RankState | None = None  # of a rank that has ended well
 
     def train(self) -> int:
         """The exit code of the last attempt."""
@@ -221,7 +221,7 @@ class Launcher:
     def outcome(self, returned: int) -> int:
         """The attempt's exit code. After a failure prints the root cause, below the output of all
         ranks, and writes the status, which they may have been unable to. returned: by run()."""
-        ranks = read_error_files(self.folder)
+        ranks = read_rank_states(self.folder)
         has_begun = any(rank.phase not in BEFORE for rank in ranks)
         failed = [rank for rank in ranks if rank.text]
         self.end = next((rank for rank in ranks if rank.phase == EXITED), None)
@@ -251,7 +251,7 @@ class Launcher:
             run_lock.write_status("failed", step, exit_code=code)
             run_lock.release()
 
-    def _print_root_cause(self, ranks: list[ErrorFile], code: int) -> None:
+    def _print_root_cause(self, ranks: list[RankState], code: int) -> None:
         """Prints why the ranks failed, the root cause last."""
         failed = [rank for rank in ranks if rank.text]
         if not failed:

@@ -37,8 +37,8 @@ SLOW_PHASES = ("start", "first step", "first evaluation batch", "end")
 
 
 class StopFlag:
-    """What all ranks agree on in each step: one all-reduce on the host, which never waits for the
-    device."""
+    """Whether a signal stops all ranks: all-reduced in each step, with the count of targets, on the
+    host, which does not wait for the device."""
 
     def __init__(self) -> None:
         self.received = 0  # the signal that this rank knows of, by its number
@@ -118,7 +118,7 @@ class Run:
         attempt = self.attempt.name.removeprefix(".attempt-") if self.attempt else None
         run_lock = RunLock(self.folder, attempt)
         run_lock.acquire(ENDING_SECONDS)
-        warnings = checkpointer.clean_up()
+        warnings = checkpointer.prepare_folder()
         for folder in self.folder.glob(".attempt-*"):
             if folder.name != f".attempt-{attempt}":  # its launcher was killed
                 shutil.rmtree(folder, ignore_errors=True)
@@ -126,7 +126,7 @@ class Run:
         for path in checkpointer.dataset.tokenizer_files:
             write_if_possible(self.folder / path.name, path.read_bytes())
         metrics.drop_rows(self.folder / "metrics.jsonl", self.start)
-        # the last: what follows a run reads the others from then on
+        # last: the follower reads the other files once it sees the status
         run_lock.write_status("running", self.step)
         self.run_lock = run_lock
         return warnings
@@ -149,8 +149,8 @@ class Run:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Gives its body a timeout, and its name in an error file. Adds its time to `seconds`.
-        After an exception the phase stays the current one, for that file."""
-        # else work that is queued on the GPU would count as theirs
+        On an exception the phase stays, so that the error file names it."""
+        # so that work that is queued on the GPU does not count as theirs
         if name in ("evaluation", "save"):
             torch.get_device_module(self.world.device).synchronize()
         began = time.perf_counter()

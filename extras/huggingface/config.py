@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, NamedTuple
 
-from config import SCHEMA, ConfigError, RawConfig, convert, toml
+from config import SCHEMA, ConfigError, GivenOptions, convert, toml
 from extras.huggingface import hub
 
 # our option in [model] -> key in config.json
@@ -274,7 +274,7 @@ def _fit(path: pathlib.Path, entries: dict[str, Entry]) -> tuple[dict[str, Any],
 # Filling in a configuration
 
 
-def fill_in(given: RawConfig) -> None:
+def fill_in(given: GivenOptions) -> None:
     """Fills in options of [model] and [lora] from the folders that their init_from name; options
     that are given must agree. Pins ids of the hub to a commit. Raises ConfigError if a
     folder cannot be read."""
@@ -294,7 +294,7 @@ def fill_in(given: RawConfig) -> None:
         _fill_in_tokenizer(given)
 
 
-def _fill_in_model(given: RawConfig) -> None:
+def _fill_in_model(given: GivenOptions) -> None:
     values = given.values
     try:
         hub.pin(given, "model.init_from")
@@ -327,7 +327,7 @@ def _fill_in_model(given: RawConfig) -> None:
     _take_over(given, path, theirs, KEYS, advice)
 
 
-def _fill_in_adapter(given: RawConfig) -> None:
+def _fill_in_adapter(given: GivenOptions) -> None:
     # a run's own config.toml is complete: resuming from a checkpoint needs no folder
     if {f"lora.{key}" for key in ADAPTER_KEYS} <= given.values.keys():
         return
@@ -351,7 +351,7 @@ def _fill_in_adapter(given: RawConfig) -> None:
         raise ConfigError(*problems)
 
 
-def _fill_in_tokenizer(given: RawConfig) -> None:
+def _fill_in_tokenizer(given: GivenOptions) -> None:
     """Makes the tokenizer of model.init_from the data's, if none is given and it has one. Not of a
     run that was begun without: its data has another tokenizer, and it resumes with that."""
     if "data.tokenizer" in given.values:
@@ -367,7 +367,11 @@ def _fill_in_tokenizer(given: RawConfig) -> None:
 
 
 def _take_over(
-    given: RawConfig, path: pathlib.Path, theirs: dict[str, Any], keys: dict[str, str], advice: str
+    given: GivenOptions,
+    path: pathlib.Path,
+    theirs: dict[str, Any],
+    keys: dict[str, str],
+    advice: str,
 ) -> None:
     """Adds a file's options to the given ones; one that is given must be equal.
 
@@ -388,7 +392,7 @@ def _take_over(
         )
 
 
-def _normalize_adapter(given: RawConfig) -> None:
+def _normalize_adapter(given: GivenOptions) -> None:
     """Gives a run with adapters one spelling: alpha is set, targets are in order, paths are
     absolute.
 

@@ -136,7 +136,7 @@ def test_corrupt_checkpoint_is_named_and_the_previous_one_used(
     printed = capsys.readouterr().out
     assert words in printed
     assert "2 good, 1 bad" in printed
-    catalog.rename_unused(root_of(cfg), start, corrupt)
+    catalog.set_aside(root_of(cfg), start, corrupt)
     assert saved(cfg) == [10, 20]
     assert names_in(cfg)[-1].endswith(".corrupt")
 
@@ -239,14 +239,14 @@ def test_disk_that_cannot_hold_a_checkpoint_is_found_before_training(world, tmp_
     cfg = run_config(tmp_path, train={"steps": 4})
     folder = config.run_folder(cfg.run)
     folder.mkdir()
-    Checkpointer(cfg, world, no_data(cfg)).clean_up()
+    Checkpointer(cfg, world, no_data(cfg)).prepare_folder()
     assert names_in(cfg) == []  # of a good disk
     refused = mock.patch.object(os, function, side_effect=OSError(errno.ENOTSUP, "not supported"))
     with refused, pytest.raises(save.SaveFailed, match="its disk cannot .*: not supported"):
-        Checkpointer(cfg, world, no_data(cfg)).clean_up()
+        Checkpointer(cfg, world, no_data(cfg)).prepare_folder()
     make_checkpoint(cfg, 4)
     with refused:
-        Checkpointer(cfg, world, no_data(cfg)).clean_up()  # which saves no more
+        Checkpointer(cfg, world, no_data(cfg)).prepare_folder()  # which saves no more
 
 
 @pytest.mark.quick
@@ -292,7 +292,7 @@ def test_later_and_unfinished_checkpoints_are_moved_away(tmp_path):
     make_checkpoint(cfg, 10)
     for _ in range(2):
         make_checkpoint(cfg, 20)
-        catalog.rename_unused(root_of(cfg), 10, {})
+        catalog.set_aside(root_of(cfg), 10, {})
     names = ["step-00000010", "step-00000020.1.superseded", "step-00000020.superseded"]
     assert names_in(cfg) == names
     for name in (".step-1.tmp", "mine.tmp", ".step-00000010.tmp", ".step-00000030.1.tmp"):
@@ -325,10 +325,10 @@ def test_checkpoint_of_another_run_meanwhile_is_not_set_aside(world, tmp_path):
     late = Checkpointer(cfg, world, no_data(cfg))
     make_checkpoint(cfg, 2)
     with refuses("another run has used this folder"):
-        late.clean_up()
+        late.prepare_folder()
     catalog.temporary_of(root_of(cfg), 3).mkdir()
     resumed = run_config(tmp_path, checkpoint={"resume": 1})
-    Checkpointer(resumed, world, no_data(resumed)).clean_up()
+    Checkpointer(resumed, world, no_data(resumed)).prepare_folder()
     assert names_in(cfg) == ["step-00000001", "step-00000002.superseded"]
 
 

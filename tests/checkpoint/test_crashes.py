@@ -147,7 +147,7 @@ def step_after(tree: Tree, folder: pathlib.Path, wrote: dict[int, dict[str, str]
         optimizer = build_optimizer(model, cfg.optim)
         restore(catalog.path_of(root, step), model, optimizer)
         assert hashes(tensors_of(model, optimizer)) == wrote[step]
-    catalog.rename_unused(root, step, corrupt)
+    catalog.set_aside(root, step, corrupt)
     assert catalog.remove_unfinished(root) == []
     assert [path for path in folder.rglob("*") if "tmp" in path.name] == []
     return step
@@ -236,7 +236,7 @@ def test_ranks_agree_though_one_sees_an_old_listing(world, tmp_path):
         wrote = saves.save(3)
         assert catalog.steps(root) == ([2] if world.rank else [2, 3])
         checkpointer = Checkpointer(cfg, world, no_data(cfg))
-        on_rank_zero(checkpointer.clean_up)
+        on_rank_zero(checkpointer.prepare_folder)
         assert (checkpointer.start, checkpointer.corrupt) == (3, {})
         restore(checkpointer.folder, saves.model, saves.optimizer)
         assert hashes(tensors_of(saves.model, saves.optimizer)) == wrote

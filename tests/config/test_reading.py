@@ -12,7 +12,7 @@ import config
 from config import ConfigError
 from config.help import help_text
 from config.option import Schema, option, section
-from config.read import RawConfig
+from config.read import GivenOptions
 from tests.conftest import make_config, refuses, shipped_configs, tables
 
 pytestmark = pytest.mark.quick
@@ -182,13 +182,13 @@ class Fork:
 def test_an_option_is_one_declaration():
     """Read from a file and the command line, shown, compared on resume, refused."""
     schema = Schema(Fork)
-    given = RawConfig(schema, "t.toml")
+    given = GivenOptions(schema, "t.toml")
     given.read({"model": {"activation": "relu2"}}, ["--model.bits=4"])
     assert given.build() == Fork(Forked(bits=4, activation="relu2"))
     assert {option.resume for option in schema.options.values()} == {"fixed"}
     shown = help_text(schema=schema)
     assert tomli.loads(shown.replace("absent", "0")) == {"model": {"bits": 0, "activation": "silu"}}
-    given = RawConfig(schema, "t.toml")
+    given = GivenOptions(schema, "t.toml")
     given.read({"model": {"activatoin": "relu2", "activation": "gelu"}}, ["--model.bits=5"])
     with refuses("mean model.activation", '"gelu"', '"silu" or "relu2"', "bits = 5"):
         given.build()

@@ -15,7 +15,7 @@ import config
 from launch import launch
 from launch.agent import report_wait
 from launch.ranks import Ranks, first_host, requeue
-from run.watchdog import EXITED, ErrorFile
+from run.watchdog import EXITED, RankState
 from system import lock
 from tests.conftest import REPO, make_config, refuses
 from tests.conftest import launch as launch_run
@@ -228,6 +228,7 @@ def test_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch, make, word
 
 @pytest.mark.quick
 def test_job_does_not_prepare_text_for_which_its_ranks_would_wait():
+    pytest.importorskip("tools.prepare")
     with refuses("none is inside a job: ./run_train.sh -m prepare c.toml --run.seed=3 prepares it"):
         launch.prepare(make_config(), "7", ["c.toml", "--run.seed=3"])
 
@@ -272,7 +273,7 @@ def outcome(
     """(exit code, status) of a launch whose ranks end so."""
     cfg = make_config(run={"name": "r", "output_dir": str(folder)}, checkpoint={"resume": 7})
     ranks: Any = FakeRanks([*attempts], restarts)
-    code = launch.Launcher(cfg, ranks, []).train()
+    code = launch.Supervisor(cfg, ranks, []).train()
     status = folder / "r/status.json"
     return code, json.loads(status.read_text()) if status.exists() else {}
 
@@ -371,7 +372,7 @@ def test_job_is_requeued_ahead_of_its_limit_and_when_preempted(
         return (0, shown) if "show" in command else (fails, "")
 
     monkeypatch.setattr(subprocess, "getstatusoutput", run)
-    requeue("7", ErrorFile(**error_file(0, step=4 + trained, start=4, signal=signal)))
+    requeue("7", RankState(**error_file(0, step=4 + trained, start=4, signal=signal)))
     assert f"job 7 stopped; {line}" in capsys.readouterr().err.replace(
         "unless SLURM requeues it, ", ""
     )

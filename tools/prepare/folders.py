@@ -20,7 +20,7 @@ from config import ConfigError
 from data.folder import (
     MANIFEST,
     STDLIB,
-    check_identity,
+    check_matches_options,
     common_tokenizer,
     identity,
     manifest_of,
@@ -53,8 +53,7 @@ def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
 
 
 def beside(folder: pathlib.Path) -> str:
-    """The option that prepares anew next to a folder or, of one that folder_name() names, next to
-    those of all sources, for a message."""
+    """A --data.path that is free, for a message that suggests to prepare anew."""
     if re.fullmatch(r".*-[0-9a-f]{12}", folder.name) and folder.parent.name:
         folder = folder.parent
     number = 2
@@ -85,7 +84,7 @@ def create_folders(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Pat
                     create(folder, source, vocab_size)
         manifest = manifest_of(folder)
         if manifest["identity"]:  # else another program wrote it
-            check_identity(folder, manifest, identity(source, vocab_size))
+            check_matches_options(folder, manifest, identity(source, vocab_size))
             check_contents(folder, manifest, source)
             check_files(folder, manifest, files_now)
     return sources

@@ -1,4 +1,4 @@
-"""What a row of a source is, by data.format. Asked here alone."""
+"""Chooses what a source's rows are, by data.format: texts or conversations."""
 
 import json
 

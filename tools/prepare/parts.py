@@ -230,7 +230,7 @@ class TokenWriter:
 
 
 def hold_out_end(train: TokenWriter, heldout: TokenWriter, whole_documents: bool) -> None:
-    """Moves the last hundredth of the tokens; whole_documents: and what else of a document."""
+    """Moves the last hundredth of the tokens; whole_documents: from the beginning of a document."""
     first = max(0, train.tokens - last_hundredth(train.tokens))
     borders = array.array("q", [0, *train.ends])
     number = max(0, bisect.bisect_right(borders, first) - 1)  # of the document that is cut

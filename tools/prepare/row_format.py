@@ -1,7 +1,5 @@
-"""What a row of a source is: a text or, behind data.format, a conversation. Asked here alone.
-
-Whoever reads, tokenizes, stores or prints rows asks row_format(data) for what depends on it.
-"""
+"""What depends on the kind of a source's rows: here texts. formats.py chooses; conversations are in
+chat/rows.py."""
 
 import array
 import functools

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save
 
 import config
-from config import ConfigError, RawConfig
+from config import ConfigError, GivenOptions
 from extras.huggingface import config as hf_config
 from extras.huggingface import hub
 from extras.huggingface.weights import hf_name, shapes
@@ -250,6 +250,6 @@ def test_an_id_is_pinned_to_the_run_s_commit_or_the_newest(
         (tmp_path / "r/config.toml").write_text(f'[data]\ntokenizer = "{recorded}"\n')
     monkeypatch.setattr(hub, "snapshot", lambda name, files: pathlib.Path(NEWEST))
     values = {"run.output_dir": str(tmp_path), "run.name": "r", "data.tokenizer": given}
-    options = RawConfig(config.SCHEMA, "x.toml", values, {"data.tokenizer": "x.toml"})
+    options = GivenOptions(config.SCHEMA, "x.toml", values, {"data.tokenizer": "x.toml"})
     hub.pin(options, "data.tokenizer")
     assert options.values["data.tokenizer"] == expected
