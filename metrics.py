@@ -133,19 +133,20 @@ class Recorder:
         batch: Any,
         sums: dict[str, torch.Tensor],
         scalars: dict[str, Any],
+        stopping: bool = False,
     ) -> None:
         """Counts a step. If a row is due, waits for the device, gathers every rank's figures and
         writes the row.
 
         progress: after the step; batch: a data.loader.Batch; sums, scalars (or dictionaries of
-        them): as training_step() returns them.
+        them): as training_step() returns them; stopping: whether the run stops after this step.
         """
         step = progress.step
         self.steps += 1
         if batch.valid_tokens:  # else the sum holds no loss, only a block's terms, if any
             self.loss = self.loss + sums["loss"]
             self.valid_tokens += batch.valid_tokens
-        if self._is_due(step):
+        if stopping or self._is_due(step):
             row = self._train_row(progress, batch, sums, scalars)
             if self.rows:
                 self.rows.write(row)
@@ -179,6 +180,7 @@ class Recorder:
         row = {
             "kind": "train",
             "step": progress.step,
+            "steps": self.steps,
             # of this step: the loss and a block's terms, over its tokens
             **{name: ratio(totals[name], batch.valid_tokens) for name in sums},
             # of all steps since the last row, over their tokens
@@ -259,7 +261,7 @@ class Rows:
         try:
             for key, value in config.flatten(row).items() if self.board else ():
                 is_number = isinstance(value, int | float) and math.isfinite(value)
-                if is_number and key not in ("step", "batch_digest"):
+                if is_number and key not in ("step", "steps", "batch_digest"):
                     self.board.add_scalar(f"{row['kind']}/{key}", value, row["step"])
         except Exception as error:  # it re-raises whatever its writer thread raised
             self.board = None

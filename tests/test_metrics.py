@@ -44,13 +44,18 @@ def recorder_of(
 
 
 def log_step(
-    recorder: Recorder, step: int, loss: float = 0.0, valid_tokens: int = 1, digest: int = 0
+    recorder: Recorder,
+    step: int,
+    loss: float = 0.0,
+    valid_tokens: int = 1,
+    digest: int = 0,
+    stopping: bool = False,
 ) -> None:
     """Counts a step with this sum of its tokens' losses on this rank."""
     batch = SimpleNamespace(digest=digest, valid_tokens=valid_tokens)
     scalars = {"grad_norm": torch.tensor(0.5), "lr": 0.1}
     progress = Progress(step, samples=step, tokens=10 * step)
-    recorder.log_step(progress, batch, {"loss": torch.tensor(loss)}, scalars)
+    recorder.log_step(progress, batch, {"loss": torch.tensor(loss)}, scalars, stopping)
 
 
 def figures_of(folder: pathlib.Path, *names: str) -> list[tuple]:
@@ -204,13 +209,14 @@ def test_times_leave_out_what_is_not_training(tmp_path, monkeypatch):
 
 @pytest.mark.quick
 def test_loss_is_the_steps_and_its_mean_that_of_all_since_the_last_row(tmp_path):
-    """A step without a target has none, whatever its sum holds, and leaves the mean alone."""
+    """A step without a target has none, whatever its sum holds, and leaves the mean alone. Also
+    where a stop ends a row."""
     losses = [(math.nan, 0), (6.0, 2), (10.0, 4), (8.0, 5), (7.0, 0)]
-    recorder = recorder_of(make_config(train={"steps": 5}, log={"every_steps": 3}), tmp_path)
+    recorder = recorder_of(make_config(train={"steps": 9}, log={"every_steps": 3}), tmp_path)
     for step, (total, count) in enumerate(losses, 1):
-        log_step(recorder, step, total, count)
-    shown = figures_of(tmp_path, "step", "loss", "loss_mean", "epochs")
-    assert shown == [(1, None, None, 0.01), (3, 2.5, 16 / 6, 0.03), (5, None, 1.6, 0.05)]
+        log_step(recorder, step, total, count, stopping=step == 5)
+    shown = figures_of(tmp_path, "step", "steps", "loss", "loss_mean", "epochs")
+    assert shown == [(1, 1, None, None, 0.01), (3, 2, 2.5, 16 / 6, 0.03), (5, 2, None, 1.6, 0.05)]
 
 
 @pytest.mark.parametrize(
