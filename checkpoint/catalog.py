@@ -189,12 +189,20 @@ def candidates(
 # What to keep. Rank 0 only, under the run's lock.
 
 
-def rename_unused(root: pathlib.Path, step: int, corrupt: Iterable[int]) -> None:
-    """Renames the checkpoints after the step that training resumes from, and the corrupt ones."""
+def rename_unused(root: pathlib.Path, step: int, corrupt: Iterable[int]) -> list[str]:
+    """Renames the checkpoints after the step that training resumes from, and the corrupt ones.
+    Returns a line on the former, if there are any."""
+    superseded = []
     for other in steps(root):
-        if other in corrupt or other > step:
-            folder = path_of(root, other)
-            folder.rename(unused_name(folder, "corrupt" if other in corrupt else "superseded"))
+        folder = path_of(root, other)
+        if other in corrupt:
+            folder.rename(unused_name(folder, "corrupt"))
+        elif other > step:
+            superseded.append(folder.rename(unused_name(folder, "superseded")).name)
+    if not superseded:
+        return []
+    names = ", ".join(superseded)
+    return [f"{root}: resuming after step {step}, set aside, and never removed: {names}"]
 
 
 def remove(root: pathlib.Path, step: int) -> list[str]:
