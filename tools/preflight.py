@@ -41,6 +41,17 @@ def open_files(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
         )
 
 
+def file_size(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
+    """The limit of a file's size against a rank's part of a checkpoint, which is one file."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    needed = checkpoint_bytes(cfg) / ranks.total
+    if cfg.checkpoint and limit != resource.RLIM_INFINITY and needed > limit:
+        yield (
+            f"RLIMIT_FSIZE = {limit}: each rank saves {needed:,.0f} bytes and more in a file; raise "
+            "it: ulimit -f unlimited"
+        )
+
+
 def first_node(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
     """A job's other nodes connect to its first, which runs this process, by SLURM's name for it."""
     if ranks.nodes == 1 or not ranks.job:
@@ -128,7 +139,7 @@ def main(argv: list[str]) -> int:
         return 0
     checks = [open_files, first_node]
     if not args.eval_only:  # which writes nothing
-        checks.append(disk)
+        checks += [disk, file_size]
     problems = [problem for check in checks for problem in check(cfg, ranks)]
     if problems:
         raise ConfigError(*problems)

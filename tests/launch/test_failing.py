@@ -1,7 +1,6 @@
 """A failure of a rank: the exit code, the root cause as the last lines, and what is started again."""
 
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -99,8 +98,9 @@ def test_full_disk_costs_checkpoints_and_the_last_one_the_exit_code(launched, wr
 
     path = write_config("r", checkpoint={"save_every_steps": 2})
     done = subprocess.run(
-        [REPO / "run_train.sh", path, "--model.ffn_dim=800"],
-        env={**os.environ, "PYTHON": sys.executable},
+        # not by run_train.sh, whose preflight refuses it
+        [sys.executable, "-m", "launch.launch", path, "--model.ffn_dim=800"],
+        cwd=REPO,
         capture_output=True,
         text=True,
         preexec_fn=limit,

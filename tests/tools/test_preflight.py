@@ -29,6 +29,17 @@ def test_open_files_of_many_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "checkpoint, share, refused", [({}, 0.9, True), ({}, 1.1, False), (None, 0, False)]
+)
+def test_size_of_a_file(monkeypatch, checkpoint, share, refused):
+    cfg = make_config(checkpoint=checkpoint)
+    limit = share * preflight.checkpoint_bytes(cfg) / 8
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, resource.RLIM_INFINITY))
+    problems = [*preflight.file_size(cfg, Ranks(1, 8, 0, ""))]
+    assert bool(problems) == refused and all("ulimit -f" in text for text in problems)
+
+
+@pytest.mark.parametrize(
     "keep_last, free, existing, outcome",
     [
         (2, 3.1, 0, "fits"),
