@@ -20,7 +20,7 @@ import system
 from data.dataset import Dataset
 from model.build import meta_model
 from model.llama import Llama, flops_per_token, parameter_count
-from optim import Progress
+from optim import Progress, add_counts
 from parallel.mesh import World
 from parallel.ranks import all_gather_objects, on_rank_zero
 
@@ -75,6 +75,8 @@ class Recorder:
         remaining_steps = max(0, cfg.train.steps - progress.step)
         # read when all steps are trained
         self.samples = progress.samples + remaining_steps * cfg.train.global_batch_size
+        remaining = dataset.by_source(progress.samples, self.samples)
+        self.samples_by_source = add_counts(progress.samples_by_source, remaining)
         self.dataset = dataset
         self.flops_per_token = flops_per_token(meta_model(cfg.model, cfg.lora), cfg.train.seq_len)
         self.seconds = seconds
@@ -104,7 +106,8 @@ class Recorder:
             origin = f"from the weights of {cfg.model.init_from}"
         else:
             origin = "from fresh weights"
-        origin = f"{shown_epochs(self.dataset.epochs(self.samples))}{steps:,} steps; {origin}"
+        epochs = self.dataset.epochs(self.samples, self.samples_by_source)
+        origin = f"{shown_epochs(epochs)}{steps:,} steps; {origin}"
         mesh = f"{world.dp_replicate} replicas x {world.dp_shard} shards"
         if world.cp * world.tp > 1:
             mesh += f" x cp {world.cp} x tp {world.tp}"
@@ -190,7 +193,7 @@ class Recorder:
             "tokens_per_second_per_device": rate,
             "mfu": rate * self.flops_per_token / peak if peak else None,
             **figures,  # of rank 0
-            "epochs": self.dataset.epochs(progress.samples),
+            "epochs": self.dataset.epochs(progress.samples, progress.samples_by_source),
         }
         row["batch_digest"] = digest % config.DIGEST_MODULUS
         return row

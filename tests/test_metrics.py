@@ -22,6 +22,7 @@ import torch
 import config
 import metrics
 import run.environment
+from data.dataset import Dataset
 from metrics import Recorder, Rows, console_line, read_rows
 from model.build import meta_model
 from optim import Progress
@@ -38,7 +39,9 @@ def recorder_of(
 ) -> Recorder:
     """A recorder of a rank, by default the only one, on a CPU. An epoch has 100 samples, a step one."""
     ours: Any = SimpleNamespace(**{**ALONE, "device": CPU, **world})
-    dataset: Any = SimpleNamespace(epochs=lambda samples: samples / 100, notes=lambda: ["a note"])
+    dataset: Any = mock.Mock(Dataset, epochs=lambda samples, _: samples / 100)
+    dataset.by_source.return_value = {}
+    dataset.notes.return_value = ["a note"]
     progress = Progress(step=start, samples=start)
     return Recorder(cfg, ours, folder, progress, dataset, seconds or Counter())
 
@@ -303,7 +306,7 @@ def test_start_of_a_run_is_logged(tmp_path, monkeypatch, caplog):
     sizes = {"dp_replicate": 2, "dp_shard": 3, "dp_size": 6, "tp": 2, "size": 12}
     recorder = recorder_of(cfg, tmp_path, 7, **sizes)
     mixture = {"web": 1.2345, "code": 0.5}
-    with mock.patch.object(recorder.dataset, "epochs", lambda tokens: mixture):
+    with mock.patch.object(recorder.dataset, "epochs", lambda *unused: mixture):
         recorder.log_start(meta_model(cfg.model), "a table", ["a warning"])
     assert caplog.messages == [
         "a warning",

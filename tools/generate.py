@@ -73,7 +73,8 @@ def generate(
     """Yields the next token `count` times; the caller may stop early. The prompt must not be empty.
 
     The model is a plain one. Of a longer prompt it reads the newest `context` tokens. Text that
-    outgrows them restarts at position 0 with its newest half. Where a cache is not valid, each token reruns the whole text.
+    outgrows them restarts at position 0 with its newest half. Where a cache is not valid, each
+    token reruns the whole text.
     """
     tokens = list(prompt[-context:])  # that the model attends to
     first = 0  # position of the first one that it has not seen yet
