@@ -90,6 +90,7 @@ class Checkpointer:
         warnings = [f"corrupt, set aside: {problem}" for problem in self.problems]
         # what allow_changed may allow
         warnings += compare.changes_since(self.cfg, self.folder)
+        warnings += compare.validation_change(self.cfg, self.folder)
         warnings += catalog.rename_unused(self.root, self.start, self.corrupt)
         warnings += catalog.remove_unfinished(self.root)
         if self.saver and self.start < self.cfg.train.steps:
