@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Iterable
 
@@ -62,6 +63,23 @@ def steps(root: pathlib.Path) -> list[int]:
     except OSError as error:
         raise manifest.unreadable(root, error) from None
     return sorted(numbers)
+
+
+def refuse_misplaced(root: pathlib.Path) -> None:
+    """Raises ConfigError if a run without checkpoints has some where it does not look for them, as
+    after a copy: it would start over."""
+    folders = [*root.glob("step-*"), *root.parent.glob("step-*"), *root.glob("checkpoints/step-*")]
+    moves = []
+    for folder in sorted(folders):
+        name = re.fullmatch(r"step-(\d+)", folder.name)
+        if name and (folder / STATE).is_file():
+            moves.append(shlex.join(["mv", str(folder), str(path_of(root, int(name[1])))]))
+    if moves:
+        command = " && ".join([shlex.join(["mkdir", "-p", str(root)]), *moves])
+        raise ConfigError(
+            f"{root}: holds no checkpoint, but others lie nearby, and the run would start over; to "
+            f"resume from them: {command}"
+        )
 
 
 def read_state(folder: pathlib.Path) -> dict:

@@ -27,6 +27,8 @@ def starting_point(
     """
     root = catalog.root_of(cfg)
     saved = once(lambda: catalog.steps(root))
+    if not saved:
+        once(lambda: catalog.refuse_misplaced(root))
     step, corrupt = catalog.choose(root, saved, cfg.checkpoint, problems_with, evaluating)
     once(lambda: check_same_run(cfg, path_of(root, step), evaluating))
     return saved, step, corrupt
