@@ -20,7 +20,7 @@ import system
 from data.dataset import Dataset
 from model.build import meta_model
 from model.llama import Llama, flops_per_token, parameter_count
-from optim import Progress
+from optim import Progress, add_counts
 from parallel.mesh import World
 from parallel.ranks import all_gather_objects, on_rank_zero
 
@@ -75,6 +75,8 @@ class Recorder:
         remaining_steps = max(0, cfg.train.steps - progress.step)
         # read when all steps are trained
         self.samples = progress.samples + remaining_steps * cfg.train.global_batch_size
+        remaining = dataset.by_source(progress.samples, self.samples)
+        self.samples_by_source = add_counts(progress.samples_by_source, remaining)
         self.dataset = dataset
         self.flops_per_token = flops_per_token(meta_model(cfg.model, cfg.lora), cfg.train.seq_len)
         self.seconds = seconds
@@ -104,7 +106,8 @@ class Recorder:
             origin = f"from the weights of {cfg.model.init_from}"
         else:
             origin = "from fresh weights"
-        origin = f"{shown_epochs(self.dataset.epochs(self.samples))}{steps:,} steps; {origin}"
+        epochs = self.dataset.epochs(self.samples, self.samples_by_source)
+        origin = f"{shown_epochs(epochs)}{steps:,} steps; {origin}"
         mesh = f"{world.dp_replicate} replicas x {world.dp_shard} shards"
         if world.cp * world.tp > 1:
             mesh += f" x cp {world.cp} x tp {world.tp}"
@@ -133,19 +136,20 @@ class Recorder:
         batch: Any,
         sums: dict[str, torch.Tensor],
         scalars: dict[str, Any],
+        stopping: bool = False,
     ) -> None:
         """Counts a step. If a row is due, waits for the device, gathers every rank's figures and
         writes the row.
 
         progress: after the step; batch: a data.loader.Batch; sums, scalars (or dictionaries of
-        them): as training_step() returns them.
+        them): as training_step() returns them; stopping: whether the run stops after this step.
         """
         step = progress.step
         self.steps += 1
         if batch.valid_tokens:  # else the sum holds no loss, only a block's terms, if any
             self.loss = self.loss + sums["loss"]
             self.valid_tokens += batch.valid_tokens
-        if self._is_due(step):
+        if stopping or self._is_due(step):
             row = self._train_row(progress, batch, sums, scalars)
             if self.rows:
                 self.rows.write(row)
@@ -179,6 +183,7 @@ class Recorder:
         row = {
             "kind": "train",
             "step": progress.step,
+            "steps": self.steps,
             # of this step: the loss and a block's terms, over its tokens
             **{name: ratio(totals[name], batch.valid_tokens) for name in sums},
             # of all steps since the last row, over their tokens
@@ -188,7 +193,7 @@ class Recorder:
             "tokens_per_second_per_device": rate,
             "mfu": rate * self.flops_per_token / peak if peak else None,
             **figures,  # of rank 0
-            "epochs": self.dataset.epochs(progress.samples),
+            "epochs": self.dataset.epochs(progress.samples, progress.samples_by_source),
         }
         row["batch_digest"] = digest % config.DIGEST_MODULUS
         return row
@@ -259,7 +264,7 @@ class Rows:
         try:
             for key, value in config.flatten(row).items() if self.board else ():
                 is_number = isinstance(value, int | float) and math.isfinite(value)
-                if is_number and key not in ("step", "batch_digest"):
+                if is_number and key not in ("step", "steps", "batch_digest"):
                     self.board.add_scalar(f"{row['kind']}/{key}", value, row["step"])
         except Exception as error:  # it re-raises whatever its writer thread raised
             self.board = None

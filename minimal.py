@@ -281,7 +281,7 @@ def train(cfg: SimpleNamespace, files: list[Tensor], device: torch.device) -> No
                 (folder / "saving").rename(folder / f"step-{step:08d}")
 
 
-# The implemented options and their defaults. Others are refused but IGNORED, which change no loss.
+# The implemented options and their defaults. Others are refused but those IGNORED.
 OPTIONS = (
     ("run", {"name": None, "output_dir": "outputs", "seed": 0, "device": "auto"}),
     ("model", {"dim": None, "n_layers": None, "ffn_dim": None, "vocab_size": None}),
@@ -300,8 +300,15 @@ OPTIONS = (
     ("parallel", {"recompute": "none"}),
     ("checkpoint", {"save_every_steps": None}),
 )
-IGNORED = ("checkpoint.", "eval.", "log.", "profile.", "run.", "data.bad_rows")
-IGNORED += ("parallel.compile", "parallel.dp_", "parallel.gather_once")
+IGNORED = {  # they change no loss
+    "run": ["deterministic", "start_timeout_seconds", "step_timeout_seconds"],
+    "data": ["bad_rows"],
+    "parallel": ["compile", "dp_replicate", "dp_shard", "gather_once"],
+    "checkpoint": ["keep_last", "keep_every_steps", "async_save", "resume", "allow_changed"],
+    "eval": ["every_steps", "batches"],
+    "log": ["every_steps", "tensorboard", "tracker"],
+    "profile": ["at_step", "steps"],
+}
 
 
 def read_options(path: str) -> SimpleNamespace:
@@ -312,11 +319,11 @@ def read_options(path: str) -> SimpleNamespace:
         options = vars(cfg).setdefault(section, SimpleNamespace())
         for option, default in defaults.items():
             setattr(options, option, toml.get(section, {}).pop(option, default))
-    rest = []
+    refused = []
     for section, table in toml.items():
-        unread = table if hasattr(cfg, section) else ["*"]
-        rest += [f"{section}.{option}" for option in unread]
-    refused = [name for name in rest if not name.startswith(IGNORED)]
+        unread = table if section in IGNORED or hasattr(cfg, section) else ["*"]
+        names = [option for option in unread if option not in IGNORED.get(section, [])]
+        refused += [f"{section}.{option}" for option in names]
     if refused:
         raise ValueError(f"{path}: not implemented: {', '.join(refused)}")
     cfg.run.name = cfg.run.name or Path(path).stem

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -179,17 +179,27 @@ class Progress:
     step: int = 0  # the last one trained
     # trained on; batch size and sequence length may have changed on the way
     samples: int = 0
+    # of a mixture, by source: its weights may have changed on the way
+    samples_by_source: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
     skipped_steps: int = 0  # their gradient was not finite (UpdateGuard)
     skipped_in_a_row: int = 0
     targetless_steps: int = 0  # no token had a loss: nothing was updated
 
-    def count_step(self, step: int, train: config.Train, valid_tokens: int) -> None:
-        """valid_tokens: of the step's global batch, so that all ranks count the same."""
+    def count_step(
+        self, step: int, train: config.Train, valid_tokens: int, by_source: dict[str, int]
+    ) -> None:
+        """valid_tokens, by_source: the targets, and a mixture's samples, of the step's global batch,
+        so that all ranks count the same."""
         self.step = step
         self.samples += train.global_batch_size
+        self.samples_by_source = add_counts(self.samples_by_source, by_source)
         self.tokens += config.tokens_per_step(train)
         self.targetless_steps += not valid_tokens
+
+
+def add_counts(counts: dict[str, int], more: dict[str, int]) -> dict[str, int]:
+    return {name: counts.get(name, 0) + more.get(name, 0) for name in counts | more}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -150,7 +150,4 @@ choose_python
 # Block the signals until Python is ready for them. (This needs env of coreutils 8.31 or later.)
 blocked=(env --block-signal=TERM,INT,HUP,USR1,USR2)
 "${blocked[@]}" true 2>/dev/null || blocked=()
-start=(${blocked[@]+"${blocked[@]}"} "$python" -c "$module" "$repo")
-# What this machine lacks for the run ends it here.
-if [[ -e $repo/tools/preflight.py ]]; then "${start[@]}" tools.preflight "$@"; fi
-exec "${start[@]}" launch.launch "$@"
+exec ${blocked[@]+"${blocked[@]}"} "$python" -c "$module" "$repo" launch.launch "$@"

@@ -28,8 +28,15 @@ STOPPED = 75  # EX_TEMPFAIL: start again to resume
 
 MACOS_FILES = 10_240  # its OPEN_MAX, as many as a process may open there
 
-# signals that ask to stop
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# signals that ask to stop; XCPU: the soft limit of CPU time is reached
+SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
 
 
 def printable(text: str) -> str:

@@ -90,8 +90,8 @@ def train(cfg: Config, world: World, run: Run) -> None:
 
         # The host waits for the device only in steps in which a metrics row, an evaluation or a
         # checkpoint is due.
-        progress.count_step(step, cfg.train, batch.valid_tokens)
-        recorder.log_step(progress, batch, sums, scalars)
+        progress.count_step(step, cfg.train, batch.valid_tokens, batch.by_source)
+        recorder.log_step(progress, batch, sums, scalars, run.stops)
         evaluation.after(step, recorder)
         # every save_every_steps, at the last step, and when stopping
         if checkpointer.is_due(step, run.stops):

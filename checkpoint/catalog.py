@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Iterable
 
@@ -62,6 +63,23 @@ def steps(root: pathlib.Path) -> list[int]:
     except OSError as error:
         raise manifest.unreadable(root, error) from None
     return sorted(numbers)
+
+
+def refuse_misplaced(root: pathlib.Path) -> None:
+    """Raises ConfigError if a run without checkpoints has some where it does not look for them, as
+    after a copy: it would start over."""
+    folders = [*root.glob("step-*"), *root.parent.glob("step-*"), *root.glob("checkpoints/step-*")]
+    moves = []
+    for folder in sorted(folders):
+        name = re.fullmatch(r"step-(\d+)", folder.name)
+        if name and (folder / STATE).is_file():
+            moves.append(shlex.join(["mv", str(folder), str(path_of(root, int(name[1])))]))
+    if moves:
+        command = " && ".join([shlex.join(["mkdir", "-p", str(root)]), *moves])
+        raise ConfigError(
+            f"{root}: holds no checkpoint, but others lie nearby, and the run would start over; to "
+            f"resume from them: {command}"
+        )
 
 
 def read_state(folder: pathlib.Path) -> dict:
@@ -189,12 +207,20 @@ def candidates(
 # What to keep. Rank 0 only, under the run's lock.
 
 
-def set_aside(root: pathlib.Path, step: int, corrupt: Iterable[int]) -> None:
-    """Renames the checkpoints after the step that training resumes from, and the corrupt ones."""
+def set_aside(root: pathlib.Path, step: int, corrupt: Iterable[int]) -> list[str]:
+    """Renames the checkpoints after the step that training resumes from, and the corrupt ones.
+    Returns a line on the former, if there are any."""
+    superseded = []
     for other in steps(root):
-        if other in corrupt or other > step:
-            folder = path_of(root, other)
-            folder.rename(unused_name(folder, "corrupt" if other in corrupt else "superseded"))
+        folder = path_of(root, other)
+        if other in corrupt:
+            folder.rename(unused_name(folder, "corrupt"))
+        elif other > step:
+            superseded.append(folder.rename(unused_name(folder, "superseded")).name)
+    if not superseded:
+        return []
+    names = ", ".join(superseded)
+    return [f"{root}: resuming after step {step}, set aside, and never removed: {names}"]
 
 
 def remove(root: pathlib.Path, step: int) -> list[str]:

@@ -90,7 +90,8 @@ class Checkpointer:
         warnings = [f"corrupt, set aside: {problem}" for problem in self.problems]
         # options that were changed since
         warnings += compare.changes_since(self.cfg, self.folder)
-        catalog.set_aside(self.root, self.start, self.corrupt)
+        warnings += compare.validation_change(self.cfg, self.folder)
+        warnings += catalog.set_aside(self.root, self.start, self.corrupt)
         warnings += catalog.remove_unfinished(self.root)
         if self.saver and self.start < self.cfg.train.steps:
             try_disk(self.root)

@@ -1,6 +1,7 @@
 """Compares a checkpoint with the run that wants to use it: options, prepared data, tokenizer, base
 of adapters. What a resume may do with an option, each says itself (config/option.py: Resume)."""
 
+import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,8 @@ def starting_point(
     """
     root = catalog.root_of(cfg)
     saved = once(lambda: catalog.steps(root))
+    if not saved:
+        once(lambda: catalog.refuse_misplaced(root))
     step, corrupt = catalog.choose(root, saved, cfg.checkpoint, problems_with, evaluating)
     once(lambda: check_same_run(cfg, path_of(root, step), evaluating))
     return saved, step, corrupt
@@ -107,6 +110,21 @@ def changes_since(cfg: config.Config, folder: pathlib.Path) -> list[str]:
         return []
     texts = [f"{name} {before} -> {now}" for name, (before, now) in changes.items()]
     return [f"changed since {folder}: {', '.join(texts)}; another run: --run.name=NAME"]
+
+
+def validation_change(cfg: config.Config, folder: pathlib.Path) -> list[str]:
+    """A line for the log, or none: eval.batches counts batches, whose tokens may have changed."""
+    if not (folder.is_dir() and cfg.eval and cfg.eval.batches):
+        return []
+    before = config.values_of(read_state(folder)["config"])
+    sizes = [before[name] for name in ("eval.batches", "train.global_batch_size", "train.seq_len")]
+    now = cfg.eval.batches * config.tokens_per_step(cfg.train)
+    if None in sizes or math.prod(sizes) == now:
+        return []
+    return [
+        f"eval.batches = {cfg.eval.batches}: the validation text was {math.prod(sizes):,} tokens, is "
+        f"{now:,}: results from before are of another text"
+    ]
 
 
 def check_base(folder: pathlib.Path, init_from: str | None, base: str | None) -> None:

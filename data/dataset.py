@@ -60,7 +60,11 @@ class Dataset(Protocol):
         """The UTF-8 bytes of the text of a source's first validation samples; NaN if unknown."""
         return math.nan
 
-    def epochs(self, samples: int) -> float | dict[str, float] | None:
+    def by_source(self, first: int, stop: int) -> dict[str, int]:
+        """Of a mixture, how many of the samples first ... stop-1 each source has."""
+        return {}
+
+    def epochs(self, samples: int, by_source: dict[str, int]) -> float | dict[str, float] | None:
         """How often the text has been read after so many samples; of a mixture, by source. None if
         it has no end."""
         return None
@@ -196,11 +200,17 @@ class PreparedDataset(Dataset):
         stream = self.sources[source].validation
         return stream.text_bytes(min(samples * self.seq_len + 1, stream.length))
 
-    def epochs(self, samples: int) -> float | dict[str, float]:
-        epochs = []
-        for number, source in enumerate(self.sources):
-            epochs.append(self.mixture.count(number, samples) / source.order.epoch_length)
-        return dict(zip(self.source_names, epochs)) if self.source_names else epochs[0]
+    def by_source(self, first: int, stop: int) -> dict[str, int]:
+        counts = {}
+        for number, name in enumerate(self.source_names):
+            counts[name] = self.mixture.count(number, stop) - self.mixture.count(number, first)
+        return counts
+
+    def epochs(self, samples: int, by_source: dict[str, int]) -> float | dict[str, float]:
+        lengths = [source.order.epoch_length for source in self.sources]
+        if not self.source_names:
+            return samples / lengths[0]
+        return {name: by_source.get(name, 0) / n for name, n in zip(self.source_names, lengths)}
 
     def notes(self) -> list[str]:
         streams: list[Any] = [source.stream for source in self.sources]

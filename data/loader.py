@@ -9,7 +9,7 @@ import collections
 import concurrent.futures
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ class Batch:
     valid_tokens: int
     # of this rank's samples; the sum over data ranks modulo DIGEST_MODULUS is the step's
     digest: int
+    # of a mixture: the samples of each source, of all ranks
+    by_source: dict[str, int] = field(default_factory=dict)
 
 
 class Loader:
@@ -76,7 +78,8 @@ class Loader:
             digest += sum(map(sample_digest, numbers, samples))
             valid_tokens += int((tensors[1] != IGNORE).sum())
             micro_batches.append(rank_tensors(tensors, self.world))
-        return Batch(micro_batches, valid_tokens, digest % DIGEST_MODULUS)
+        by_source = self.dataset.by_source(first, first + self.train.global_batch_size)
+        return Batch(micro_batches, valid_tokens, digest % DIGEST_MODULUS, by_source)
 
     def close(self) -> None:
         self.thread.shutdown(cancel_futures=True)

@@ -43,10 +43,8 @@ from run.folder import ENDING_SECONDS, RunLock, lock, read_status
 from run.watchdog import BEFORE, EXITED, RankState, read_rank_states
 from system import die_with_parent, print_error, print_line, python_command, visible_gpus
 
-PREPARE = (
-    "from config import run_tool; from tools.prepare.prepare import before_training as main; "
-    "run_tool(main)"
-)
+PREFLIGHT = "from tools.preflight import main"
+PREPARE = "from tools.prepare.prepare import before_training as main"
 
 
 def launch(argv: list[str]) -> int:
@@ -58,6 +56,12 @@ def launch(argv: list[str]) -> int:
         cfg = resume_newest(cfg)
     supervisor = Supervisor(cfg, ranks, argv)
     start = check(cfg, ranks, args.eval_only)
+    if args.eval_only and pathlib.Path(args.config).is_fifo():
+        raise ConfigError(
+            f"{args.config}: is a pipe; each rank of --eval-only reads it: name a file"
+        )
+    if has_tools() and run_tool(PREFLIGHT, cfg, *(["--eval-only"] if args.eval_only else [])):
+        return INPUT_IS_WRONG
     if args.eval_only:
         return supervisor.evaluate()
     folder = config.run_folder(cfg.run)
@@ -90,7 +94,7 @@ def prepare(cfg: Config, job: str, words: list[str]) -> None:
     Raises ConfigError if that fails and, in a SLURM job, whose GPUs would idle meanwhile, if there
     is text to prepare. job: its id. words: the command line."""
     is_ready = is_prepared(cfg.data, cfg.model.vocab_size)
-    if not importlib.util.find_spec("tools"):
+    if not has_tools():
         if is_ready:
             return
         raise ConfigError(
@@ -103,16 +107,26 @@ def prepare(cfg: Config, job: str, words: list[str]) -> None:
             f"its data is not prepared, and none is inside a job: {command} prepares it, on the "
             "login node or as a job of its own (an array of N tasks does it on N machines)"
         )
+    if run_tool(PREPARE, cfg):
+        raise ConfigError("the text is not prepared, see above")
+
+
+def has_tools() -> bool:
+    return importlib.util.find_spec("tools") is not None
+
+
+def run_tool(imports: str, cfg: Config, *words: str) -> int:
+    """Runs a tool's main() in a process of its own, which reads the configuration from stdin: a file
+    may be edited meanwhile, and a pipe can be read once. Returns its exit code."""
     # die_with_parent: a signal ends this process at once (quit_early)
     child = subprocess.Popen(
-        [*python_command(PREPARE), "/dev/stdin"],
+        [*python_command(f"import config; {imports}; config.run_tool(main)"), "/dev/stdin", *words],
         stdin=subprocess.PIPE,
         text=True,
         preexec_fn=functools.partial(die_with_parent, os.getpid()),
     )
     child.communicate(config.to_toml(cfg))
-    if child.returncode:
-        raise ConfigError("the text is not prepared, see above")
+    return child.returncode
 
 
 def check_machine(run: config.Run, ranks: Ranks) -> None:

@@ -22,6 +22,7 @@ import torch
 import config
 import metrics
 import run.environment
+from data.dataset import Dataset
 from metrics import Recorder, Rows, console_line, read_rows
 from model.build import meta_model
 from optim import Progress
@@ -38,19 +39,26 @@ def recorder_of(
 ) -> Recorder:
     """A recorder of a rank, by default the only one, on a CPU. An epoch has 100 samples, a step one."""
     ours: Any = SimpleNamespace(**{**ALONE, "device": CPU, **world})
-    dataset: Any = SimpleNamespace(epochs=lambda samples: samples / 100, notes=lambda: ["a note"])
+    dataset: Any = mock.Mock(Dataset, epochs=lambda samples, _: samples / 100)
+    dataset.by_source.return_value = {}
+    dataset.notes.return_value = ["a note"]
     progress = Progress(step=start, samples=start)
     return Recorder(cfg, ours, folder, progress, dataset, seconds or Counter())
 
 
 def log_step(
-    recorder: Recorder, step: int, loss: float = 0.0, valid_tokens: int = 1, digest: int = 0
+    recorder: Recorder,
+    step: int,
+    loss: float = 0.0,
+    valid_tokens: int = 1,
+    digest: int = 0,
+    stopping: bool = False,
 ) -> None:
     """Counts a step with this sum of its tokens' losses on this rank."""
     batch = SimpleNamespace(digest=digest, valid_tokens=valid_tokens)
     scalars = {"grad_norm": torch.tensor(0.5), "lr": 0.1}
     progress = Progress(step, samples=step, tokens=10 * step)
-    recorder.log_step(progress, batch, {"loss": torch.tensor(loss)}, scalars)
+    recorder.log_step(progress, batch, {"loss": torch.tensor(loss)}, scalars, stopping)
 
 
 def figures_of(folder: pathlib.Path, *names: str) -> list[tuple]:
@@ -204,13 +212,14 @@ def test_times_leave_out_what_is_not_training(tmp_path, monkeypatch):
 
 @pytest.mark.quick
 def test_loss_is_the_steps_and_its_mean_that_of_all_since_the_last_row(tmp_path):
-    """A step without a target has none, whatever its sum holds, and leaves the mean alone."""
+    """A step without a target has none, whatever its sum holds, and leaves the mean alone. Also
+    where a stop ends a row."""
     losses = [(math.nan, 0), (6.0, 2), (10.0, 4), (8.0, 5), (7.0, 0)]
-    recorder = recorder_of(make_config(train={"steps": 5}, log={"every_steps": 3}), tmp_path)
+    recorder = recorder_of(make_config(train={"steps": 9}, log={"every_steps": 3}), tmp_path)
     for step, (total, count) in enumerate(losses, 1):
-        log_step(recorder, step, total, count)
-    shown = figures_of(tmp_path, "step", "loss", "loss_mean", "epochs")
-    assert shown == [(1, None, None, 0.01), (3, 2.5, 16 / 6, 0.03), (5, None, 1.6, 0.05)]
+        log_step(recorder, step, total, count, stopping=step == 5)
+    shown = figures_of(tmp_path, "step", "steps", "loss", "loss_mean", "epochs")
+    assert shown == [(1, 1, None, None, 0.01), (3, 2, 2.5, 16 / 6, 0.03), (5, 2, None, 1.6, 0.05)]
 
 
 @pytest.mark.parametrize(
@@ -297,7 +306,7 @@ def test_start_of_a_run_is_logged(tmp_path, monkeypatch, caplog):
     sizes = {"dp_replicate": 2, "dp_shard": 3, "dp_size": 6, "tp": 2, "size": 12}
     recorder = recorder_of(cfg, tmp_path, 7, **sizes)
     mixture = {"web": 1.2345, "code": 0.5}
-    with mock.patch.object(recorder.dataset, "epochs", lambda tokens: mixture):
+    with mock.patch.object(recorder.dataset, "epochs", lambda *unused: mixture):
         recorder.log_start(meta_model(cfg.model), "a table", ["a warning"])
     assert caplog.messages == [
         "a warning",

@@ -360,6 +360,9 @@ def write_folder(name: str, identity: dict, complete: bool = True) -> None:
         ("train.skip_nonfinite", "1"),
         ("train.step", "1"),
         ("sections.x", "1"),
+        ("run.sed", "7"),
+        ("eval.batch", "1"),
+        ("checkpoint.keep", "2"),
     ],
 )
 def test_an_option_that_is_not_implemented_is_refused(tmp_path, name, value):
@@ -441,6 +444,8 @@ def test_options_that_change_no_loss_are_ignored(tmp_path):
         "checkpoint": {"keep_last": 2},
     }
     assert minimal.read_options(str(toml(tmp_path, changes))).run.seed == 0
+    for section, names in minimal.IGNORED.items():
+        assert {f"{section}.{name}" for name in names} <= config.SCHEMA.options.keys()
 
 
 @pytest.mark.quick

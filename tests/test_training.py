@@ -382,8 +382,8 @@ def test_a_run_leaves_what_the_contract_names(straight):
         f"step-{step:08d}" for step in (6, 12, 18, 20)
     ]
     assert {
-        *("kind", "step", "loss", "loss_mean", "grad_norm", "lr", "tokens", "mfu", "epochs"),
-        *("tokens_per_second_per_device", "step_seconds", "data_seconds"),
+        *("kind", "step", "steps", "loss", "loss_mean", "grad_norm", "lr", "tokens", "mfu"),
+        *("epochs", "tokens_per_second_per_device", "step_seconds", "data_seconds"),
         *("peak_memory_gib", "batch_digest"),
     } == rows(folder)[-1].keys()
     assert "step 20/20" in done.stdout

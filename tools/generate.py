@@ -27,7 +27,7 @@ from model.llama import Llama
 from parallel.fsdp import cast_residual_stream, unit_dtypes, unit_parameters, units
 from parallel.materialize import initialize_buffers, materialize
 from parallel.mesh import has_native_bfloat16
-from system import printable
+from system import print_error, printable
 from tools.prepare.tokenizer import Tokenizer
 
 
@@ -72,11 +72,12 @@ def generate(
 ) -> Iterator[int]:
     """Yields the next token `count` times; the caller may stop early. The prompt must not be empty.
 
-    The model is a plain one. Text that outgrows `context` tokens restarts at position 0 with its
-    newest half. Where a cache is not valid, or its first new token gets other logits than a pass over
-    the whole text gives, each token reruns the whole text: a fork may mix tokens outside attention.
+    The model is a plain one. Of a longer prompt it reads the newest `context` tokens. Text that
+    outgrows them restarts at position 0 with its newest half. Where a cache is not valid, or its
+    first new token gets other logits than a pass over the whole text gives, each token reruns the
+    whole text: a fork may mix tokens outside attention.
     """
-    tokens = list(prompt)  # that the model attends to
+    tokens = list(prompt[-context:])  # that the model attends to
     first = 0  # position of the first one that it has not seen yet
     uses_cache: bool | None = None  # unknown until its first new token is compared
     caches: list[KVCache] = []
@@ -253,6 +254,11 @@ def sample(folder: pathlib.Path, args: argparse.Namespace) -> int:
     ids = encode(tokenizer, args.prompt)
     if max(ids) >= cfg.model.vocab_size:
         raise ConfigError(f"--prompt: has id {max(ids)}, and the model {cfg.model.vocab_size}")
+    if len(ids) > context:
+        print_error(
+            f"--prompt: has {len(ids):,} tokens, of which the model reads the newest {context:,} "
+            "(train.seq_len)"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # a single process is intended
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -2,7 +2,7 @@
 
     ./run_train.sh -m preflight CONFIG [--section.key=value ...]
 
-run_train.sh starts this before each launch. It prints warnings, and exits with 2 and a line for
+The launcher starts this before the ranks. It prints warnings, and exits with 2 and a line for
 each problem that would end the run: which limit, what value, what to do. Needs no torch.
 """
 
@@ -10,7 +10,6 @@ import math
 import os
 import resource
 import shutil
-import signal
 import socket
 from collections.abc import Iterator
 
@@ -18,7 +17,7 @@ import config
 from checkpoint import catalog
 from config import ConfigError
 from launch.ranks import Ranks, first_host, rendezvous_port
-from system import listen, print_error
+from system import print_error
 
 GIB = 2**30
 # Open files of rank 0, of so many ranks: its store has a connection to each, and so has each of the
@@ -38,6 +37,17 @@ def open_files(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
             f"RLIMIT_NOFILE = {limit}: rank 0 of {ranks.total} opens {needed} files and more; raise "
             f"the hard limit: ulimit -Hn {2 * needed}, or LimitNOFILE={2 * needed} of the service "
             "that starts jobs"
+        )
+
+
+def file_size(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
+    """The limit of a file's size against a rank's part of a checkpoint, which is one file."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    needed = checkpoint_bytes(cfg) / ranks.total
+    if cfg.checkpoint and limit != resource.RLIM_INFINITY and needed > limit:
+        yield (
+            f"RLIMIT_FSIZE = {limit}: each rank saves {needed:,.0f} bytes and more in a file; raise "
+            "it: ulimit -f unlimited"
         )
 
 
@@ -121,14 +131,11 @@ def gib(size: float) -> str:
 
 def main(argv: list[str]) -> int:
     args = config.parse_arguments(argv)
-    try:
-        cfg = config.load(args.config, args.overrides)
-        ranks = Ranks.from_environment()
-    except ConfigError:  # the launch reports it
-        return 0
+    cfg = config.load(args.config, args.overrides)
+    ranks = Ranks.from_environment()
     checks = [open_files, first_node]
     if not args.eval_only:  # which writes nothing
-        checks.append(disk)
+        checks += [disk, file_size]
     problems = [problem for check in checks for problem in check(cfg, ranks)]
     if problems:
         raise ConfigError(*problems)
@@ -136,5 +143,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    listen(signal.SIG_DFL)  # run_train.sh has blocked the signals, and says that nothing began
     config.run_tool(main)

@@ -53,6 +53,7 @@ QUANTITIES = (
 # What a training row has besides; any other number is a metric of a fork, and drawn as well.
 NOT_DRAWN = (
     "step",
+    "steps",
     "loss",
     "tokens",
     "mfu",
@@ -119,21 +120,12 @@ class ReportedRun:
         """The steps after which launches resumed."""
         return sorted({int(step) for step in RESUMED.findall(self.log)})
 
-    def steps_of_rows(self) -> list[int]:
-        """How many steps each training row counts: those since the row before."""
-        counts = []
-        before = self.train[0]["step"] - 1 if self.train else 0
-        for row in self.train:
-            counts.append(row["step"] - before)
-            before = row["step"]
-        return counts
-
     def curve(self, key: str) -> list[Point]:
         """A number of the training rows over steps. A mean loss stands in the middle of its steps,
         next to the validation loss of the same steps."""
         points = []
-        for row, steps in zip(self.train, self.steps_of_rows()):
-            shift = (steps - 1) / 2 if key == "loss_mean" else 0
+        for row in self.train:
+            shift = (row["steps"] - 1) / 2 if key == "loss_mean" else 0
             points.append((row["step"] - shift, as_number(row.get(key))))
         return points
 
@@ -325,15 +317,14 @@ def summary(run: ReportedRun) -> dict[str, str]:
 def training_time(run: ReportedRun) -> str | None:
     """Of all launches, as hours, minutes and seconds."""
     seconds = 0.0
-    for row, steps in zip(run.train, run.steps_of_rows()):
-        seconds += steps * (as_number(row.get("step_seconds")) or 0)
+    for row in run.train:
+        seconds += row["steps"] * (as_number(row.get("step_seconds")) or 0)
     return str(datetime.timedelta(seconds=round(seconds))) if run.train else None
 
 
 def label_of_loss(run: ReportedRun) -> str:
     """Of the last row's loss: over how many steps it is the mean."""
-    steps = run.steps_of_rows()
-    return f"loss, mean of the last {steps[-1]} steps" if steps else "loss"
+    return f"loss, mean of the last {run.train[-1]['steps']} steps" if run.train else "loss"
 
 
 def environment(run: ReportedRun) -> dict[str, str]:

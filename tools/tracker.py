@@ -56,6 +56,6 @@ def numbers(row: dict) -> dict[str, float]:
     """The numbers of a row by name, as TensorBoard gets them: train/loss."""
     values = {}
     for key, value in config.flatten(row).items():
-        if isinstance(value, int | float) and key not in ("step", "batch_digest"):
+        if isinstance(value, int | float) and key not in ("step", "steps", "batch_digest"):
             values[f"{row['kind']}/{key}"] = value
     return values

@@ -6,13 +6,14 @@ import hashlib
 import os
 import pathlib
 import shutil
+import subprocess
 from unittest import mock
 
 import pytest
 
 import config
 from checkpoint import __main__ as verify
-from checkpoint import catalog, manifest, newest, save
+from checkpoint import catalog, compare, manifest, newest, save
 from checkpoint.catalog import root_of
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.manifest import UnreadableCheckpoint
@@ -136,7 +137,7 @@ def test_corrupt_checkpoint_is_named_and_the_previous_one_used(
     printed = capsys.readouterr().out
     assert words in printed
     assert "2 good, 1 bad" in printed
-    catalog.set_aside(root_of(cfg), start, corrupt)
+    assert catalog.set_aside(root_of(cfg), start, corrupt) == []
     assert saved(cfg) == [10, 20]
     assert names_in(cfg)[-1].endswith(".corrupt")
 
@@ -292,7 +293,8 @@ def test_later_and_unfinished_checkpoints_are_moved_away(tmp_path):
     make_checkpoint(cfg, 10)
     for _ in range(2):
         make_checkpoint(cfg, 20)
-        catalog.set_aside(root_of(cfg), 10, {})
+        (line,) = catalog.set_aside(root_of(cfg), 10, {})
+    assert line.endswith(": step-00000020.1.superseded")
     names = ["step-00000010", "step-00000020.1.superseded", "step-00000020.superseded"]
     assert names_in(cfg) == names
     for name in (".step-1.tmp", "mine.tmp", ".step-00000010.tmp", ".step-00000030.1.tmp"):
@@ -300,6 +302,21 @@ def test_later_and_unfinished_checkpoints_are_moved_away(tmp_path):
     (root_of(cfg) / ".step-00000040.tmp").symlink_to(tmp_path)
     assert catalog.remove_unfinished(root_of(cfg)) == []
     assert names_in(cfg) == sorted([*names, ".step-1.tmp", "mine.tmp"])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "place", ["step-00000006", "checkpoints/checkpoints/step-00000006", "checkpoints/step-6"]
+)
+def test_checkpoint_in_the_wrong_place_is_no_new_run(tmp_path, place):
+    cfg = run_config(tmp_path)
+    misplaced = config.run_folder(cfg.run) / place
+    misplaced.parent.mkdir(parents=True, exist_ok=True)
+    make_checkpoint(cfg, 6).rename(misplaced)
+    with refuses("to resume from them: ") as refused:
+        compare.starting_point(cfg, evaluating=False)
+    subprocess.run(str(refused.value).rpartition(": ")[2], shell=True, check=True)
+    assert compare.starting_point(cfg, evaluating=False) == ([6], 6, {})
 
 
 @pytest.mark.quick

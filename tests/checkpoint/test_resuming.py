@@ -67,6 +67,23 @@ def test_resuming_drops_what_came_later(run):
     assert [row["tokens"] for row in rows(run.folder)][-2:] == [8 * 8 * 32, 8 * 8 * 32 + 8 * 16]
 
 
+def test_epochs_count_what_was_read_also_with_other_weights(run, tmp_path):
+    sources = []
+    for name, weight in ("a", 1.0), ("b", 1.0):
+        documents = [*token_ids(10, 500).numpy()]
+        data = {"path": str(tmp_path / name)}
+        write_prepared(make_config(data=data), documents, documents[:1], identity=None)
+        sources.append({"source": data["path"], "weight": weight})
+    run(data={"sources": sources}, checkpoint={})
+    sources[0]["weight"] = 3.0
+    allowed = {"allow_changed": ["data.sources"]}
+    run(data={"sources": sources}, checkpoint=allowed, train={"steps": 6})
+    samples = (10 * 500 - 1) // 32  # of an epoch of each
+    epochs = [[*row["epochs"].values()] for row in rows(run.folder)]
+    assert epochs[3] == [16 / samples, 16 / samples]
+    assert epochs[5] == [28 / samples, 20 / samples]
+
+
 def test_run_moves_from_mesh_to_mesh(write_config, tmp_path):
     """Its data, losses, norms and evaluations are those of one process without a break."""
     meshes = [

@@ -17,7 +17,7 @@ from launch.agent import report_wait
 from launch.ranks import Ranks, first_host, requeue
 from run.watchdog import EXITED, RankState
 from system import lock
-from tests.conftest import REPO, make_config, refuses
+from tests.conftest import REPO, make_config, refuses, rows
 from tests.conftest import launch as launch_run
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
@@ -186,6 +186,19 @@ def test_invalid_input_is_named_at_once_and_leaves_nothing(write_config, tmp_pat
     for words in ("NPROC=two", "lr", "seq_lenn"):
         assert words in done.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+def test_configuration_of_a_pipe_serves_launcher_and_ranks(write_config, tmp_path):
+    def run(*words: str) -> subprocess.CompletedProcess:
+        command = [REPO / "run_train.sh", "/dev/stdin", "--train.steps=1", *words]
+        env = {**os.environ, "PYTHON": sys.executable}
+        text = write_config("r", checkpoint={}).read_text()
+        return subprocess.run(command, input=text, env=env, capture_output=True, text=True)
+
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert len(rows(tmp_path / "outputs/r")) == 1
+    assert "is a pipe" in run("--eval-only").stderr
 
 
 def test_run_on_a_folder_of_another_run_is_refused(write_config, tmp_path):

@@ -19,7 +19,7 @@ from tests.launch.conftest import LONG
         ("first step", "launcher", signal.SIGINT, 1),
         ("step", "launcher", signal.SIGHUP, 2),
         ("step", "torchrun", signal.SIGTERM, 2),
-        ("step", "rank 1", signal.SIGUSR1, 2),
+        ("step", "rank 1", signal.SIGXCPU, 2),
         ("save", "launcher", signal.SIGTERM, 2),
         ("evaluation", "rank 0", signal.SIGINT, 1),
     ],

@@ -61,7 +61,7 @@ def recomputed(
 ) -> list[int]:
     """The same text without a cache: every token from a pass over the whole window."""
     tokens = list(prompt)
-    begin = 0
+    begin = max(0, len(prompt) - context)
     draw = random.Random(seed)
     for _ in range(count):
         if len(tokens) - begin > context:
@@ -300,6 +300,9 @@ def test_tool_writes_from_a_checkpoint_and_from_its_run(checkpoint, capsys):
         assert code == 0 and one.startswith("the cat") and len(one) > 9 and errors == ""
         run_folder = checkpoint.parent.parent
         assert run(capsys, run_folder, "--prompt", "the cat", *options) == (0, one, "")
+    code, long, errors = run(capsys, checkpoint, "--prompt", "the cat " * 32, *options)
+    assert code == 0 and long.startswith("the cat " * 32)
+    assert "the model reads the newest 32 (" in errors and errors.count("\n") == 1
 
 
 @pytest.mark.parametrize("changes", [{}, {"tokens": 9}, {"temperature": 1.7}, {"seed": 3}], ids=str)

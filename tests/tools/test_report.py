@@ -30,6 +30,7 @@ def train_row(step: int, **more) -> dict:
     return {
         "kind": "train",
         "step": step,
+        "steps": 1,
         "loss": 9 / step,
         "loss_mean": 9 / step,
         "grad_norm": 10.0**-step,
@@ -103,11 +104,13 @@ def page_of(*folders: pathlib.Path) -> Page:
 
 
 def test_curves_are_the_rows(tmp_path):
-    rows = [train_row(step) for step in (1, 10, 20, 30)]
+    covered = {1: 1, 10: 9, 20: 10, 30: 5}  # steps of each row: the last is that of a resume
+    rows = [train_row(step, steps=steps) for step, steps in covered.items()]
     page = page_of(write_run(tmp_path / "r", rows))
     loss, validation, dot = page.curves("Loss nats per token")
     # a mean over ten steps stands in their middle
-    expected = [(1, 9.0), (6, 0.9), (15.5, 0.45), (25.5, 0.3)]
+    expected = [(1, 9.0), (6, 0.9), (15.5, 0.45), (28, 0.3)]
+    assert page.value_of("loss, mean of the last 5 steps") == "0.3"
     assert loss == [pytest.approx(point, abs=0.1) for point in expected]
     assert validation == dot == [pytest.approx((4, 2.75), abs=0.1)]
     [rates] = page.curves("Throughput tokens per second and device")
