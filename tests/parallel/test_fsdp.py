@@ -115,7 +115,9 @@ def test_next_micro_batch_finds_the_first_units_gathered(world):
     def keeps_input() -> bool:
         """Whether FSDP2 keeps the input of a reduce-scatter."""
         context = llama._get_fsdp_state()._comm_ctx
-        return bool(context.reduce_scatter_state if IS_TORCH_2_11 else context.reduce_scatter_states)
+        return bool(
+            context.reduce_scatter_state if IS_TORCH_2_11 else context.reduce_scatter_states
+        )
 
     llama.head.register_forward_pre_hook(lambda *unused: events.append(f"kept {keeps_input()}"))
     with recorded(llama, events):
