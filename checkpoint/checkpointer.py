@@ -1,11 +1,14 @@
 """A run's view of checkpoints: choosing where to resume or what to evaluate, restoring, saving when
 due, reporting."""
 
+import contextlib
 import itertools
+import mmap
 import pathlib
 from collections.abc import Callable
 from concurrent import futures
 from dataclasses import asdict, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +23,8 @@ from data.dataset import Dataset
 from optim import Progress
 from parallel.mesh import World
 from parallel.ranks import all_gather_objects, check_same_on_all_ranks, on_each_rank, on_rank_zero
+
+ALIGNMENT = 64  # bytes, of tensors in one buffer
 
 
 class Checkpointer:
@@ -53,6 +58,7 @@ class Checkpointer:
         self.pending: futures.Future | None = None  # the previous save: its problem
         # in host memory: the shards that async_save copied last
         self.buffers: dict[str, Tensor] = {}
+        self.unpinned: dict[int, str] = {}  # why they could not be pinned, by rank
         # the fingerprint of the adapters' frozen base; None without adapters
         self.base: str | None = None
 
@@ -95,6 +101,11 @@ class Checkpointer:
         warnings += catalog.remove_unfinished(self.root)
         if self.saver and self.start < self.cfg.train.steps:
             try_disk(self.root)
+        for rank, problem in self.unpinned.items():
+            warnings.append(
+                f"async_save: rank {rank} cannot pin its copy of the shards ({problem}): its saves "
+                "hold training up for longer"
+            )
         if not self.cfg.checkpoint:
             warnings.append(
                 "no [checkpoint]: nothing will be saved; --checkpoint.save_every_steps=100 adds one"
@@ -105,9 +116,14 @@ class Checkpointer:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, base: str | None = None
     ) -> Progress:
         """Loads the chosen checkpoint, if any, into model and optimizer, and returns its progress.
-        base: the fingerprint of the frozen weights that adapters are trained on. Raises ConfigError
-        if it is not that of the checkpoint's adapters."""
+        Allocates the host memory of async_save. base: the fingerprint of the frozen weights that
+        adapters are trained on. Raises ConfigError if it is not that of the checkpoint's adapters."""
         self.base = base
+        if self.saver and self.saver.settings.async_save:
+            tensors = tensors_of(model, optimizer)
+            problem = allocate_buffers(tensors, self.buffers)
+            by_rank = enumerate(all_gather_objects(problem))
+            self.unpinned = {rank: problem for rank, problem in by_rank if problem}
         if self.start not in self.saved:
             return Progress()
         on_rank_zero(lambda: compare.check_base(self.folder, self.cfg.model.init_from, self.base))
@@ -196,14 +212,12 @@ class Checkpointer:
 def staged(
     tensors: dict[str, Tensor], buffers: dict[str, Tensor], device: torch.device
 ) -> dict[str, Tensor]:
-    """Copies the tensors to host memory, sharded as they are, for async_save. The next save reuses
-    the buffers: faulting in fresh pages would take as long as the copy itself."""
+    """Copies the tensors to host memory, sharded as they are, for async_save. Each save reuses the
+    buffers: faulting in fresh pages would take as long as the copy itself."""
+    allocate_buffers(tensors, buffers)  # of state that the optimizer has made since
     copies: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if name not in buffers:
-            buffers[name] = host_buffer(shard)
-        copies[name] = buffers[name].copy_(shard, non_blocking=True)
+        copies[name] = buffers[name].copy_(local_shard(tensor), non_blocking=True)
         if isinstance(tensor, DTensor):
             # not DTensor.from_local: that would move the copy back to the mesh's device
             copies[name] = DTensor(buffers[name], tensor._spec, requires_grad=False)
@@ -211,13 +225,35 @@ def staged(
     return copies
 
 
-def host_buffer(shard: Tensor) -> Tensor:
-    """An empty tensor like a shard in host memory, pinned if the shard is on a GPU."""
-    buffer = torch.empty_like(shard, device="cpu")
-    if shard.is_cuda and buffer.nbytes:
-        # pinned in place: torch's pinned allocator rounds up to powers of two
-        torch.cuda.check_error(
-            # pyrefly: ignore[missing-attribute]  # cudart() is not None with a GPU
-            torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
-        )
-    return buffer
+def local_shard(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def allocate_buffers(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> str | None:
+    """Adds buffers in host memory for the tensors that have none: views into one allocation, pinned
+    if tensors are on a GPU. Returns why that failed, if it did: unpinned memory is only slower."""
+    shards = {name: local_shard(t) for name, t in tensors.items() if name not in buffers}
+    if not shards:
+        return None
+    sizes = [-(-shard.nbytes // ALIGNMENT) * ALIGNMENT for shard in shards.values()]
+    # Pages that no other memory shares: a driver may refuse to pin one twice. Written to now, so
+    # that memory that is lacking shows before training.
+    pages = mmap.mmap(-1, sum(sizes) or 1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()
+    for (name, shard), part in zip(shards.items(), memory[: sum(sizes)].split(sizes)):
+        buffers[name] = part[: shard.nbytes].view(shard.dtype).view(shard.shape)
+    is_on_gpu = any(shard.is_cuda for shard in shards.values())
+    return pin(memory) if is_on_gpu else None
+
+
+def pin(memory: Tensor) -> str | None:
+    """Pins host memory in place, since torch's pinned allocator rounds up to powers of two. Returns
+    CUDA's words if it refuses."""
+    cuda: Any = torch.cuda.cudart()  # not None with a GPU
+    error = cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(error) == 0:
+        return None
+    # CUDA keeps the error, and the next kernel that is launched raises it: this one
+    with contextlib.suppress(RuntimeError):
+        torch.cuda._sleep(1)
+    return str(cuda.cudaGetErrorString(error))

@@ -15,8 +15,8 @@ Exceptions:
   of a lookup reads no weight.
 - With reshard_after_forward = false, every unit stays unsharded until its backward.
 - With gather_once, every unit stays unsharded from its first forward to the backward of the step's
-  last micro-batch. So do, without it, the units that prefetch_forward gathers before a forward,
-  from their backward to the next micro-batch's forward.
+  last micro-batch. So do, without it, the first prefetch_forward + 1 units, from their backward to
+  the next micro-batch's forward.
 - With sync_every_micro_batch = false, only the step's last micro-batch reduces gradients.
 - The parameters that `replicated` names belong to no unit: FSDP2 ignores them.
 
@@ -47,7 +47,12 @@ import config
 from config import ConfigError
 from model.llama import Llama, named_parameters
 from parallel.mesh import World, fsdp_mesh
-from parallel.torch_patches import IS_TORCH_2_11, accept_integer_parameters, share_classes
+from parallel.torch_patches import (
+    IS_TORCH_2_11,
+    accept_integer_parameters,
+    free_reduce_scatter_inputs,
+    share_classes,
+)
 
 
 def units(model: Llama) -> list[tuple[str, list[nn.Module]]]:
@@ -114,6 +119,9 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
         model.embedding.set_unshard_in_backward(False)
     cast_residual_stream(model, p)
     set_prefetch(model, p)
+    # What the previous micro-batch deferred (set_communication). All blocks' forward has hidden that
+    # reduce-scatter, and the backward of the head, often the peak, needs the memory.
+    model.head.register_forward_pre_hook(lambda *_: free_reduce_scatter_inputs(model))
     if p.one_memory_pool and world.device.type == "cuda":
         from parallel.memory_pool import share_pool
 
@@ -255,6 +263,11 @@ def set_communication(
     With sync_every_micro_batch each micro-batch reduces gradients, else only the step's last one.
     Deferred, unsharded gradients of the full model accumulate in reduce_dtype. HSDP defers only the
     all-reduce.
+
+    One communicator runs one collective at a time, in the order of issue. The first all-gather of a
+    micro-batch therefore waits for the last reduce-scatter of the one before, the embedding's,
+    which is large. It is the all-gather of unit prefetch_forward + 1 (from 0): the units before it
+    stay unsharded, and unit prefetch_forward, whose forward issues it, hides both.
     """
     if not p.sync_every_micro_batch:
         if world.dp_replicate == 1:  # from the mesh: the option may be "auto"
@@ -262,17 +275,17 @@ def set_communication(
         else:
             model.set_requires_all_reduce(last_micro_batch)
     # The end of the last backward waits for all reductions. That of an earlier one need not: the
-    # last reduce-scatter overlaps with the next forward, and keeps its buffer meanwhile. With
-    # replicas, each unit would keep its own.
+    # last reduce-scatter overlaps with the next forward, and keeps its input until the head's
+    # (apply_fsdp). With replicas, each unit would keep its own.
     overlaps = world.dp_replicate == 1 and world.fsdp_size > 1
     model.set_is_last_backward(last_micro_batch or not overlaps)
 
-    unsharded = units(model) if p.gather_once else units(model)[: p.prefetch_forward]
+    unsharded = units(model) if p.gather_once else units(model)[: p.prefetch_forward + 1]
     for _, modules in unsharded:
         modules[0].set_reshard_after_backward(last_micro_batch)
         if p.gather_once and not last_micro_batch:  # a step of one micro-batch frees as it would
             modules[0].set_reshard_after_forward(False)
-    if unsharded and is_lookup(model):
+    if is_lookup(model):
         # All-gathers it for the next forward before its gradient is reduced, not behind that.
         model.embedding.set_unshard_in_backward(not last_micro_batch)
 

@@ -63,6 +63,26 @@ def accept_integer_parameters() -> None:
     _fsdp_param.nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)
 
 
+def free_reduce_scatter_inputs(model: nn.Module) -> None:
+    """Has the computing stream wait for FSDP2's last reduce-scatter, and frees its input.
+
+    In all versions FSDP2 keeps that until the next one of the model, or until the end of a backward
+    that is set as the last. Version 2.11 keeps one state, later ones a list.
+    Test: parallel/test_fsdp.py, test_next_micro_batch_finds_the_first_units_gathered.
+    """
+    # pyrefly: ignore[not-callable]  # a sharded model
+    fsdp = model._get_fsdp_state()
+    if IS_TORCH_2_11:
+        states = list(filter(None, [fsdp._comm_ctx.reduce_scatter_state]))
+        fsdp._comm_ctx.reduce_scatter_state = None
+    else:
+        states = fsdp._comm_ctx.reduce_scatter_states
+    for state in states:
+        if state.event is not None:  # as on a CPU
+            fsdp._device_handle.current_stream().wait_event(state.event)
+    states.clear()
+
+
 def share_classes(model: nn.Module) -> None:
     """Gives modules of one class that are parametrized alike one class again.
 

@@ -35,8 +35,8 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
         all-gather       A (U + B)     B = U - 2 resharded after forward are all-gathered again in backward (all but
                                        head and embedding, tied U - 1; nor frozen first ones); B = 0 where
                                        they stay unsharded; A - 1 less for each that stays so for the next micro-batch:
-                                       of the first prefetch_forward those that backward has all-gathered, but for the
-                                       embedding, which it gathers for that; U in all with gather_once, where A > 1
+                                       of the first prefetch_forward + 1 those that backward has all-gathered, but for
+                                       the embedding, which it gathers for that; U in all with gather_once, where A > 1
         reduce-scatter   A' U          A U where R > 1: then only the all-reduce is deferred; 0 where S = 1
         all-reduce       A' U          where R > 1; and, where S > 1, one of the gradients' sum of squares (float64) and
                                        one of the largest values (float32) of the matrices sent in 8 bits
@@ -91,7 +91,7 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
             again = p.reshard_after_forward and not is_edge and not frozen_so_far
             gathers = accumulation * (1 + again)
             in_backward = again or is_tied or not p.reshard_after_forward
-            if i < p.prefetch_forward and in_backward:
+            if i <= p.prefetch_forward and in_backward:
                 gathers -= accumulation - 1
             if p.gather_once and accumulation > 1:
                 gathers = 1

@@ -1,6 +1,8 @@
 """What ranks write together: files and plans, failures, saving in the background, which checkpoints stay."""
 
 import contextlib
+import dataclasses
+import functools
 import io
 import logging
 import os
@@ -283,27 +285,97 @@ def test_asynchronous_save_holds_the_weights_at_its_call(world, tmp_path):
     assert run.reports == ([(1, None), (2, None)] if world.rank == 0 else [])
 
 
+class Driver:
+    """As much of torch.cuda as a save needs, with its habits: a copy to pinned memory is made late, no page is pinned
+    twice, and an error that a call returns is raised by the next kernel as well."""
+
+    def __init__(self, refuses: bool):
+        self.refuses = refuses
+        self.pinned: list[range] = []  # pages
+        self.late: list[Callable[[], object]] = []
+        self.error = 0
+        self.events: list[str] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(CUDA, name)
+
+    def cudart(self) -> "Driver":
+        return self
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        pages = range(address // 4096, (address + size - 1) // 4096 + 1)
+        if self.refuses or any(page in other for other in self.pinned for page in pages):
+            self.error = 2
+        else:
+            self.pinned.append(pages)
+        return self.error
+
+    def cudaGetErrorString(self, error: int) -> str:
+        return f"out of memory, {error}"
+
+    def _sleep(self, cycles: int) -> None:
+        error, self.error = self.error, 0
+        if error:
+            raise RuntimeError("CUDA error: out of memory")
+
+    def copy_(self, buffer: torch.Tensor, shard: torch.Tensor, non_blocking: bool = False):
+        self._sleep(0)  # a kernel
+        copy = functools.partial(COPY, buffer, shard)
+        if non_blocking and any(buffer.data_ptr() // 4096 in pages for pages in self.pinned):
+            self.late.append(copy)
+        else:
+            copy()
+        return buffer
+
+    def synchronize(self) -> None:
+        self.events.append("synchronize")
+        while self.late:
+            self.late.pop()()
+
+    def set_device(self, device: torch.device) -> None:
+        self.events.append("set_device")
+
+
+CUDA = torch.cuda
+COPY = torch.Tensor.copy_
+
+
 @pytest.mark.quick
-@distributed(ranks=1)
-def test_copies_are_complete_before_the_write_begins(world, tmp_path):
-    """The device makes them while the host goes on; and the saver's thread has a current device of its own."""
-    run = Run(world, tmp_path, async_save=True)
-    events = []
-    copy = torch.Tensor.copy_
-
-    def noted(name: str, function: Callable = lambda *unused: None) -> Callable:
-        return lambda *arguments, **options: (events.append(name), function(*arguments))[1]
-
+@pytest.mark.parametrize("refuses", [False, True], ids=["pinned", "refused"])
+@distributed(ranks=2)
+def test_asynchronous_saves_from_a_gpu_equal_blocking_ones(world, tmp_path, refuses):
+    """Also if rank 1 cannot pin memory. All is allocated at the start, and pinned once; the copies are complete before
+    the write begins, in a thread with a current device of its own."""
+    driver = Driver(refuses and world.rank == 1)
+    run, blocking = Run(world, tmp_path / "run", async_save=True), Run(world, tmp_path / "blocking")
+    run.checkpointer.world = dataclasses.replace(world, device=torch.device("cuda", 0))
+    write = Saver.write
+    noted = lambda *arguments: (driver.events.append("write"), write(*arguments))[1]  # noqa: E731
     with (
-        mock.patch.object(torch.Tensor, "copy_", noted("copy", copy)),
-        mock.patch.object(Saver, "write", noted("write")),
-        mock.patch.object(torch.cpu, "synchronize", noted("synchronize")),
-        mock.patch.object(torch.cpu, "set_device", noted("set_device")),
+        mock.patch.object(torch, "cuda", driver),
+        mock.patch.object(torch.Tensor, "copy_", lambda *a, **options: driver.copy_(*a, **options)),
+        mock.patch.object(Saver, "write", noted),
     ):
-        run.save(1)
-        run.save(2)
-    copies = ["copy"] * len(run.tensors())
-    assert events == 2 * [*copies, "synchronize", "set_device", "write"]
+        with mock.patch.object(torch.Tensor, "is_cuda", True):
+            run.checkpointer.restore(run.model, run.optimizer)
+        assert len(driver.pinned) == (not driver.refuses) and driver.error == 0
+        addresses = {name: buffer.data_ptr() for name, buffer in run.checkpointer.buffers.items()}
+        if world.rank == 0:
+            text = " ".join(run.checkpointer.clean_up())
+            assert (
+                "rank 1 cannot pin its copy of the shards (out of memory, 2)" in text
+            ) == refuses
+        for step in (1, 2):
+            run.add(step)
+            run.save(step)
+    assert driver.events == 2 * ["synchronize", "set_device", "write"]
+    assert addresses == {name: b.data_ptr() for name, b in run.checkpointer.buffers.items()}
+    assert {*addresses} == {*run.tensors()}
+    for step in (1, 2):
+        blocking.add(step)
+        blocking.save(step)
+    for step in (1, 2):
+        assert run.restored(step) == blocking.restored(step)
 
 
 @pytest.mark.parametrize("owner, name", [(Saver, "write"), (save.dcp, "save")])

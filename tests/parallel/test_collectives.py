@@ -77,50 +77,55 @@ FROZEN = {"model": {"freeze": ["embedding*", "blocks.1.*"]}}
 @pytest.mark.parametrize(
     "sections, counts, gathered, scattered",
     [
-        # two micro-batches of four units, of which backward gathers the blocks again; one norm
-        ({}, (12, 8, 1), 2 * (ALL + 2 * BLOCK), 2 * ALL),
-        # the embedding is kept for the second micro-batch
-        ({"parallel": {"reshard_after_forward": False}}, (7, 8, 1), 2 * ALL - EMBEDDING, 2 * ALL),
+        # two micro-batches of four units, of which backward gathers the blocks again, and keeps the
+        # first for the second micro-batch; one norm
+        ({}, (11, 8, 1), 2 * ALL + 3 * BLOCK, 2 * ALL),
+        # so is the embedding
+        (
+            {"parallel": {"reshard_after_forward": False}},
+            (6, 8, 1),
+            2 * ALL - EMBEDDING - BLOCK,
+            2 * ALL,
+        ),
         ({"parallel": {"gather_once": True}}, (4, 8, 1), ALL, 2 * ALL),
         ({"parallel": {"gather_once": True, "sync_every_micro_batch": False}}, (4, 4, 1), ALL, ALL),
-        ({"parallel": {"sync_every_micro_batch": False}}, (12, 4, 1), 2 * (ALL + 2 * BLOCK), ALL),
-        # so is a block that two units ahead are gathered for
-        ({"parallel": {"prefetch_forward": 2}}, (11, 8, 1), 2 * ALL + 3 * BLOCK, 2 * ALL),
+        ({"parallel": {"sync_every_micro_batch": False}}, (11, 4, 1), 2 * ALL + 3 * BLOCK, ALL),
+        ({"parallel": {"prefetch_forward": 2}}, (10, 8, 1), 2 * ALL + 2 * BLOCK, 2 * ALL),
         ({"parallel": {"prefetch_forward": 0}}, (12, 8, 1), 2 * (ALL + 2 * BLOCK), 2 * ALL),
-        ({"parallel": {"recompute": "full"}}, (12, 8, 1), 2 * (ALL + 2 * BLOCK), 2 * ALL),
-        ({"parallel": {"dp_replicate": 2}}, (12, 8, 9), 2 * (ALL + 2 * BLOCK), 2 * ALL),
+        ({"parallel": {"recompute": "full"}}, (11, 8, 1), 2 * ALL + 3 * BLOCK, 2 * ALL),
+        ({"parallel": {"dp_replicate": 2}}, (11, 8, 9), 2 * ALL + 3 * BLOCK, 2 * ALL),
         (
             {"parallel": {"dp_replicate": 2, "sync_every_micro_batch": False}},
-            (12, 8, 5),
-            2 * (ALL + 2 * BLOCK),
+            (11, 8, 5),
+            2 * ALL + 3 * BLOCK,
             2 * ALL,
         ),
         ({"parallel": {"dp_replicate": 4}}, (0, 0, 8), 0, 0),
         (
             {"model": {"tie_embeddings": True}},
-            (9, 6, 1),
-            HEAD + 2 * 4 * BLOCK,
+            (8, 6, 1),
+            HEAD + 7 * BLOCK,
             2 * (HEAD + 2 * BLOCK),
         ),
         (FROZEN_FIRST, (10, 4, 1), 2 * (ALL + BLOCK), 2 * (BLOCK + HEAD)),
-        (FROZEN, (12, 4, 1), 2 * (ALL + 2 * BLOCK), 2 * (BLOCK + HEAD)),
+        (FROZEN, (11, 4, 1), 2 * ALL + 3 * BLOCK, 2 * (BLOCK + HEAD)),
         (
             {**FROZEN, "parallel": {"replicated": ["blocks.1.*"]}},
-            (8, 4, 1),
-            2 * (ALL - BLOCK + BLOCK),
+            (7, 4, 1),
+            2 * ALL - BLOCK,
             2 * (BLOCK + HEAD),
         ),
         # in bfloat16, of which a float32 unit counts twice; gradients stay in float32
         (
             {"parallel": {"param_dtype": "bfloat16", "keep_fp32": ["blocks.0"]}},
-            (12, 8, 1),
-            (ALL + 2 * BLOCK) + 2 * BLOCK,
+            (11, 8, 1),
+            ALL + 3 * BLOCK,
             2 * ALL,
         ),
         (
             {"parallel": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}},
-            (12, 8, 1),
-            ALL + 2 * BLOCK,
+            (11, 8, 1),
+            ALL + 3 * BLOCK // 2,
             ALL,
         ),
     ],
