@@ -361,7 +361,7 @@ def test_asynchronous_saves_from_a_gpu_equal_blocking_ones(world, tmp_path, refu
         assert len(driver.pinned) == (not driver.refuses) and driver.error == 0
         addresses = {name: buffer.data_ptr() for name, buffer in run.checkpointer.buffers.items()}
         if world.rank == 0:
-            text = " ".join(run.checkpointer.clean_up())
+            text = " ".join(run.checkpointer.prepare_folder())
             assert (
                 "rank 1 cannot pin its copy of the shards (out of memory, 2)" in text
             ) == refuses
