@@ -9,28 +9,31 @@ import pathlib
 
 import config
 from system import print_error, print_line, read_json, write_atomic
-from tools.planner.devices import DEVICES, known_as
+from tools.planner.devices import DEVICES, known_as, reached
 from tools.planner.plan import Asked, plan
 
-# relative to the plan; a warning is printed beyond
+# Relative to the plan; a warning is printed beyond. A step may also take what the lowest speed that
+# is expected takes (devices.py).
 MEMORY_OFF = 0.05
 TIME_OFF = 0.25
 
 
-def plan_of(folder: pathlib.Path) -> dict:
+def plan_of(folder: pathlib.Path, cfg: config.Config) -> dict:
     """The plan of a run on the machines of its newest launch. Raises ConfigError and OSError."""
     launch = read_json(folder / "environment.json")
     gpu = known_as(launch["gpu"], launch["gpu_memory_gib"])
     gpus_per_node = launch["ranks"] // len(launch["hosts"])
     asked = Asked(DEVICES[gpu] if gpu else None, gpus_per_node=gpus_per_node)
-    return plan(config.load_resolved(str(folder / "config.toml")), launch["ranks"], asked)
+    return plan(cfg, launch["ranks"], asked)
 
 
-def compare(planned: dict, row: dict) -> tuple[dict[str, str], list[str]]:
+def compare(planned: dict, row: dict, cfg: config.Config) -> tuple[dict[str, str], list[str]]:
     """The figures in words, by name, and the warnings."""
+    lowest, _ = reached(cfg, planned["world_size"])
+    time_off = max(TIME_OFF, 1 / lowest - 1)
     figures = (
         ("peak memory, GiB", planned["peak_gib"], row["peak_memory_gib"], MEMORY_OFF),
-        ("time of a step, s", planned["step_seconds"], row["step_seconds"], TIME_OFF),
+        ("time of a step, s", planned["step_seconds"], row["step_seconds"], time_off),
     )
     comparison = {}
     warnings = []
@@ -46,7 +49,8 @@ def compare(planned: dict, row: dict) -> tuple[dict[str, str], list[str]]:
 
 def main(argv: list[str]) -> int:
     folder = pathlib.Path(argv[0])
-    comparison, warnings = compare(plan_of(folder), json.loads(argv[1]))
+    cfg = config.load_resolved(str(folder / "config.toml"))
+    comparison, warnings = compare(plan_of(folder, cfg), json.loads(argv[1]), cfg)
     write_atomic(folder / "plan.json", json.dumps(comparison))
     for name, words in comparison.items():
         print_line(f"{name}: {words}")

@@ -36,6 +36,9 @@ OF_BANDWIDTH = 0.9  # share that copies reach: 4.3 of 4.8 TB/s on an H200
 # them with either recipe of float8 (docs/performance.md)
 REACHED = (0.83, 0.95)
 REACHED_IN_FLOAT8 = (0.74, 0.86)
+# The lowest where ranks communicate, which has not been measured here: others' compiled runs of 8B on
+# 8 to 128 GPUs reached 0.71 to 0.75 (docs/performance.md).
+REACHED_BY_SEVERAL = 0.70
 
 
 class Protocol(NamedTuple):
@@ -113,6 +116,12 @@ def known_as(name: str, memory_gib: float) -> str | None:
         return None
     same = [key for key in DEVICES if key.split("-")[0] in words]
     return min(same, key=lambda key: abs(DEVICES[key].memory - memory_gib), default=None)
+
+
+def reached(cfg: config.Config, ranks: int) -> tuple[float, float]:
+    """The lowest and the highest share of its planned speed that a run may be expected to reach."""
+    low, high = REACHED if cfg.parallel.float8 == "none" else REACHED_IN_FLOAT8
+    return (REACHED_BY_SEVERAL if ranks > 1 else low), high
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ verdict() in a line, table() in detail, compared() for several world sizes, draw
 import pathlib
 
 import config
-from tools.planner.devices import REACHED, REACHED_IN_FLOAT8, Moment, next_begins
+from tools.planner.devices import Moment, next_begins, reached
 from tools.planner.plan import GIB, STATES, Asked
 from tools.svg import Chart, Drawing
 
@@ -108,29 +108,28 @@ def lines_of_time(row: dict, cfg: config.Config) -> list[Line]:
     days = row["step_seconds"] * cfg.train.steps / 86400
     speed = row["tokens_per_second_per_device"]
     waiting = f"{row['waiting_seconds']:.2g} of them waiting for FSDP2"
-    low, high = reached(cfg)
+    low, high = reached(cfg, row["world_size"])
+    runs = "on one H200"
+    if row["world_size"] > 1:
+        runs += ", or on several GPUs of others"
     return [
         ("a step", f"{row['step_seconds']:.3g} s, {waiting}"),
         ("tokens/s per GPU", f"{speed:,.0f} planned, MFU {row['mfu']:.1%}"),
         ("the whole run", f"{days:,.2f} days, {row['gpu_hours']:,.0f} GPU-hours"),
-        ("measured runs", f"reached {low:g} to {high:g} of the planned speed, on one H200"),
+        ("measured runs", f"reached {low:.2f} to {high:.2f} of the planned speed, {runs}"),
     ]
-
-
-def reached(cfg: config.Config) -> tuple[float, float]:
-    """The lowest and the highest share of its planned speed that a measured run reached."""
-    return REACHED if cfg.parallel.float8 == "none" else REACHED_IN_FLOAT8
 
 
 def expected_speed(row: dict, cfg: config.Config) -> str:
     """Tokens/s per GPU, as a range: the planned speed times what measured runs reached of theirs."""
-    speeds = [share * row["tokens_per_second_per_device"] for share in reached(cfg)]
+    shares = reached(cfg, row["world_size"])
+    speeds = [share * row["tokens_per_second_per_device"] for share in shares]
     return " to ".join(f"{float(f'{speed:.3g}'):,.0f}" for speed in speeds)
 
 
 def expected_duration(row: dict, cfg: config.Config) -> str:
     """Days or hours of the whole run, as a range."""
-    low, high = reached(cfg)
+    low, high = reached(cfg, row["world_size"])
     planned_hours = row["step_seconds"] * cfg.train.steps / 3600
     shortest = planned_hours / high
     longest = planned_hours / low

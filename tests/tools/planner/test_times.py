@@ -11,9 +11,16 @@ import config
 from model.build import meta_model
 from tests.conftest import REPO, make_config
 from tools.planner.counted import Phase
-from tools.planner.devices import DEVICES, OF_LINK, Cluster, Moment, known_as, timeline
+from tools.planner.devices import (
+    DEVICES,
+    OF_LINK,
+    Cluster,
+    Moment,
+    known_as,
+    reached,
+    timeline,
+)
 from tools.planner.plan import Asked, planned
-from tools.planner.show import reached
 from tools.planner.simulate import simulate
 
 H100 = DEVICES["H100"]
@@ -209,7 +216,7 @@ def test_measured_runs_reached_this_share_of_the_planned_speed():
         cfg = config.load(str(REPO / f"configs/{name}.toml"), options)
         row, _ = planned(cfg, 1, Asked(DEVICES["H200"]))
         share = float(speed.replace(",", "")) / row["tokens_per_second_per_device"]
-        shares.setdefault(reached(cfg), []).append(round(share, 2))
+        shares.setdefault(reached(cfg, 1), []).append(round(share, 2))
     assert len(shares) == 2
     for bounds, measured in shares.items():
         assert bounds == (min(measured), max(measured))
