@@ -4,8 +4,8 @@ laptop.
     ./run_train.sh configs/llama70b.toml --dry-run --world-size 64,256 --gpu H200 [--gpus-per-node
     8] [--gpu-memory-gib G] [--plot step.svg] [--json] [--config]
 
-plan.py makes the plan of each world size, show.py renders it, advice.py suggests changes where it
-does not fit. Exit codes: 0, 3 if a plan does not fit the memory given, 2 if the input is wrong.
+plan.py makes the plan of each world size, show.py renders it. Exit codes: 0, 3 if a plan does not
+fit the memory given, 2 if the input is wrong.
 """
 
 import sys
@@ -26,7 +26,6 @@ from config import ConfigError
 from data.dataset import PreparedDataset
 from data.folder import is_prepared
 from system import FINISHED, print_error, print_line, visible_gpus
-from tools.planner.advice import advise
 from tools.planner.devices import Moment, device
 from tools.planner.plan import Asked, planned
 from tools.planner.show import compared, draw, table, verdict
@@ -52,10 +51,10 @@ def dry_run(cfg: config.Config, args: Namespace) -> bool:
         print_line(json.dumps(rows if len(rows) > 1 else rows[0]))
     else:
         print_tables(rows, cfg, asked, args.show_config)
-    for row in rows:
-        if row["fits"] is False:
-            print_error(advise(row, cfg, asked))  # on stderr, so that --json stays JSON
-    return all(row["fits"] is not False for row in rows)
+    fits = all(row["fits"] is not False for row in rows)
+    if not fits:  # on stderr, so that --json stays JSON
+        print_error("what needs less memory: docs/plan.md, If it does not fit")
+    return fits
 
 
 def asked_by(args: Namespace, cfg: config.Config) -> Asked:
@@ -125,8 +124,6 @@ def samples_per_epoch(cfg: config.Config) -> float | None:
 
 def main(argv: list[str]) -> int:
     args, cfg = parse(argv, __doc__ or "")
-    # what follows from the format, for the variants that advice.py loads
-    args.overrides.append(f"--data.document_mask={config.toml(cfg.data.document_mask)}")
     return FINISHED if dry_run(cfg, args) else DOES_NOT_FIT
 
 

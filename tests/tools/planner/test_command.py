@@ -1,19 +1,18 @@
-"""The planner's command: what it prints, its exit codes, its advice, its drawing, and a run beside its plan."""
+"""The planner's command: what it prints, its exit codes, its drawing, and a run beside its plan."""
 
 import json
 import re
 import xml.etree.ElementTree as ET
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import tomli
 
 import config
-from tests.conftest import REPO, launch, make_config, needs_extra, run_tool
+from tests.conftest import REPO, launch, make_config, run_tool
 from tools.planner import __main__ as command
-from tools.planner import advice, check, show
+from tools.planner import check, show
 from tools.planner.counted import Phase
 from tools.planner.devices import DEVICES, Moment
 from tools.planner.plan import GIB, Asked, plan
@@ -82,7 +81,7 @@ def test_a_plan_is_for_gpus_unless_it_is_of_this_cpu(capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_exit_codes_of_the_command(tmp_path):
-    """0, with nothing but the plan made; 3 and advice on stderr, so that stdout stays JSON; 2 and a line each."""
+    """0, with nothing but the plan made; 3 and a line on stderr, so that stdout stays JSON; 2 and a line each."""
     done = launch(TINY, "--dry-run", "--train.steps=77", "--config", cwd=tmp_path)
     assert done.returncode == 0 and not list(tmp_path.iterdir()), done.stderr
     # all but the configuration is a comment
@@ -90,7 +89,7 @@ def test_exit_codes_of_the_command(tmp_path):
     assert done.stdout.startswith("# 1 rank: needs ")
     done = launch(TINY, "--dry-run", "--gpu-memory-gib=1.6", "--model.n_layers=1", "--json")
     assert done.returncode == 3 and json.loads(done.stdout)["fits"] is False
-    assert "the fastest that fits: --" in done.stderr, done.stderr
+    assert "docs/plan.md" in done.stderr, done.stderr
     done = launch("configs/llama8b.toml", "--dry-run", "--world-size=3,8,5")
     assert done.returncode == 2 and "--world-size 3: " in done.stderr, done.stderr
     assert "--world-size 5: " in done.stderr and "--world-size 8: " not in done.stderr
@@ -240,73 +239,6 @@ def test_the_drawing_is_the_plan(tmp_path, capsys):
     titles = [*boxes(tmp_path / "step.svg")]
     assert sum(t.startswith("forward block") and " gathers: " in t for t in titles) == 32
     assert sum(t.startswith("backward block") and " reduces: " in t for t in titles) == 32
-
-
-# Advice
-
-
-def advised(monkeypatch, fits: Any) -> tuple[list[str], list[tuple]]:
-    """(lines of advice, the changes that were planned) of plans that fit where `fits` says so."""
-    tried = []
-    usual = config.values_of(config.to_dict(make_config()))
-
-    def planned(cfg: config.Config, ranks: int, asked: Asked) -> dict:
-        values = config.values_of(config.to_dict(cfg))
-        changed = {name: value for name, value in values.items() if value != usual[name]}
-        tried.append((changed, ranks))
-        row = ROW | {"fits": fits(changed, ranks), "device_gib": 9.0}
-        row["host_gib"] = float(cfg.parallel.cpu_offload)
-        if cfg.parallel.recompute == "selective":
-            row["tokens_per_second_per_device"] = 12_500.0
-        return row
-
-    monkeypatch.setattr(advice, "plan", planned)
-    row = ROW | {"world_size": 4, "micro_batch_size": 2, "fits": False}
-    return advice.advise(row, make_config(), Asked(gpu_memory_gib=10)).splitlines(), tried
-
-
-def test_one_change_is_enough_and_all_of_one_option_are_planned(monkeypatch):
-    lines, tried = advised(monkeypatch, lambda changed, _: changed == {"train.micro_batch_size": 1})
-    assert lines[0] == "4 ranks: what would need less, by the plan (speeds: an H100's)"
-    assert lines[1] == "        9.0 GiB    12,346 tok/s a GPU   fits  --train.micro_batch_size=1"
-    assert lines[-1] == "the fastest that fits: --train.micro_batch_size=1"
-    assert all(len(changed) + (ranks > 4) == 1 for changed, ranks in tried)
-    options = {name for changed, _ in tried for name in changed}
-    assert {"parallel.recompute", "parallel.tp", "optim.state_dtype"} < options
-    assert [ranks for changed, ranks in tried if not changed] == [8, 16, 32]
-    assert [line.split()[2] for line in lines if "cpu_offload" in line] == ["unknown"]
-
-
-@pytest.mark.parametrize(
-    "fits, best",
-    [
-        (
-            lambda changed, _: changed.get("parallel.cpu_offload") or len(changed) >= 2,
-            "fits: --train.micro_batch_size=1 --parallel.recompute=full$",
-        ),
-        (lambda changed, _: "parallel.recompute" in changed, "--parallel.recompute=selective$"),
-        (lambda _, ranks: ranks == 256, "fits: --train.* --world-size 256$"),
-        (lambda *_: False, "take GPUs with more memory, or a smaller model$"),
-    ],
-)
-def test_fastest_change_that_fits_else_combinations_and_more_ranks(monkeypatch, fits, best):
-    assert re.search(best, advised(monkeypatch, fits)[0][-1])
-
-
-@needs_extra("huggingface", "lora")
-def test_a_change_continues_from_the_value_that_is_set():
-    def of(cfg: config.Config, name: str) -> list[str]:
-        overrides = advice.alternatives(cfg, ROW).get(name, [])
-        return [override.partition("=")[2] for override in overrides]
-
-    cfg = make_config(parallel={"recompute": "elementwise", "gather_once": True, "tp": 2})
-    assert of(cfg, "parallel.recompute") == ["selective", "full"]
-    assert of(cfg, "parallel.gather_once") == ["false"] and of(cfg, "parallel.tp") == ["4", "8"]
-    assert of(cfg, "train.micro_batch_size") == ["3", "1"]  # of 7
-    every_second = make_config(parallel={"recompute": 2})
-    assert of(every_second, "parallel.recompute") == ["elementwise", "selective", "full"]
-    assert of(cfg, "lora.base_dtype") == []
-    assert of(replace(cfg, lora=config.Lora(rank=4)), "lora.base_dtype") == ["nf4"]
 
 
 # A run beside its plan
