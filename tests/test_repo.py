@@ -185,7 +185,9 @@ def shortened(command: str) -> str:
     if command.startswith("./tests/run.sh") and "--lint" not in command:
         return f"{command} -n 0 tests/test_metrics.py -k console_line"
     reads_text = "--data.source=prepared" not in command
-    if reads_text and re.search(r"run_train\.sh(( -m (prepare|show))? configs/tiny\.toml|$)", command):
+    if reads_text and re.search(
+        r"run_train\.sh(( -m (prepare|show))? configs/tiny\.toml|$)", command
+    ):
         command += " --data.max_tokens=300_000"
     if "run_train.sh" in command and not re.search("-m |--setup|--dry-run|--help", command):
         command += " --eval.batches=2"
