@@ -1,18 +1,14 @@
 """The plan against a fully simulated step: every block, on fake tensors, as rank 0 of many ranks.
 
     python -m benchmarks.simulate configs/llama70b.toml --world-size 256,16384
-    python -m benchmarks.simulate configs/llama8b.toml --suggestions 20
 
 Prints for each number of ranks the allocated peak by the plan, which runs few blocks, and by the
 full step. Also collectives and bytes by the plan, the step and the closed forms (tests/theory.py), which must
-be equal, the smallest shard, and the size of a checkpoint's files. --suggestions: draws so many
-random configurations that do not fit. Does what the plan suggests fit by a full step? Further
-options override the configuration's.
+be equal, the smallest shard, and the size of a checkpoint's files. Further options override the
+configuration's.
 """
 
 import argparse
-import math
-import random
 import sys
 import time
 from collections import Counter
@@ -21,9 +17,7 @@ import config
 from config import ConfigError
 from model.build import meta_model
 from tests import theory
-from tools.planner.advice import tried
-from tools.planner.devices import device
-from tools.planner.plan import GIB, Asked, device_gib, plan, with_workspaces
+from tools.planner.plan import GIB, Asked, plan
 from tools.planner.simulate import Step, simulate
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -62,41 +56,12 @@ def compare(cfg: config.Config, ranks: int) -> tuple[str, bool]:
     )
 
 
-def drawn(seed: int, folder: str) -> tuple[config.Config, int, float]:
-    """(configuration, ranks, share of what it needs that a GPU has), at random."""
-    draw = random.Random(seed)
-    path = f"{folder}/{draw.choice(['llama1b', 'llama3b', 'llama8b'])}.toml"
-    overrides = [
-        f"--parallel.recompute={draw.choice(['none', 'elementwise', 'selective'])}",
-        f"--parallel.compile={draw.choice(['true', 'false'])}",
-        f"--train.seq_len={draw.choice([2048, 4096])}",
-        "--train.global_batch_size=256",
-        f"--train.micro_batch_size={draw.choice([2, 4])}",
-        f"--model.n_layers={draw.choice([4, 6])}",
-    ]
-    return config.load(path, overrides), draw.choice([2, 4, 8]), draw.uniform(0.4, 0.9)
-
-
-def suggestion(cfg: config.Config, ranks: int, share: float) -> tuple[str, float, float]:
-    """(what the plan suggests for a GPU that is too small, GiB of that GPU, GiB by a full step)."""
-    row = plan(cfg, ranks)
-    memory = share * row["device_gib"]
-    changes = [*tried(row, cfg, Asked(device("H100"), memory))]
-    fitting = [change for change in changes if change.row["fits"]]
-    if not fitting:
-        return f"nothing of {len(changes)} changes", memory, math.inf
-    best = max(fitting, key=lambda change: change.speed)
-    step = simulate(best.cfg, best.row["world_size"], all_blocks=True)
-    return best.words, memory, device_gib(with_workspaces(step, device("H100")))
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.simulate", allow_abbrev=False)
     parser.add_argument("config")
     parser.add_argument(
         "--world-size", type=lambda text: [int(n) for n in text.split(",")], default=[]
     )
-    parser.add_argument("--suggestions", type=int, default=0)
     args, overrides = parser.parse_known_args(argv)
     right = True
     try:
@@ -109,16 +74,6 @@ def main(argv: list[str]) -> int:
             line, fine = compare(config.load(args.config, overrides), ranks)
             right &= fine
             print(line, flush=True)
-        for seed in range(args.suggestions):
-            cfg, ranks, share = drawn(seed, args.config.rpartition("/")[0])
-            name, memory, needed = suggestion(cfg, ranks, share)
-            right &= needed <= memory
-            verdict = "fits" if needed <= memory else "DOES NOT FIT"
-            print(
-                f"{seed:3} {ranks} ranks of {memory:6.2f} GiB: {name} takes {needed:.2f}, "
-                f"{verdict}",
-                flush=True,
-            )
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

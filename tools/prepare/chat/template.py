@@ -1,7 +1,4 @@
-"""Chat templates: Jinja programs by others, rendered as transformers renders them.
-
-They run in a sandbox, with bounds on time and memory.
-"""
+"""Chat templates: Jinja programs by others, rendered as transformers renders them, in a sandbox."""
 
 import contextlib
 import datetime
@@ -9,8 +6,6 @@ import hashlib
 import json
 import pathlib
 import re
-import resource
-import signal
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -28,10 +23,6 @@ TEMPLATE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"  # a folder of others
 DEFAULT = "default"  # the name of the template that is used
 SETTINGS = "tokenizer_config.json"
-SECONDS = 5.0  # processor time that rendering one conversation may take
-BYTES = 1 << 30  # memory that it may take
-LARGEST = 1 << 63  # integer that a template may multiply
-LARGEST_EXPONENT = 64
 NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # no text has a use for them
 
 
@@ -52,7 +43,7 @@ def files_of(data: config.Data) -> dict[str, bytes]:
     assert data.tokenizer  # a rule of [data]
     template = find_template(data.tokenizer, data.chat_template)
     try:
-        with bounded():
+        with template_errors():
             Sandbox().from_string(template)
     except ConfigError as error:
         raise ConfigError(f"{data.chat_template or data.tokenizer}: {error}") from None
@@ -128,31 +119,12 @@ def read_text(path: pathlib.Path) -> str:
 
 
 @contextlib.contextmanager
-def bounded() -> Iterator[None]:
-    """Bounds processor time and memory of the body, and raises its errors as ConfigError.
-
-    Main thread only, as it sets a signal handler.
-    """
-
-    def on_timeout(*_: object) -> None:
-        raise TimeoutError(f"takes more than {SECONDS:g} seconds")
-
-    handler = signal.signal(signal.SIGPROF, on_timeout)
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = soft
-    if sys.platform == "linux":  # macOS does not enforce this limit
-        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])  # in use now
-        limit = pages * resource.getpagesize() + BYTES
-        if soft != resource.RLIM_INFINITY:
-            limit = min(soft, limit)
+def template_errors() -> Iterator[None]:
+    """Raises the errors of a template as ConfigError."""
     try:
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-        signal.setitimer(signal.ITIMER_PROF, SECONDS, SECONDS)
         yield
     except ConfigError:
         raise
-    except MemoryError:
-        raise ConfigError(f"the chat template takes more than {BYTES >> 20:,} MiB") from None
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
         where = ""
@@ -161,10 +133,6 @@ def bounded() -> Iterator[None]:
         raise ConfigError(
             f"the chat template fails{where}: {type(error).__name__}: {first_line}"
         ) from None
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, handler)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 class Generation(jinja2.ext.Extension):
@@ -191,8 +159,6 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     It has no files, and no attribute that leads to Python's internals.
     """
 
-    # no signal interrupts a multiplication of integers as large as memory
-    intercepted_binops = frozenset({"*", "**"})
     has_blocks = False  # whether the template has a {% generation %} block
     marks = Marks(*NONCHARACTERS[:4])  # set for each conversation
 
@@ -212,16 +178,6 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             "strftime_now": strftime_now,
         }
         self.globals.update(functions)
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        largest_right = LARGEST_EXPONENT if operator == "**" else LARGEST
-        if exceeds(left, LARGEST) or exceeds(right, largest_right):
-            raise jinja2.sandbox.SecurityError(f"{operator} of a number as large as that")
-        return super().call_binop(context, operator, left, right)
-
-
-def exceeds(value: object, limit: int) -> bool:
-    return isinstance(value, int) and abs(value) > limit
 
 
 # Functions of templates, with the names and defaults of transformers' own

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-import tools.prepare.chat.template
 from tests.conftest import make_config, refuses, sentencepiece_model, words
 from tests.tools.prepare.chat.conftest import (
     TEMPLATES,
@@ -110,10 +109,6 @@ def test_ids_of_a_sentencepiece_model_are_those_of_the_text_between_special_toke
 
 # What is refused
 
-DEEP = "{% for a in range(99999) %}{% for a in range(99999) %}{% endfor %}{% endfor %}"
-GROWING = (
-    "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
-)
 LEAVES_OUT = LOOP + "{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}{% endfor %}"
 ENDS_EARLY = LOOP + "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}"
 TURN = talk("a", "b")
@@ -125,10 +120,6 @@ TURN = talk("a", "b")
     [
         (TURN, "{{ raise_exception('no') }}", "the chat template fails: TemplateError: no"),
         (TURN, "{{ messages[9].content.upper() }}", "the chat template fails: UndefinedError"),
-        (TURN, DEEP, "the chat template fails: TimeoutError: takes more than 0.3 seconds"),
-        (TURN, GROWING, "the chat template takes more than 64 MiB"),
-        (TURN, "{{ 'a' * 10**17 }}", "the chat template takes more than 64 MiB"),
-        (TURN, "{{ 9 ** (9 ** 9) }}", r"fails: SecurityError: \*\* of a number as large as that"),
         (TURN, "{% include '/etc/passwd' %}", "the chat template fails: TypeError: no loader"),
         (TURN, "{{ cycler.__init__.__globals__.os.system('touch ran') }}", "fails: SecurityError"),
         (TURN, "{{ ''.__class__.__mro__[1].__subclasses__() }}", "fails: SecurityError"),
@@ -146,8 +137,6 @@ TURN = talk("a", "b")
 def test_what_a_template_does_wrong_is_one_line_with_the_row(
     tokenizer, tmp_path, monkeypatch, messages, template, problem
 ):
-    monkeypatch.setattr(tools.prepare.chat.template, "SECONDS", 0.3)
-    monkeypatch.setattr(tools.prepare.chat.template, "BYTES", 1 << 26)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.jinja").write_text(template)
     more = {"chat_template": str(tmp_path / "t.jinja"), "validation": None}

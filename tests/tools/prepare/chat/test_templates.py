@@ -502,14 +502,21 @@ def test_a_token_that_the_settings_name_is_special(template, tmp_path):
 def test_a_tokenizer_of_llama_2_s_kind(tmp_path, settings):
     """Where transformers puts spaces, and where its tokenizer.json would."""
     pytest.importorskip("google.protobuf")
-    made = pytest.importorskip("tools.fast_tokenizer")
     from tests.conftest import sentencepiece_model
 
-    sentencepiece_model(tmp_path / "made.model", add_dummy_prefix=True)
-    files = made.fast_tokenizer_files(made.read_sentencepiece(tmp_path / "made.model"))
-    files["tokenizer_config.json"] |= {"tokenizer_class": "LlamaTokenizer", **settings}
-    for name, content in files.items():
-        (tmp_path / name).write_text(json.dumps(content))
+    (tmp_path / "made").mkdir()
+    sentencepiece_model(tmp_path / "made/tokenizer.model", add_dummy_prefix=True)
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **special, **settings}
+    (tmp_path / "made/tokenizer_config.json").write_text(json.dumps(settings))
+    in_transformers(tmp_path / "made").save_pretrained(tmp_path / "saved")
+    content = json.loads((tmp_path / "saved/tokenizer.json").read_text())
+    prefix = {"type": "Prepend", "prepend": "\u2581"}
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    content["pre_tokenizer"] = None
+    content["normalizer"] = {"type": "Sequence", "normalizers": [prefix, spaces]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "chat_template.jinja").write_text(SYSTEM_LAST)
     chat = Chat(tmp_path)
     theirs = in_transformers(tmp_path)
