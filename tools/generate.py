@@ -72,11 +72,10 @@ def generate(
 ) -> Iterator[int]:
     """Yields the next token `count` times; the caller may stop early. The prompt must not be empty.
 
-    The model is a plain one. Of a longer prompt it reads the newest `context` tokens. Text that
-    outgrows them restarts at position 0 with its newest half. Where a cache is not valid, each
-    token reruns the whole text.
+    The model is a plain one. Text that outgrows `context` tokens restarts at position 0 with its
+    newest half. Where a cache is not valid, each token reruns the whole text.
     """
-    tokens = list(prompt[-context:])  # that the model attends to
+    tokens = list(prompt[-context:])  # that the model attends to: of a long prompt the newest
     first = 0  # position of the first one that it has not seen yet
     caches: list[KVCache] = []
     draws = random.Random(seed)
