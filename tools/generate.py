@@ -77,7 +77,7 @@ def generate(
     first new token gets other logits than a pass over the whole text gives, each token reruns the
     whole text: a fork may mix tokens outside attention.
     """
-    tokens = list(prompt[-context:])  # that the model attends to
+    tokens = list(prompt[-context:])  # that the model attends to: of a long prompt the newest
     first = 0  # position of the first one that it has not seen yet
     uses_cache: bool | None = None  # unknown until its first new token is compared
     caches: list[KVCache] = []
