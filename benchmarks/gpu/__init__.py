@@ -11,4 +11,5 @@ File by file:
     measure.py      runs in those processes: one row for each arm
     planned.py      what the planner predicts for an arm
     report.py       compares rows; the tables
+    rank_of_many.py one GPU as rank 0 of many, a program of its own; slept_network.py: its collectives
 """

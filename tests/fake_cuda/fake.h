@@ -22,6 +22,7 @@ enum Counter {
     EVENT_WAITS,
     DEVICE_WAITS,
     COPY_WAITS,  // cudaMemcpy, and copies to memory that is not pinned
+    REGISTRATIONS,  // cudaHostRegister
     COUNTERS
 };
 

@@ -53,9 +53,7 @@ class Races(TorchDispatchMode):
         )
         gpu_trace.register_callback_for_event_synchronization(clocks.all_streams_wait_for_event)
         gpu_trace.register_callback_for_stream_synchronization(clocks.all_streams_wait_for_stream)
-        gpu_trace.register_callback_for_device_synchronization(
-            lambda device: clocks.sync_all_streams()
-        )
+        gpu_trace.register_callback_for_device_synchronization(clocks.sync_all_streams)
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -189,6 +189,7 @@ class Report:
         result = {
             "steps": self.steps,
             "communicators": counters()["communicators"],
+            "registrations": counters()["registrations"],
             "races": self.races,
         }
         pathlib.Path(self.path).write_text(json.dumps(result, indent=1))

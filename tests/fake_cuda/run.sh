@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests on the fake CUDA (README.md):   ./tests/run.sh --fake-cuda [pytest arguments]
+# The tests on the fake CUDA (README.md):   ./tests/run.sh --fake-cuda [--quick] [pytest arguments]
 #   TORCH=2.14.1 ./tests/run.sh --fake-cuda        with another torch than that of requirements.txt
 #   PYTHON=... ./tests/run.sh --fake-cuda          with the torch of this Python, whose packages stay as they are
 set -euo pipefail
@@ -17,7 +17,7 @@ if [[ -z $python ]]; then
     torch=torch==${TORCH:-$(sed -n 's/^torch==//p' requirements.txt)}
     others=$(grep -hv '^torch==' requirements.txt; grep -h '^pytest' tests/requirements.txt)
     if [[ $(cat $venv/.made-from 2>/dev/null) != "$torch"$'\n'"$others" ]]; then
-        echo "setting up $venv with $torch (once; about 6 GB)" >&2
+        echo "setting up $venv with $torch (once; 5 GB)" >&2
         rm -rf $venv
         python3 -m venv $venv
         "$python" -m pip install --quiet "$torch" || fail "$torch could not be installed, see above"
@@ -29,6 +29,7 @@ without that: PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= ./tests/run.sh --fake-cu
     fi
 fi
 "$python" -m tests.fake_cuda.build >&2
+if [[ ${1:-} == --quick ]]; then set -- -m quick "${@:2}"; fi
 workers=(-n 2 --dist load)
 "$python" -c 'import xdist' 2>/dev/null || workers=() # somebody's Python may lack it
 # testpaths: a file or a test that is named runs alone

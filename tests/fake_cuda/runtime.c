@@ -98,10 +98,10 @@ const char *fake_cuda_counters(void) {
     snprintf(text, sizeof text,
              "{\"kernels\": %ld, \"triton_kernels\": %ld, \"matmuls\": %ld, \"collectives\": %ld, "
              "\"communicators\": %ld, \"stream_waits\": %ld, \"event_waits\": %ld, \"device_waits\": %ld, "
-             "\"copy_waits\": %ld}",
+             "\"copy_waits\": %ld, \"registrations\": %ld}",
              counters[KERNELS], counters[TRITON_KERNELS], counters[MATMULS], counters[COLLECTIVES],
              counters[COMMUNICATORS], counters[STREAM_WAITS], counters[EVENT_WAITS], counters[DEVICE_WAITS],
-             counters[COPY_WAITS]);
+             counters[COPY_WAITS], counters[REGISTRATIONS]);
     return text;
 }
 
@@ -135,6 +135,25 @@ void fake_release(int device, size_t size) {
     pthread_mutex_lock(&lock);
     held[device] -= size;
     pthread_mutex_unlock(&lock);
+}
+
+// The ends of the pages that memory lies in.
+static size_t first_page(const char *start) {
+    return (size_t)start >> 12;
+}
+
+static size_t last_page(const char *start, size_t size) {
+    return ((size_t)start + size - 1) >> 12;
+}
+
+static int is_pinned(const char *start, size_t size) {  // whether a page of it is
+    int pinned = 0;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < range_count && !pinned; i++)
+        pinned = ranges[i].type == cudaMemoryTypeHost && first_page(ranges[i].start) <= last_page(start, size) &&
+                 first_page(start) <= last_page(ranges[i].start, ranges[i].size);
+    pthread_mutex_unlock(&lock);
+    return pinned;
 }
 
 static int add_range(Range range) {  // 0: too many
@@ -215,7 +234,10 @@ cudaError_t cudaFreeHost(void *pointer) {
 }
 
 cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned flags) {
+    if (is_pinned(pointer, size))  // as older drivers do, of which none pins a page twice
+        return cudaErrorHostMemoryAlreadyRegistered;
     Range range = {pointer, size, cudaMemoryTypeHost, current_device, 0};
+    fake_count(REGISTRATIONS);
     return add_range(range) ? cudaSuccess : cudaErrorMemoryAllocation;
 }
 

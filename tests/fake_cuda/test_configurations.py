@@ -49,11 +49,12 @@ def test_save_restore_evaluate(name: str, text: Text, tmp_path: pathlib.Path) ->
         tmp_path,
         model={"n_layers": 2, "vocab_size": 1024},
         train={"steps": 4, "seq_len": 2048},
-        checkpoint={"save_every_steps": 2},
+        checkpoint={"save_every_steps": 2, "async_save": True},
         eval={"every_steps": 2, "batches": 1},
     )
-    _, printed = configurations.run_alone(path, GPUS[name], "--train.steps=2")
+    report, printed = configurations.run_alone(path, GPUS[name], "--train.steps=2")
     assert "step-00000002" in printed
+    assert report["registrations"] == 1  # one pinned buffer, made before the first step
     report, printed = configurations.run_alone(path, GPUS[name])
     assert "resuming after step 2" in printed
     assert [row["step"] for row in report["steps"]] == [3, 4]
