@@ -428,7 +428,7 @@ def test_options_that_contradict_the_adapter_are_refused(base, adapter, lora, wo
 def test_unreadable_folders_are_named(base, adapter, tmp_path):
     pickled = shutil.copytree(adapter, tmp_path / "adapter")
     (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
-    with refuses("adapter_model.bin: pickled files can run"):
+    with refuses("adapter_model.safetensors: is not there"):
         weights_to_read(lora_config(base, pickled), 0)
     broken = shutil.copytree(base, tmp_path / "base")
     cfg = lora_config(broken, lora={"base_dtype": "nf4"})
