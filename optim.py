@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import config
+from config import ConfigError
 from model.llama import after_weight_update, named_parameters, plain_name
 
 NORM_ROW = 4096  # elements whose squares are added up in float32
@@ -50,6 +51,12 @@ def build_optimizer(
         optimizer = Muon(model, names, o, seed, compile)
     else:
         optimizer = build_adamw(names, o, seed, compile)
+    for group in optimizer.param_groups:
+        if group["lr"] != o.lr:
+            raise ConfigError(
+                f"a group of the optimizer has lr = {group['lr']}, which the schedule overwrites in each "
+                'step: give the group "lr_ratio", by which the schedule is multiplied'
+            )
     optimizer.register_step_post_hook(lambda *unused: after_weight_update(model))
     return optimizer
 

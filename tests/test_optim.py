@@ -25,6 +25,7 @@ from tests.conftest import (
     hashes,
     make_config,
     needs_extra,
+    refuses,
     token_ids,
 )
 from tests.distributed import distributed
@@ -81,6 +82,17 @@ def test_group_keeps_its_ratio_to_the_schedule():
         optimizer.step()
     assert torch.equal(one, torch.full((3,), -0.75))
     assert torch.equal(quarter, torch.full((3,), -0.1875))
+
+
+@pytest.mark.quick
+def test_group_with_a_rate_that_the_schedule_would_overwrite_is_refused(monkeypatch):
+    cfg = make_config()
+    model = Llama(cfg.model)
+    groups = [{"params": [*model.parameters()], "lr": 2 * cfg.optim.lr}]
+    forked = torch.optim.SGD(groups, lr=cfg.optim.lr)
+    monkeypatch.setattr("optim.build_adamw", lambda *arguments: forked)
+    with refuses("lr = ", "lr_ratio"):
+        build_optimizer(model, cfg.optim)
 
 
 @pytest.mark.quick
