@@ -230,11 +230,13 @@ def test_one_value_that_is_not_finite_is_seen(dtype):
 @distributed(ranks=2)
 def test_checkpoint_is_published_after_what_must_be_on_disk_first(world, tmp_path):
     run = Run(world, tmp_path)
+    names = []
 
-    def rows_are_synced() -> None:
-        assert [path.name for path in root_of(run.cfg).iterdir()] == [".step-00000001.tmp"]
+    def rows_are_synced() -> None:  # what it raises is only logged
+        names.extend(path.name for path in root_of(run.cfg).iterdir())
 
     run.save(1, before_publishing=rows_are_synced)
+    assert world.rank or names == [".step-00000001.tmp"]
     warnings = mock.Mock()
     with mock.patch.object(logging.getLogger("train"), "warning", warnings):
         run.save(2, before_publishing=no_space)  # of the rows' disk, which may be another one
