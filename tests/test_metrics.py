@@ -210,6 +210,19 @@ def test_times_leave_out_what_is_not_training(tmp_path, monkeypatch):
     assert speed == [(rate, pytest.approx(rate * 7 / 100))] * 3
 
 
+@distributed(ranks=2)
+def test_speed_is_that_of_the_slowest_rank(world, tmp_path, monkeypatch):
+    """A step of 1 s on rank 0, of 3 s on rank 1."""
+    now = [0.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    cfg = make_config(train={"steps": 1}, log={"every_steps": 1})
+    recorder = recorder_of(cfg, tmp_path, rank=world.rank, size=2)
+    now[0] += 1 + 2 * world.rank
+    log_step(recorder, 1)
+    if world.rank == 0:
+        assert figures_of(tmp_path, "tokens_per_second_per_device") == [(8 * 32 / 2 / 3,)]
+
+
 @pytest.mark.quick
 def test_loss_is_the_steps_and_its_mean_that_of_all_since_the_last_row(tmp_path):
     """A step without a target has none, whatever its sum holds, and leaves the mean alone. Also

@@ -15,6 +15,7 @@ import config
 from launch import launch
 from launch.agent import report_wait
 from launch.ranks import Ranks, first_host, requeue
+from run.folder import read_status
 from run.watchdog import EXITED, RankState
 from system import lock
 from tests.conftest import REPO, make_config, refuses, rows
@@ -221,6 +222,11 @@ def test_finished_run_is_left_alone_and_says_so(write_config, tmp_path):
     assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
     done = launch_run(path, "--checkpoint.resume=never")
     assert done.returncode == 2 and 'resume = "never"' in done.stderr
+    # stopped at its last step, it has yet to evaluate and to purge
+    status = read_status(folder)
+    (folder / "status.json").write_text(json.dumps(status | {"state": "preempted"}))
+    assert "asks for no more" not in launch_run(path).stdout
+    assert read_status(folder)["state"] == "finished"
 
 
 @pytest.mark.quick

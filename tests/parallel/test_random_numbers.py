@@ -224,3 +224,13 @@ def test_replicas_are_equal_at_a_save(world, prepared, corpus, tmp_path, change,
         with pytest.raises(RuntimeError, match=f"{name}: differs between replicas.*seed_update"):
             train_run(cfg, world)
     assert not [*tmp_path.glob("*/checkpoints/step-*")]
+
+
+@distributed(ranks=2)
+def test_each_update_draws_anew_and_equally_on_all_ranks(world):
+    drawn = []
+    for step in (1, 2, 1):
+        seed_update(7, step, world)
+        drawn.append(torch.rand(4).tolist())
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert all_gather_objects(drawn) == [drawn] * 2
