@@ -1,4 +1,5 @@
-"""The optimizer, its parameter groups, clipping, and the learning rate of each step."""
+"""The optimizer, its parameter groups, clipping, the learning rate of each step; the guard against
+non-finite updates; what a run counts (Progress)."""
 
 import math
 from collections.abc import Iterable

@@ -3,7 +3,7 @@ idea in one file.
 
 ./run_train.sh configs/tiny.toml --train.steps=50        sets up, prepares the data, starts ranks
 torchrun --nproc-per-node 8 train.py configs/llama8b.toml     the ranks alone, on prepared data
-python train.py configs/tiny.toml --eval-only            evaluates the run's newest checkpoint
+python train.py configs/tiny.toml --eval-only            evaluates the newest good checkpoint
 """
 
 from run.begin import begin_rank
@@ -120,7 +120,7 @@ def training_step(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """One optimizer step. Returns what a metrics row reports, by name: sums over this rank's
     tokens, such as the loss, and scalars that are equal on all ranks. Tensors stay on the device:
-    the host does not wait for this step."""
+    with a fused optimizer the host does not wait for this step."""
     lr = learning_rate(cfg.optim, config.schedule_steps(cfg), step)
     set_learning_rate(optimizer, lr)
     # FSDP2 averages gradients over ranks. Multiplying by the number of ranks gives the sum;

@@ -207,7 +207,7 @@ def candidates(
 # What to keep. Rank 0 only, under the run's lock.
 
 
-def set_aside(root: pathlib.Path, step: int, corrupt: Iterable[int]) -> list[str]:
+def set_aside_unused(root: pathlib.Path, step: int, corrupt: Iterable[int]) -> list[str]:
     """Renames the checkpoints after the step that training resumes from, and the corrupt ones.
     Returns a line on the former, if there are any."""
     superseded = []

@@ -97,7 +97,7 @@ class Checkpointer:
         # options that were changed since
         warnings += compare.changes_since(self.cfg, self.folder)
         warnings += compare.validation_change(self.cfg, self.folder)
-        warnings += catalog.set_aside(self.root, self.start, self.corrupt)
+        warnings += catalog.set_aside_unused(self.root, self.start, self.corrupt)
         warnings += catalog.remove_unfinished(self.root)
         if self.saver and self.start < self.cfg.train.steps:
             try_disk(self.root)

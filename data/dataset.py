@@ -22,7 +22,7 @@ from data.folder import (
     prepare_command,
     source_folders,
 )
-from data.order import Mixture, SamplePosition, SourceOrder
+from data.order import Mixture, SamplePosition, WindowOrder
 from data.tokens import Span, TextStream, stream_of
 
 
@@ -74,8 +74,9 @@ class Dataset(Protocol):
         return []
 
 
-class OpenSource:
-    """The folder of one source."""
+class PreparedSource:
+    """A source's folder, checked and opened: its training and validation streams, in which order the
+    windows of training come, what identifies it."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class OpenSource:
         else:
             self.stream = stream_of(*args, "train", vocab_size)
             self.validation = stream_of(*args, "heldout", vocab_size)
-        self.order = SourceOrder(seed, number, seq_len, self.stream.length)
+        self.order = WindowOrder(seed, number, seq_len, self.stream.length)
 
     def require_size(self, mixture: Mixture, batch_size: int) -> None:
         """Raises ConfigError if there is too little text for the source's share of a batch.
@@ -161,10 +162,10 @@ class PreparedDataset(Dataset):
         self.data = cfg.data
         self.seq_len = cfg.train.seq_len
         self.mixture = Mixture([source.weight for source in cfg.data.sources] or [1.0])
-        self.sources: list[OpenSource] = []
+        self.sources: list[PreparedSource] = []
         folders = source_folders(cfg.data, cfg.model.vocab_size)
         for number, (folder, options) in enumerate(folders):
-            source = OpenSource(
+            source = PreparedSource(
                 folder, options, number, cfg.model.vocab_size, self.seq_len, cfg.run.seed
             )
             if train:

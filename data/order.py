@@ -33,7 +33,7 @@ class SamplePosition(NamedTuple):
     window: int  # of the source's stream
 
 
-class SourceOrder:
+class WindowOrder:
     """Which window of a source's training stream each of its samples is."""
 
     def __init__(self, seed: int, source: int, seq_len: int, tokens: int):

@@ -40,7 +40,7 @@ from launch.follower import followed
 from launch.ranks import Ranks, requeue
 from run.begin import ATTEMPT, CONFIG, resume_newest
 from run.folder import ENDING_SECONDS, RunLock, lock, read_status
-from run.watchdog import BEFORE, EXITED, RankState, read_rank_states
+from run.watchdog import BEFORE, EXITED, RankOutcome, read_rank_outcomes
 from system import die_with_parent, print_error, print_line, python_command, visible_gpus
 
 PREFLIGHT = "from tools.preflight import main"
@@ -166,7 +166,7 @@ class Supervisor:
         self.id = ""
         self.folder = pathlib.Path()  # of its configuration and the ranks' error files
         self.is_retryable = True  # a restart may help
-        self.end: RankState | None = None  # of a rank that has ended well
+        self.end: RankOutcome | None = None  # of a rank that has ended well
 
     def train(self) -> int:
         """The exit code of the last attempt."""
@@ -235,7 +235,7 @@ class Supervisor:
     def outcome(self, returned: int) -> int:
         """The attempt's exit code. After a failure prints the root cause, below the output of all
         ranks, and writes the status, which they may have been unable to. returned: by run()."""
-        ranks = read_rank_states(self.folder)
+        ranks = read_rank_outcomes(self.folder)
         has_begun = any(rank.phase not in BEFORE for rank in ranks)
         failed = [rank for rank in ranks if rank.text]
         self.end = next((rank for rank in ranks if rank.phase == EXITED), None)
@@ -265,7 +265,7 @@ class Supervisor:
             run_lock.write_status("failed", step, exit_code=code)
             run_lock.release()
 
-    def _print_root_cause(self, ranks: list[RankState], code: int) -> None:
+    def _print_root_cause(self, ranks: list[RankOutcome], code: int) -> None:
         """Prints why the ranks failed, the root cause last."""
         failed = [rank for rank in ranks if rank.text]
         if not failed:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from config import ConfigError
 from run.begin import ATTEMPT, PARENT, check_not_one_of_several
-from run.watchdog import RankState
+from run.watchdog import RankOutcome
 from system import SIGNALS, print_error, python_command, usable_cores, visible_gpus
 
 TRAIN = str(pathlib.Path(__file__).parent.parent / "train.py")
@@ -143,7 +143,7 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", first[1])
 
 
-def requeue(job: str, end: RankState) -> None:
+def requeue(job: str, end: RankOutcome) -> None:
     """Requeues a stopped job if SLURM signalled its time limit (USR1), or preempts it in a
     partition with GraceTime, where SLURM itself requeues only what has not ended by then. end: the
     error file of a rank that has ended well."""

@@ -28,7 +28,7 @@ BEFORE = ("start", "restore")  # the phases before the ranks take the run's fold
 EXITED = "exited"  # the phase of a rank that is through
 
 
-class RankState(NamedTuple):
+class RankOutcome(NamedTuple):
     """What a rank's error file says: where the rank was, and why it failed."""
 
     rank: int
@@ -75,7 +75,7 @@ class Watchdog:
 
     def enter(self, phase: str, seconds: float, step: int | None = None, **more: Any) -> None:
         """The main thread enters a phase, and must enter the next within `seconds`. more: of
-        RankState."""
+        RankOutcome."""
         self.phase = phase
         self.step = self.step if step is None else step
         self.progress += 1
@@ -112,7 +112,7 @@ def write_killed(attempt: pathlib.Path, rank: int, number: int) -> None:
         file.write(f"killed by {name}{reason}")
 
 
-def read_rank_states(attempt: pathlib.Path) -> list[RankState]:
+def read_rank_outcomes(attempt: pathlib.Path) -> list[RankOutcome]:
     """Those of all ranks, the one with the least progress first, then the earliest."""
     files = []
     for path in attempt.glob("error-*"):
@@ -120,5 +120,5 @@ def read_rank_states(attempt: pathlib.Path) -> list[RankState]:
             line, _, text = path.read_text(errors="replace").partition("\n")
             if text.startswith(TIMEOUT):
                 text += "no progress since then: this rank hangs, or waits for another that does"
-            files.append(RankState(**json.loads(line), text=text.strip()))
+            files.append(RankOutcome(**json.loads(line), text=text.strip()))
     return sorted(files, key=lambda file: (file.progress, file.time))

@@ -137,7 +137,7 @@ def test_corrupt_checkpoint_is_named_and_the_previous_one_used(
     printed = capsys.readouterr().out
     assert words in printed
     assert "2 good, 1 bad" in printed
-    assert catalog.set_aside(root_of(cfg), start, corrupt) == []
+    assert catalog.set_aside_unused(root_of(cfg), start, corrupt) == []
     assert saved(cfg) == [10, 20]
     assert names_in(cfg)[-1].endswith(".corrupt")
 
@@ -293,7 +293,7 @@ def test_later_and_unfinished_checkpoints_are_moved_away(tmp_path):
     make_checkpoint(cfg, 10)
     for _ in range(2):
         make_checkpoint(cfg, 20)
-        (line,) = catalog.set_aside(root_of(cfg), 10, {})
+        (line,) = catalog.set_aside_unused(root_of(cfg), 10, {})
     assert line.endswith(": step-00000020.1.superseded")
     names = ["step-00000010", "step-00000020.1.superseded", "step-00000020.superseded"]
     assert names_in(cfg) == names

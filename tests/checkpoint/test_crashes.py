@@ -147,7 +147,7 @@ def step_after(tree: Tree, folder: pathlib.Path, wrote: dict[int, dict[str, str]
         optimizer = build_optimizer(model, cfg.optim)
         restore(catalog.path_of(root, step), model, optimizer)
         assert hashes(tensors_of(model, optimizer)) == wrote[step]
-    catalog.set_aside(root, step, corrupt)
+    catalog.set_aside_unused(root, step, corrupt)
     assert catalog.remove_unfinished(root) == []
     assert [path for path in folder.rglob("*") if "tmp" in path.name] == []
     return step

@@ -11,7 +11,7 @@ import torch
 from config import LONGEST_PERIOD
 from data.order import (
     Mixture,
-    SourceOrder,
+    WindowOrder,
     integer_weights,
     permute,
     rank_samples,
@@ -26,7 +26,7 @@ SIZES = [(700, 30), (65_537, 257), (1 << 22, 10_000), (5_000_000, 9999), (1_900_
 @pytest.mark.parametrize("seed", [0, 7])
 @pytest.mark.parametrize("tokens, seq_len", SIZES)
 def test_three_epochs_are_those_of_the_model(tokens, seq_len, seed):
-    ours = SourceOrder(seed, 3, seq_len, tokens)
+    ours = WindowOrder(seed, 3, seq_len, tokens)
     every = [*range(ours.epoch_length)]
     for epoch in range(3):
         expected = order_model.epoch_order(tokens, seq_len, seed, epoch, 3)
@@ -65,7 +65,7 @@ def test_permutation_looks_random(n):
 
 @pytest.mark.quick
 def test_a_window_has_a_target_for_its_last_token():
-    counts = [SourceOrder(0, 0, 32, n).epoch_length for n in (0, 1, 32, 33, 64, 65)]
+    counts = [WindowOrder(0, 0, 32, n).epoch_length for n in (0, 1, 32, 33, 64, 65)]
     assert counts == [0, 0, 0, 1, 1, 2]
 
 

@@ -16,7 +16,7 @@ from launch import launch
 from launch.agent import report_wait
 from launch.ranks import Ranks, first_host, requeue
 from run.folder import read_status
-from run.watchdog import EXITED, RankState
+from run.watchdog import EXITED, RankOutcome
 from system import lock
 from tests.conftest import REPO, make_config, refuses, rows
 from tests.conftest import launch as launch_run
@@ -391,7 +391,7 @@ def test_job_is_requeued_ahead_of_its_limit_and_when_preempted(
         return (0, shown) if "show" in command else (fails, "")
 
     monkeypatch.setattr(subprocess, "getstatusoutput", run)
-    requeue("7", RankState(**error_file(0, step=4 + trained, start=4, signal=signal)))
+    requeue("7", RankOutcome(**error_file(0, step=4 + trained, start=4, signal=signal)))
     assert f"job 7 stopped; {line}" in capsys.readouterr().err.replace(
         "unless SLURM requeues it, ", ""
     )

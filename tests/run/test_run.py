@@ -23,7 +23,7 @@ from model.llama import Llama
 from run import environment
 from run.folder import RunLock, lock, read_status
 from run.run import Run
-from run.watchdog import LINE_BYTES, Watchdog, read_rank_states, write_killed
+from run.watchdog import LINE_BYTES, Watchdog, read_rank_outcomes, write_killed
 from tests.conftest import make_config, mesh_for, refuses, rows, train_run
 from tests.distributed import distributed
 
@@ -270,7 +270,7 @@ def test_report_says_where_a_rank_is_and_why_it_failed(tmp_path, monkeypatch):
             assert watchdog.fail("an error", 2, retryable=False)
     write_killed(tmp_path, 2, signal.SIGKILL)
     (tmp_path / "error-9").write_text("cut off")
-    first, second, third = read_rank_states(tmp_path)  # by progress; rank 3 has just begun
+    first, second, third = read_rank_outcomes(tmp_path)  # by progress; rank 3 has just begun
     assert (first.rank, first.phase, first.text) == (1, "start", "")
     assert (second.rank, second.step, second.phase) == (2, 1, "step")
     assert second.text == "killed by SIGKILL (is the host out of memory?)"
@@ -291,7 +291,7 @@ Thread 0x1 (most recent call first):
   File "a.py", line 3 in c
 """
     (tmp_path / "error-0").write_text(f"{line}\n{stacks}")
-    (file,) = read_rank_states(tmp_path)
+    (file,) = read_rank_outcomes(tmp_path)
     assert file.is_timeout and file.innermost_frame == 'File "a.py", line 2 in a'
     assert file.text.endswith("this rank hangs, or waits for another that does")
 
