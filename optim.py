@@ -53,7 +53,7 @@ def build_optimizer(
     else:
         optimizer = build_adamw(names, o, seed, compile)
     for group in optimizer.param_groups:
-        if group["lr"] != o.lr:
+        if group["lr"] != o.lr and "lr_ratio" not in group:
             raise ConfigError(
                 f"a group of the optimizer has lr = {group['lr']}, which the schedule overwrites in each "
                 'step: give the group "lr_ratio", by which the schedule is multiplied'

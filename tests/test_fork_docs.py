@@ -120,7 +120,7 @@ def test_source_of_text_is_read(tmp_path, monkeypatch):
     """On articles that are stored in another order than they are read."""
     pytest.importorskip("tools.prepare")
     from tools.prepare import rows as readers
-    from tools.prepare.source import Range, SourceFile, documents
+    from tools.prepare.source import ByteRange, SourceFile, documents
 
     names: dict[str, Any] = {"sqlite3": sqlite3, "IO": IO, "Rows": readers.Rows}
     exec(blocks_of("python fork-source"), names)
@@ -130,7 +130,7 @@ def test_source_of_text_is_read(tmp_path, monkeypatch):
         articles = [(8, "second"), (5, "first"), (11, "third")]
         database.executemany("INSERT INTO articles VALUES (?, ?)", articles)
     data = make_config(data={"source": str(tmp_path)}).data
-    files = [Range(SourceFile(str(tmp_path / "a.db")))]
+    files = [ByteRange(SourceFile(str(tmp_path / "a.db")))]
     assert list(documents(data, files)) == ["first", "second", "third"]
 
 

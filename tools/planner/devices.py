@@ -34,7 +34,7 @@ OF_BANDWIDTH = 0.9  # share that copies reach: 4.3 of 4.8 TB/s on an H200
 
 # Lowest and highest measured speed relative to the planned one: three models on one H200, and one of
 # them with either recipe of float8 (docs/performance.md)
-REACHED = (0.83, 0.95)
+REACHED = (0.83, 0.94)
 REACHED_IN_FLOAT8 = (0.74, 0.86)
 # The lowest where ranks communicate, which has not been measured here: others' compiled runs of 8B on
 # 8 to 128 GPUs reached 0.71 to 0.75 (docs/performance.md).

@@ -43,6 +43,7 @@ ALL = EMBEDDING + 2 * BLOCK + HEAD
 PARAMETERS = 1 + 2 * 9 + 2  # tensors
 ONCE = 2 * ALL  # bytes of all units in bfloat16
 TWICE = ONCE + 2 * 2 * BLOCK  # and of the blocks once more, in backward
+THRICE = 3 * TWICE - 2 * 2 * BLOCK
 NORM = (1, 8)  # the sum of the gradients' squares, in float64
 
 
@@ -53,8 +54,9 @@ NORM = (1, 8)  # the sum of the gradients' squares, in float64
         (1, {"reshard_after_forward": False}, 4, (4, ONCE), (4, 4 * ALL), NORM),
         (1, {"reduce_dtype": "bfloat16"}, 4, (4 + 2, TWICE), (4, 2 * ALL), NORM),
         (1, {"keep_fp32": ["head"]}, 4, (6, TWICE + 2 * HEAD), (4, 4 * ALL), NORM),
-        (3, {}, 4, (3 * 6, 3 * TWICE), (3 * 4, 3 * 4 * ALL), NORM),
-        (3, {"sync_every_micro_batch": False}, 4, (18, 3 * TWICE), (4, 4 * ALL), NORM),
+        # the first block stays unsharded between micro-batches
+        (3, {}, 4, (3 * 6 - 2, THRICE), (3 * 4, 3 * 4 * ALL), NORM),
+        (3, {"sync_every_micro_batch": False}, 4, (16, THRICE), (4, 4 * ALL), NORM),
         (3, {"gather_once": True}, 4, (4, ONCE), (12, 3 * 4 * ALL), NORM),
         (1, {"dp_replicate": 2}, 2, (6, TWICE), (4, 4 * ALL), (4 + 1, 4 * ALL // 2 + 8)),
         (1, {"dp_replicate": 4, "dp_shard": 1}, 1, (0, 0), (0, 0), (4, 4 * ALL)),
