@@ -355,7 +355,7 @@ def test_a_fork_s_tables_and_gains_are_not_orthogonalized(world):
     ],
 )
 def test_what_it_does_not_work_with_is_refused_by_name(changes, named, monkeypatch):
-    monkeypatch.setattr("extras.huggingface.config.complete", lambda *arguments: None)
+    monkeypatch.setattr("extras.huggingface.config.fill_in", lambda *arguments: None)
     with pytest.raises(ConfigError, match=named):
         make_config(**{"optim": {"name": "muon"}, **changes})
 
