@@ -9,7 +9,7 @@
 #   ./run_train.sh [CONFIG] [--section.key=value ...]     CONFIG: a file, or a name in configs/; tiny unless given
 #   NPROC=2 ./run_train.sh ...                            processes on this machine; default: its GPUs, else 1
 #   ./run_train.sh CONFIG --dry-run [--world-size N[,N...]] [--gpu NAME] [--gpu-memory-gib G] [--gpus-per-node N]
-#                                   [--json] [--config]
+#                                   [--plot FILE.svg] [--json] [--config]
 #   ./run_train.sh CONFIG --eval-only
 #   ./run_train.sh --setup                                the environment only; its Python is the last line
 #   ./run_train.sh -m TOOL ...                            a tool, as generate, in that environment

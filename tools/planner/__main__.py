@@ -2,7 +2,7 @@
 laptop.
 
     ./run_train.sh configs/llama70b.toml --dry-run --world-size 64,256 --gpu H200 [--gpus-per-node
-    8] [--gpu-memory-gib G] [--json] [--config]
+    8] [--gpu-memory-gib G] [--plot step.svg] [--json] [--config]
 
 plan.py makes the plan of each world size, show.py renders it. Exit codes: 0, 3 if a plan does not
 fit the memory given, 2 if the input is wrong.
@@ -26,9 +26,9 @@ from config import ConfigError
 from data.dataset import PreparedDataset
 from data.folder import is_prepared
 from system import FINISHED, print_error, print_line, visible_gpus
-from tools.planner.devices import device
-from tools.planner.plan import Asked, plan
-from tools.planner.show import compared, table, verdict
+from tools.planner.devices import Moment, device
+from tools.planner.plan import Asked, planned
+from tools.planner.show import compared, draw, table, verdict
 
 DOES_NOT_FIT = 3  # the exit code
 
@@ -36,10 +36,17 @@ DOES_NOT_FIT = 3  # the exit code
 def dry_run(cfg: config.Config, args: Namespace) -> bool:
     """Prints the plans. Returns False if one does not fit into the memory given.
 
-    Raises ConfigError for a GPU or a world size that is invalid.
+    Raises ConfigError for a GPU, a world size or a path of the plot that is invalid.
     """
     asked = asked_by(args, cfg)
-    rows = plan_each(cfg, args.world_size or [fewest_ranks(cfg.parallel)], asked)
+    plans = plan_each(cfg, args.world_size or [fewest_ranks(cfg.parallel)], asked)
+    rows = [row for row, _ in plans]
+    if args.plot is not None:
+        title = f"{cfg.run.name} on {rows[0]['world_size']} x {args.gpu or 'GPU'}"
+        try:
+            draw(*plans[0], args.plot, title, asked.memory_gib)
+        except OSError as error:
+            raise ConfigError(f"--plot {args.plot}: {error.strerror}") from None
     if args.json:
         print_line(json.dumps(rows if len(rows) > 1 else rows[0]))
     else:
@@ -65,14 +72,16 @@ def fewest_ranks(p: config.Parallel) -> int:
     return math.prod(degree for degree in degrees if degree != "auto")
 
 
-def plan_each(cfg: config.Config, world_sizes: list[int], asked: Asked) -> list[dict]:
+def plan_each(
+    cfg: config.Config, world_sizes: list[int], asked: Asked
+) -> list[tuple[dict, list[Moment]]]:
     """The plan of each world size. Raises one ConfigError with the problems of all."""
     epoch = samples_per_epoch(cfg)
     plans = []
     problems = []
     for ranks in world_sizes:
         try:
-            plans.append(plan(cfg, ranks, asked, epoch))
+            plans.append(planned(cfg, ranks, asked, epoch))
         except ConfigError as error:
             problems += [f"--world-size {ranks}: {problem}" for problem in error.problems]
     if problems:

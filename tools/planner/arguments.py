@@ -15,6 +15,7 @@ def parse(argv: list[str], usage: str) -> tuple[Namespace, config.Config]:
     parser = config.argument_parser()
     parser.add_argument("--dry-run", action="store_true")  # by which run_train.sh came here
     parser.add_argument("--gpu")
+    parser.add_argument("--plot")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--config", action="store_true", dest="show_config")
     parser.add_argument("--world-size", type=world_sizes)

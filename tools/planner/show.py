@@ -1,16 +1,32 @@
-"""Renders a plan: text tables with a bar per kind of memory.
+"""Renders a plan: text tables with a bar per kind of memory, and an SVG of the step's timeline.
 
-The rows come from plan.py. __main__.py prints what is rendered here: verdict() in a line, table()
-in detail, compared() for several world sizes.
+The rows come from plan.py, the timeline from devices.py. __main__.py prints what is rendered here:
+verdict() in a line, table() in detail, compared() for several world sizes, draw() as a file.
 """
 
+import pathlib
+
 import config
-from tools.planner.devices import reached
+from tools.planner.devices import Moment, next_begins, reached
 from tools.planner.plan import GIB, STATES, Asked
+from tools.svg import Chart, Drawing
 
 BAR = 40  # characters of the longest bar
 # difference between the FLOP in MFU and those in the plan's time from which both are shown
 OTHER_FLOP = 0.05
+COLORS = {
+    "parameters": "#4c78a8",
+    "optimizer state": "#72b7b2",
+    "gradients": "#54a24b",
+    "gathered units": "#eeca3b",
+    "reductions": "#f58518",
+    "activations": "#e45756",
+    "working memory": "#b279a2",
+    "cuBLAS workspaces": "#9d755d",
+}
+# of compute, by the first word of a phase's name
+SHADES = {"batch": "#bbb", "forward": "#999", "backward": "#666", "update": "#bbb"}
+
 # name and value of a table's line
 Line = tuple[str, str]
 
@@ -161,3 +177,79 @@ def verdict(row: dict, cfg: config.Config, asked: Asked) -> str:
         clauses.append(f"{expected_speed(row, cfg)} tokens/s per GPU")
         clauses.append(f"{expected_duration(row, cfg)} in all")
     return f"{ranks}: {'; '.join(clauses)}"
+
+
+def draw(row: dict, moments: list[Moment], path: str, title: str, limit: float | None) -> None:
+    """Writes an SVG of the step, micro-batches that are alike once: above, each phase's peak
+    memory; below, compute and FSDP2's collectives.
+
+    Times assume an H100 if no GPU is given. limit: the GPU's memory in GiB, if it is known. Raises
+    OSError.
+    """
+    page = Drawing(1200, 530)
+    most = max([limit or 0, *(moment.phase.peak.total() / GIB for moment in moments)])
+    chart = Chart(page, (80, 60, 1100, 320), (0, moments[-1].end), (0, most))
+    chart.scales(" s")
+    previous = ""
+    for moment, end in zip(moments, next_begins(moments)):
+        draw_memory(chart, moment, end)
+        draw_time(chart, moment)
+        direction = direction_of(moment)
+        if direction == "update":
+            page.text(chart.x(end), chart.floor + 41, direction, "end")
+        elif direction not in (previous, "batch"):
+            page.text(chart.x(moment.begin), chart.floor + 41, direction)
+        previous = direction
+    for name, y in (("GiB", 48), ("compute", chart.floor + 65), ("collectives", chart.floor + 95)):
+        page.text(chart.left - 8, y, name, "end")
+    if limit:
+        page.path(f"M{chart.left} {chart.y(limit):.1f}h{chart.width}", dashes="8 4")
+        words = f"the GPU's memory: {limit:g} GiB"
+        page.text(chart.left + chart.width, chart.y(limit) - 6, words, "end")
+    peak = f"allocated peak {row['peak_gib']:.2f} GiB in the {row['peak_at']}"
+    page.text(chart.left, 22, f"{title}: {peak}", size=17)
+    for i, (kind, color) in enumerate(COLORS.items()):
+        x = chart.left + 135 * i
+        page.box(x, chart.floor + 122, 12, 12, color, kind)
+        page.text(x + 18, chart.floor + 133, kind)
+    pathlib.Path(path).write_text(page.svg())
+
+
+def draw_memory(chart: Chart, moment: Moment, end: float) -> None:
+    """A phase's peak by kind, one on top of the other, until the next phase begins."""
+    phase = moment.phase
+    floor = chart.floor
+    gib = 0.0
+    for kind, color in COLORS.items():
+        if phase.peak[kind]:
+            gib += phase.peak[kind] / GIB
+            top = chart.y(gib)
+            title = f"{phase.name}: {kind} {phase.peak[kind] / GIB:.2f} GiB"
+            bar(chart, (moment.begin, end), top, floor - top, color, title)
+            floor = top
+
+
+def draw_time(chart: Chart, moment: Moment) -> None:
+    """A phase's compute, and below FSDP2's collectives that it issues."""
+    name = moment.phase.name
+    bars = [((moment.begin, moment.end), 48, SHADES[direction_of(moment)], name)]
+    colors = {"gathers": COLORS["gathered units"], "reduces": COLORS["reductions"]}
+    for kind, span in moment.sends.items():
+        bars.append((span, 78, colors[kind], f"{name} {kind}"))
+    for (begin, end), below, color, words in bars:
+        if end > begin:
+            title = f"{words}: {1e3 * (end - begin):.2f} ms"
+            bar(chart, (begin, end), chart.floor + below, 24, color, title)
+
+
+def bar(
+    chart: Chart, span: tuple[float, float], y: float, tall: float, color: str, title: str
+) -> None:
+    """A box over a span of seconds; a short one stays visible."""
+    begin, end = map(chart.x, span)
+    chart.page.box(begin, y, max(0.3, end - begin), tall, color, title)
+
+
+def direction_of(moment: Moment) -> str:
+    """A key of SHADES."""
+    return moment.phase.name.partition(" ")[0]

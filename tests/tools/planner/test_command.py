@@ -1,7 +1,9 @@
-"""The planner's command: what it prints, its exit codes, and a run beside its plan."""
+"""The planner's command: what it prints, its exit codes, its drawing, and a run beside its plan."""
 
 import json
 import re
+import xml.etree.ElementTree as ET
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ import config
 from tests.conftest import REPO, launch, make_config, run_tool
 from tools.planner import __main__ as command
 from tools.planner import check, show
-from tools.planner.devices import DEVICES
+from tools.planner.counted import Phase
+from tools.planner.devices import DEVICES, Moment
 from tools.planner.plan import GIB, Asked, plan
 
 TINY = REPO / "configs/tiny.toml"
@@ -99,6 +102,7 @@ def test_exit_codes_of_the_command(tmp_path):
         (["--gpu-memory-gib=inf"], "inf must be finite, above 0"),
         (["--eval-only"], "--eval-only: unknown"),
         (["--gpu=H1000"], "--gpu H1000: unknown; known are A100-40"),
+        (["--plot=/nowhere/step.svg"], "--plot /nowhere/step.svg: No such file"),
     ],
 )
 def test_wrong_input_is_exit_2(words, problem, capsys):
@@ -193,6 +197,49 @@ def test_verdict_says_whether_it_fits_what_it_needs_and_how_long_it_takes():
     assert show.verdict(ROW | {"fits": False}, cfg, asked) == f"96 ranks: does not fit; {needed}"
     unknown = ROW | {"world_size": 1, "fits": None, "step_seconds": None}
     assert show.verdict(unknown, cfg, Asked()) == f"1 rank: {needed.replace(' of 80', '')}"
+
+
+def boxes(path: Any) -> dict[str, list[float]]:
+    """[x, y, width, height] by title of the drawing's boxes."""
+    shapes = ET.parse(path).getroot().iter("{http://www.w3.org/2000/svg}rect")
+    names = ("x", "y", "width", "height")
+    return {box[0].text or "": [float(box.attrib[n]) for n in names] for box in shapes if len(box)}
+
+
+def test_boxes_of_the_drawing_stand_where_their_numbers_are(tmp_path):
+    """On scales of 8 seconds over 1,100 units and 10 GiB over 320: memory lasts until the next phase, and kinds lie on
+    each other."""
+    held = Counter({"parameters": 2 * GIB, "activations": 3 * GIB // 2})
+    moments = [
+        Moment(Phase("forward block 0", peak=held), 0.0, 1.0, {"gathers": (0.5, 1.25)}),
+        Moment(Phase("backward block 0", peak=held), 1.5, 5.0, {"reduces": (4.0, 6.0)}),
+        Moment(Phase("update", peak=Counter()), 6.0, 8.0, {}),
+    ]
+    show.draw(ROW, moments, str(tmp_path / "step.svg"), "r on 96 x GPU", 10.0)
+    drawn = boxes(tmp_path / "step.svg")
+    second = 1100 / 8
+    for title, box in {
+        "forward block 0: parameters 2.00 GiB": [80, 380 - 64, 1.5 * second, 64],
+        "forward block 0: activations 1.50 GiB": [80, 380 - 112, 1.5 * second, 48],
+        "backward block 0: parameters 2.00 GiB": [80 + 1.5 * second, 380 - 64, 4.5 * second, 64],
+        "backward block 0: 3500.00 ms": [80 + 1.5 * second, 428, 3.5 * second, 24],
+        "forward block 0 gathers: 750.00 ms": [80 + 0.5 * second, 458, 0.75 * second, 24],
+        "backward block 0 reduces: 2000.00 ms": [80 + 4 * second, 458, 2 * second, 24],
+    }.items():
+        assert drawn[title] == pytest.approx(box, abs=0.01), title
+    words = (tmp_path / "step.svg").read_text()
+    assert "r on 96 x GPU: allocated peak 13.00 GiB in the backward head" in words
+    assert "memory: 10 GiB" in words
+
+
+def test_the_drawing_is_the_plan(tmp_path, capsys):
+    """Of the unit after each block what is gathered, and of each block what is reduced."""
+    one_micro_batch = "--train.global_batch_size=8"
+    words = ["--world-size=8", "--gpu=H100", one_micro_batch, f"--plot={tmp_path}/step.svg"]
+    dry_run(capsys, REPO / "configs/llama8b.toml", *words)
+    titles = [*boxes(tmp_path / "step.svg")]
+    assert sum(t.startswith("forward block") and " gathers: " in t for t in titles) == 32
+    assert sum(t.startswith("backward block") and " reduces: " in t for t in titles) == 32
 
 
 # A run beside its plan
