@@ -13,7 +13,7 @@ from typing import NoReturn
 from config.option import ConfigError, Problems, removed_extra
 from config.options import Config
 from config.read import load, load_resolved, nearest
-from system import INPUT_IS_WRONG, print_error
+from system import INPUT_IS_WRONG, TRANSIENT_ERRORS, print_error
 
 REPO = pathlib.Path(__file__).parent.parent
 
@@ -104,8 +104,6 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
         with exits_if_input_is_wrong():
             sys.exit(main(sys.argv[1:]))
     except OSError as error:
-        from system import TRANSIENT_ERRORS  # here: locks, which no option needs
-
         if error.filename is None:  # a library's
             raise
         hint = "; the same command may work later" if error.errno in TRANSIENT_ERRORS else ""

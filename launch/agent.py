@@ -37,7 +37,8 @@ def main() -> None:
     try:
         run()
     except SignalException:
-        pass  # exits with 0: the error files say how the ranks ended, and srun kills the other nodes else
+        # exits with 0, or srun would kill the other nodes; the error files say how the ranks ended
+        pass
     except ChildFailedError as error:
         _, first = error.get_first_failure()
         for rank, failure in error.failures.items():

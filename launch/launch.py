@@ -60,7 +60,7 @@ def launch(argv: list[str]) -> int:
         raise ConfigError(
             f"{args.config}: is a pipe; each rank of --eval-only reads it: name a file"
         )
-    if has_tools() and run_tool(PREFLIGHT, cfg, *(["--eval-only"] if args.eval_only else [])):
+    if has_tools() and call_tool(PREFLIGHT, cfg, *(["--eval-only"] if args.eval_only else [])):
         return INPUT_IS_WRONG
     if args.eval_only:
         return supervisor.evaluate()
@@ -107,7 +107,7 @@ def prepare(cfg: Config, job: str, words: list[str]) -> None:
             f"its data is not prepared, and none is inside a job: {command} prepares it, on the "
             "login node or as a job of its own (an array of N tasks does it on N machines)"
         )
-    if run_tool(PREPARE, cfg):
+    if call_tool(PREPARE, cfg):
         raise ConfigError("the text is not prepared, see above")
 
 
@@ -115,7 +115,7 @@ def has_tools() -> bool:
     return importlib.util.find_spec("tools") is not None
 
 
-def run_tool(imports: str, cfg: Config, *words: str) -> int:
+def call_tool(imports: str, cfg: Config, *words: str) -> int:
     """Runs a tool's main() in a process of its own, which reads the configuration from stdin: a file
     may be edited meanwhile, and a pipe can be read once. Returns its exit code."""
     # die_with_parent: a signal ends this process at once (quit_early)

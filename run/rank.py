@@ -183,8 +183,8 @@ def describe(error: BaseException, run: Run | None) -> tuple[int, str, bool]:
         return 1, text, False
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
         # After the first step a restart may help: another process used the device.
-        is_after_the_first = run is not None and run.step > run.start
-        return 1, f"out of memory: {text}\nwhat would fit: {plan_command()}", is_after_the_first
+        has_trained = run is not None and run.step > run.start
+        return 1, f"out of memory: {text}\nwhat would fit: {plan_command()}", has_trained
     if isinstance(error, Problems):  # a disk's, which may pass
         return 1, text, True
     if isinstance(error, OSError) and error.filename:

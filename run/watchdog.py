@@ -114,11 +114,11 @@ def write_killed(attempt: pathlib.Path, rank: int, number: int) -> None:
 
 def read_rank_outcomes(attempt: pathlib.Path) -> list[RankOutcome]:
     """Those of all ranks, the one with the least progress first, then the earliest."""
-    files = []
+    outcomes = []
     for path in attempt.glob("error-*"):
         with contextlib.suppress(OSError, ValueError, TypeError):  # a rank that has just begun
             line, _, text = path.read_text(errors="replace").partition("\n")
             if text.startswith(TIMEOUT):
                 text += "no progress since then: this rank hangs, or waits for another that does"
-            files.append(RankOutcome(**json.loads(line), text=text.strip()))
-    return sorted(files, key=lambda file: (file.progress, file.time))
+            outcomes.append(RankOutcome(**json.loads(line), text=text.strip()))
+    return sorted(outcomes, key=lambda outcome: (outcome.progress, outcome.time))

@@ -225,10 +225,10 @@ class Turns:
         numbers = [n for n in self.positions if self._message(n) == i]
         first = min(numbers, key=self.positions.__getitem__)
         last = max(numbers, key=self.positions.__getitem__)
-        begin = self.create(i, self.positions[first])
+        begin = self._begin(i, self.positions[first])
         return begin, self._end(i, self.positions[first], last)
 
-    def create(self, i: int, first: int) -> int:
+    def _begin(self, i: int, first: int) -> int:
         """Where the model begins to speak. first: where the first text of the turn begins."""
         previous, start = self._text_before(first)
         between = self.text[start:first]
