@@ -51,7 +51,7 @@ class Mutant(NamedTuple):
     text: str  # the whole file with the edit
 
 
-def edits_of(source: str, node: ast.AST) -> list[tuple[ast.AST, str]]:
+def edits_of(source: str, node: ast.AST) -> list[tuple[ast.expr | ast.stmt, str]]:
     """(node to replace, what stands there instead), for each edit of this node."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         left = ast.get_source_segment(source, node.left)
@@ -79,7 +79,7 @@ def mutants_of(path: str) -> list[Mutant]:
     for node in ast.walk(ast.parse(source)):
         for target, after in edits_of(source, node):
             begin = starts[target.lineno - 1] + target.col_offset
-            end = starts[target.end_lineno - 1] + target.end_col_offset
+            end = starts[(target.end_lineno or 0) - 1] + (target.end_col_offset or 0)
             data = source.encode()
             changed = (data[:begin] + after.encode() + data[end:]).decode()
             before = data[begin:end].decode()
