@@ -193,20 +193,6 @@ def test_what_a_step_changes_but_no_checkpoint_stores_is_refused(change, words):
 
 
 @pytest.mark.parametrize(
-    "kind, options", [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})]
-)
-def test_state_made_by_the_first_step_is_refused(kind, options):
-    model = nn.Linear(4, 4)
-    optimizer = kind(model.parameters(), lr=0.1, **options)
-    refuse_unsaved_state(model, optimizer)
-    model(torch.ones(4)).sum().backward()
-    with refuses(f"first step of {kind.__name__} made or changed state"):
-        optimizer.step()
-    refuse_unsaved_state(model, optimizer)  # as after a resume: the state is there
-    optimizer.step()
-
-
-@pytest.mark.parametrize(
     "key, value, words",
     [
         ("weight", {"step": 0}, "state of weight: 'step' is int, not a tensor"),

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import config
 from model.build import meta_model
 from model.init import normal
-from model.llama import Embedding, Linear, Llama
+from model.llama import Embedding, Llama
 from parallel import materialize as materialize_module
 from parallel import memory_pool
 from parallel.fsdp import reshard, set_communication, units, unshard_first_units
@@ -129,38 +129,23 @@ def test_next_micro_batch_finds_the_first_units_gathered(world):
     assert orders[True] == "E +1 0 +H 1 H +1 ~H +0 ~1 ~0 ~E"
 
 
-class ProjectedEmbedding(Embedding):
-    """As ALBERT's: narrow rows, projected."""
-
-    def __init__(self, rows: int, dim: int):
-        super().__init__(rows, 8)
-        self.project = Linear(8, dim)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.project(super().forward(tokens))
-
-
-class UnitEmbedding(Embedding):
-    """Rows of length 1."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return nn.functional.embedding(tokens, nn.functional.normalize(self.weight, dim=1))
+def of_unit_length(self: Embedding, tokens: Tensor) -> Tensor:
+    return nn.functional.embedding(tokens, nn.functional.normalize(self.weight, dim=1))
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("embedding", [ProjectedEmbedding, UnitEmbedding])
 @distributed(ranks=2)
-def test_embedding_whose_backward_reads_weights_trains(world, embedding):
+def test_embedding_whose_backward_reads_weights_trains(world):
     """Its gradients on two ranks are those of the plain model; also where micro-batches keep units unsharded."""
     cfg = make_config(parallel={"prefetch_forward": 2})
     ids = token_ids(2, 17)
-    with mock.patch("model.llama.Embedding", embedding):
+    with mock.patch.object(Embedding, "forward", of_unit_length):
         ours = build(cfg, world)
         plain = fresh_model(cfg)
         for last in (False, True):
             set_communication(ours, cfg.parallel, world, last)
-            ours(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
-            plain(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
+            for model in (ours, plain):
+                model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
     for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
         assert is_near(p.grad.full_tensor(), q.grad), name
 
@@ -185,37 +170,28 @@ def test_residual_stream_has_one_dtype(world, tied):
             assert seen == [dtype] * 4, options
 
 
-WIDE = {"dim": 128, "ffn_dim": 256}  # what 8 and 4 bits take
-NF4 = {"rank": 4, "base_dtype": "nf4"}
+WIDE = {"dim": 128, "ffn_dim": 256}
 IN_BFLOAT16 = {"replicated": ["*q_proj*"], "param_dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
-    "model, parallel, lora",
+    "model, parallel",
     [
-        ({}, {"tp": 2, "recompute": "selective"}, None),
-        ({}, {"cp": 2}, None),
-        ({"freeze": ["*q_proj*"]}, IN_BFLOAT16, None),
-        pytest.param(WIDE, {"float8": "tensorwise"}, None, marks=needs_extra("float8")),
-        pytest.param(
-            {**WIDE, "init_from": "absent"},
-            {"tp": 2},
-            NF4,
-            marks=[needs_extra("huggingface", "lora"), pytest.mark.nightly],
-        ),
+        ({}, {"tp": 2, "recompute": "selective"}),
+        ({}, {"cp": 2}),
+        ({"freeze": ["*q_proj*"]}, IN_BFLOAT16),
+        pytest.param(WIDE, {"float8": "tensorwise"}, marks=needs_extra("float8")),
     ],
 )
 @distributed(ranks=2, fake=True)
-def test_all_blocks_share_one_compiled_graph(world, model, parallel, lora):
+def test_all_blocks_share_one_compiled_graph(world, model, parallel):
     graphs = []
     numbers = []
     for layers in (2, 5):
         torch._dynamo.reset()
         graphs.clear()
-        sections = {"lora": lora} if lora else {}
-        cfg = make_config(
-            model={**model, "n_layers": layers}, parallel={**parallel, "compile": True}, **sections
-        )
+        sizes = {**model, "n_layers": layers}
+        cfg = make_config(model=sizes, parallel={**parallel, "compile": True})
         count = lambda graph, inputs: graphs.append(graph) or graph.forward  # noqa: E731
         with compiled_by(count), mock.patch("model.loss.compiled", lambda function: function):
             ours = mesh_for(cfg, world)
@@ -226,28 +202,22 @@ def test_all_blocks_share_one_compiled_graph(world, model, parallel, lora):
                 llama(ids, ids)
             reshard(llama)
         numbers.append(len(graphs))
-    # of a block's halves, and of the head's norm: with gradients, without, over frozen parameters;
-    # NF4's weights, by shape
-    assert numbers[0] == numbers[1] <= 2 * 4 + (2 * 4 if lora else 0)
+    # of a block's halves, and of the head's norm: with gradients, without, over frozen parameters
+    assert numbers[0] == numbers[1] <= 2 * 4
 
 
 @distributed(ranks=1)
 def test_blocks_of_many_kinds_are_compiled(world):
     """Each has something else frozen: more graphs than torch allows by default."""
-    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]
-    model = {"n_layers": 6, "freeze": [f"blocks.{i}.*{name}*" for i, name in enumerate(names)]}
-    losses = []
+    freeze = [f"blocks.{i}.*{name}_proj*" for i, name in enumerate(["q", "k", "v", "o", "gate"])]
+    model = {"n_layers": 6, "freeze": freeze}
+    torch._dynamo.reset()
     ids = token_ids(2, 9)
-    for compiled in (True, False):
-        cfg = make_config(model=model, parallel={"compile": compiled})
-        torch._dynamo.reset()
-        with compiled_by("eager"):  # without kernels, which take long
-            llama = build(cfg, world)
-            llama(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
-            with torch.no_grad():
-                losses.append(llama.eval()(ids[:, :-1], ids[:, 1:])[0]["loss"].item())
-        reshard(llama)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    with compiled_by("eager"):  # without kernels, which take long
+        llama = build(make_config(model=model, parallel={"compile": True}), world)
+        llama(ids, ids)[0]["loss"].backward()
+        with torch.no_grad():
+            llama.eval()(ids, ids)
 
 
 def matmuls_of_graphs() -> list[int]:
