@@ -15,6 +15,7 @@ from tests.conftest import build, make_config, mesh_for, token_ids
 from tests.distributed import distributed
 
 KINDS = {"gather": "all_?gather", "scatter": "reduce_scatter", "reduce": "all_?reduce"}
+TRAIN = {"global_batch_size": 8, "micro_batch_size": 1, "seq_len": 32}
 
 
 class Collectives(TorchDispatchMode):
@@ -42,8 +43,7 @@ class Collectives(TorchDispatchMode):
 
 def step_of(world: World, sections: dict) -> Collectives:
     """A step of 8 sequences, the second: FSDP2 learns its order in the first. An evaluation between changes nothing."""
-    train = {"global_batch_size": 8, "micro_batch_size": 1, "seq_len": 32}
-    cfg = make_config(train=train, **sections)
+    cfg = make_config(train=TRAIN, **sections)
     world = mesh_for(cfg, world)
     model = build(cfg, world)
     micro_batches = 8 // world.dp_size
