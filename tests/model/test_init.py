@@ -1,5 +1,4 @@
-"""Initial values that a module declares: of any parameter, equal on any mesh, refused where nothing
-is declared."""
+"""Initial values that a module declares: of any parameter, equal on any mesh, refused where nothing is declared."""
 
 import re
 

@@ -13,13 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 import config
 from model.build import build_model, meta_model
-from model.llama import (
-    Llama,
-    RMSNorm,
-    flops_per_token,
-    named_parameters,
-    parameter_count,
-)
+from model.llama import Llama, RMSNorm, flops_per_token, named_parameters, parameter_count
 from parallel.replicated import replicated_parameters
 from tests.conftest import REPO, is_near, make_config, refuses, shipped_configs, token_ids
 from tests.reference import fresh_model
@@ -139,8 +133,8 @@ def test_shipped_models_are_the_published_ones(published):
     readable = {path.stem: path for path in shipped_configs()}
     for name in readable.keys() & PUBLISHED[published].split():
         m = config.load(str(readable[name])).model
-        scaling = m.rope_scaling and dataclasses.asdict(m.rope_scaling)
-        factor = scaling and scaling["factor"]
+        scaling = dataclasses.asdict(m.rope_scaling) if m.rope_scaling else None
+        factor = scaling["factor"] if scaling else None
         sizes = (m.dim, m.ffn_dim, m.n_layers, m.n_heads, m.n_kv_heads, m.width_per_head)
         ours = (*sizes, m.vocab_size, m.rope_theta, factor, m.tie_embeddings)
         assert (*ours, parameter_count(meta_model(m))) == published

@@ -18,14 +18,7 @@ from parallel.activation_checkpoint import (
 )
 from parallel.parallelize import leave_to_compiler
 from parallel.tensor import apply_tensor_parallelism
-from tests.conftest import (
-    compiled_by,
-    gradients_of,
-    make_config,
-    mesh_for,
-    needs_extra,
-    token_ids,
-)
+from tests.conftest import compiled_by, gradients_of, make_config, mesh_for, needs_extra, token_ids
 from tests.distributed import distributed
 from tests.reference import fresh_model
 

@@ -5,12 +5,7 @@ import threading
 import pytest
 
 from config import ConfigError
-from parallel.ranks import (
-    check_same_on_all_ranks,
-    on_each_rank,
-    on_rank_zero,
-    printed_if_long,
-)
+from parallel.ranks import check_same_on_all_ranks, on_each_rank, on_rank_zero, printed_if_long
 from tests.conftest import refuses
 from tests.distributed import distributed
 

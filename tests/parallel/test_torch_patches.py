@@ -3,14 +3,12 @@
 That of set_default_timeout() is in tests/run/test_rank.py, what share_classes() is for in test_fsdp.py.
 """
 
-import contextlib
 import datetime
 import logging
 import signal
 import subprocess
 from functools import partial
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -75,16 +73,10 @@ def test_advice_on_compiled_policies_is_silenced(monkeypatch):
 
 
 @pytest.fixture
-def unpatched():
-    """Afterwards torch's and Triton's functions are as they were."""
-    with contextlib.ExitStack() as patches:
-        for module, name in (cpp_builder, "run_compile_cmd"), (SubprocPool, "__init__"):
-            patches.enter_context(mock.patch.object(module, name, getattr(module, name)))
-        with contextlib.suppress(ImportError):
-            from triton.runtime import build
-
-            patches.enter_context(mock.patch.object(build, "_build", build._build))
-        yield
+def unpatched(monkeypatch):
+    """Afterwards torch's functions are as they were."""
+    monkeypatch.setattr(cpp_builder, "run_compile_cmd", cpp_builder._run_compile_cmd)
+    monkeypatch.setattr(SubprocPool, "__init__", SubprocPool.__init__)
 
 
 @pytest.mark.parametrize("shielded", [True, False])
@@ -94,15 +86,18 @@ def test_a_stop_does_not_reach_what_compiles(unpatched, monkeypatch, tmp_path, p
     compiler = tmp_path / "cc"
     compiler.write_text("#!/bin/sh\nkill -TERM $$\n")
     compiler.chmod(0o755)
-    monkeypatch.setenv("CC", str(compiler))
-    fails = pytest.raises((RuntimeError, subprocess.CalledProcessError))
+    start = lambda: cpp_builder.run_compile_cmd(str(compiler), "/")  # noqa: E731
+    if process == "driver":
+        build = pytest.importorskip("triton.runtime.build")
+        monkeypatch.setattr(build, "_build", build._build)
+        monkeypatch.setenv("CC", str(compiler))
+        start = lambda: build._build("name", "", "/tmp", [], [], [], [])  # noqa: E731
     if shielded:
         shield_compilers(SIGNALS)
-    with contextlib.nullcontext() if shielded else fails:
-        if process == "driver":
-            pytest.importorskip("triton").runtime.build._build("name", "", "/tmp", [], [], [], [])
-        else:
-            cpp_builder.run_compile_cmd(str(compiler), "/")
+        start()
+    else:
+        with pytest.raises((RuntimeError, subprocess.CalledProcessError)):
+            start()
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {*SIGNALS}
 
 

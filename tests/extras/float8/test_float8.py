@@ -19,14 +19,13 @@ from extras.float8.all_gather import Float8AllGather, Float8Shard, tensorwise, u
 from extras.float8.matmul import (
     E4M3,
     E5M2,
-    Float8Linear,
     Float8Matmul,
     float8_linear,
     float8_matrices,
     use_float8,
 )
 from model.build import meta_model
-from model.llama import Linear, Llama
+from model.llama import Llama
 from parallel.fsdp import reshard
 from parallel.mesh import World
 from parallel.verify import verify_sharding
@@ -88,9 +87,7 @@ def test_matmul_and_its_gradients_are_those_of_plain_casts(recipe, dtype):
     out.backward(grad)
     assert x.grad is not None and weight.grad is not None
     of_grad = E4M3 if recipe == "rowwise" else E5M2
-    rows = x.detach().flatten(0, 1)
-    grads = grad.flatten(0, 1)
-    w = weight.detach()
+    rows, grads, w = x.detach().flatten(0, 1), grad.flatten(0, 1), weight.detach()
     for ours, expected in (
         (out, rounded(rows, E4M3, recipe, 1) @ rounded(w, E4M3, recipe, 1).T),
         (x.grad, rounded(grads, of_grad, recipe, 1) @ rounded(w, E4M3, recipe, 0)),

@@ -62,8 +62,8 @@ def write_trace(path: pathlib.Path, text: str) -> pathlib.Path:
         {"ph": "X", "cat": "Trace", "name": "Profiler", "tid": "Profiler", "ts": 4e12, "dur": 1e6},
     ]
     for event in text.replace("\n", "; ").split("; "):
-        thread, begin, end, category, name = event.split(maxsplit=4)
-        name, launch = re.fullmatch(r"(.*?)(?: [<>] (\d+))?", name).groups()
+        thread, begin, end, category, rest = event.split(maxsplit=4)
+        name, _, launch = re.sub(" [<>] ", " <> ", rest).partition(" <> ")
         entry = {"ph": "X", "cat": CATEGORIES.get(category, category), "name": name, "pid": 0}
         entry |= {"tid": int(thread), "ts": 4e12 + float(begin) * 1000}
         entry |= {"dur": (float(end) - float(begin)) * 1000}
