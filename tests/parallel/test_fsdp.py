@@ -16,12 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
 from model.build import meta_model
-from model.init import normal
 from model.llama import Embedding, Llama
 from parallel import materialize as materialize_module
 from parallel import memory_pool
 from parallel.fsdp import reshard, set_communication, units, unshard_first_units
-from parallel.materialize import draw, materialize
+from parallel.materialize import materialize
 from parallel.parallelize import compile_block, parallelize
 from parallel.replicated import replicated_parameters
 from parallel.torch_patches import IS_TORCH_2_11
@@ -268,29 +267,6 @@ def test_materialize_holds_its_shard_and_one_block_of_rows(world, ranks):
         materialize(model, 0, world.device)
     shard = -(-4001 // ranks) * 48
     assert shard <= made.numel <= shard + 480
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("width", [7, 70000])
-@pytest.mark.parametrize("cutoff", [float("inf"), 3.0])
-def test_any_rectangle_of_a_parameter_is_that_part_of_the_whole(width, cutoff):
-    shape = torch.Size([300 if width == 7 else 5, width])
-
-    def drawn(size: tuple[int, ...], offset: tuple[int, int], seed: int = 3) -> Tensor:
-        part = torch.empty(size)
-        draw(part, offset, shape, normal(1.0, cutoff), seed, "w")
-        return part
-
-    whole = drawn(shape, (0, 0))
-    assert len(whole.unique(dim=0)) == len(whole) and whole.abs().max() <= cutoff
-    assert not torch.equal(drawn(shape, (0, 0), seed=4), whole)
-    assert width == 7 or abs(whole.std() - 1) < 0.02
-    for down, across in (2, 1), (3, 2), (shape[0] + 4, 1):
-        for rows in torch.arange(shape[0]).tensor_split(down):
-            for columns in torch.arange(width).tensor_split(across):
-                offset = (int(rows[0]) if len(rows) else shape[0], int(columns[0]))
-                part = drawn((len(rows), len(columns)), offset)
-                assert torch.equal(part, whole[rows][:, columns])
 
 
 @pytest.mark.quick

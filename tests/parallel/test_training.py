@@ -8,7 +8,9 @@ import torch
 
 import config
 from model.llama import named_parameters
+from parallel import materialize
 from parallel.mesh import fsdp_mesh
+from parallel.verify import verify_sharding
 from tests import forks
 from tests.conftest import (
     build,
@@ -165,17 +167,21 @@ def test_parameters_of_a_fork_train_as_in_the_plain_loop(world, ranks, meshes):
                 assert is_near(ours.weights[name], weight), (sections, name)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @distributed()
-def test_fresh_weights_do_not_depend_on_the_mesh(world, ranks, tied):
-    """Rows of 331 and 48 split unevenly over 3 and 4 ranks, columns over tp."""
+def test_fresh_weights_do_not_depend_on_the_mesh(world, monkeypatch, ranks, tied):
+    """Rows of 331 and 48 split unevenly over 3 and 4 ranks, columns over tp; ten rows are drawn with one seed."""
+    monkeypatch.setattr(materialize, "RNG_BLOCK", 480)
     model = {"vocab_size": 332, "n_kv_heads": 4, "tie_embeddings": tied}
     meshes = [{}, {"dp_replicate": ranks}]
     if ranks == 4:
         meshes += [{"tp": 4}, {"cp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}]
     train = {"global_batch_size": 12, "micro_batch_size": 1}
-    wanted = hashes(dict(named_parameters(fresh_model(make_config(model=model)))))
+    plain = fresh_model(make_config(model=model))
+    assert len(plain.embedding.weight.unique(dim=0)) == 332
+    wanted = hashes(dict(named_parameters(plain)))
     assert len(set(wanted.values())) == len(wanted) - 4  # norms are all ones
     for parallel in meshes:
         cfg = make_config(model=model, train=train, parallel=parallel)
@@ -203,6 +209,15 @@ def test_ranks_of_cp_and_tp_share_a_data_rank(world):
         assert ours.fsdp_size == replicate * shard * cp
         sharding = fsdp_mesh(ours)
         assert dict(zip(sharding.mesh_dim_names or (), sharding.shape)) == dims
+
+
+@distributed(ranks=8, fake=True)
+def test_meshes_of_three_dimensions_shard_every_parameter(world):
+    """tp and cp together are trained above."""
+    for degrees in ({"dp_replicate": 2, "tp": 2}, {"dp_replicate": 2, "cp": 2}):
+        cfg = make_config(parallel=degrees)
+        ours = mesh_for(cfg, world)
+        assert verify_sharding(build(cfg, ours), cfg.parallel, ours), degrees
 
 
 @distributed(ranks=2)
