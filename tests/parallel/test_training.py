@@ -172,9 +172,10 @@ def test_parameters_of_a_fork_train_as_in_the_plain_loop(world, ranks, meshes):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @distributed()
 def test_fresh_weights_do_not_depend_on_the_mesh(world, monkeypatch, ranks, tied):
-    """Rows of 331 and 48 split unevenly over 3 and 4 ranks, columns over tp; ten rows are drawn with one seed."""
+    """Rows of 332 and 48 split unevenly over 3 and 4 ranks, columns over tp; ten rows are drawn with one seed, of the
+    widest matrix one."""
     monkeypatch.setattr(materialize, "RNG_BLOCK", 480)
-    model = {"vocab_size": 332, "n_kv_heads": 4, "tie_embeddings": tied}
+    model = {"vocab_size": 332, "n_kv_heads": 4, "ffn_dim": 512, "tie_embeddings": tied}
     meshes = [{}, {"dp_replicate": ranks}]
     if ranks == 4:
         meshes += [{"tp": 4}, {"cp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}]
