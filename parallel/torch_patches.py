@@ -89,8 +89,7 @@ def share_classes(model: nn.Module) -> None:
     In all versions torch creates a class for each parametrized module (parametrize.py:
     _inject_new_class), and torch.compile would compile a graph for each class. Tensor parallelism
     and casts of replicated parameters parametrize modules.
-    Tests: parallel/test_torch_patches.py, test_modules_parametrized_alike_share_a_class;
-    parallel/test_fsdp.py, test_all_blocks_share_one_compiled_graph.
+    Test: parallel/test_fsdp.py, test_all_blocks_share_one_compiled_graph.
     """
     shared: dict[tuple, type] = {}
     for module in model.modules():

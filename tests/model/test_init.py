@@ -1,5 +1,4 @@
-"""Initial values that a module declares: of any parameter, equal on any mesh, refused where nothing
-is declared."""
+"""Initial values that a module declares: of any parameter, equal on any mesh, refused where nothing is declared."""
 
 import re
 
@@ -11,8 +10,7 @@ from model.build import meta_model
 from model.init import Fill, constant, normal
 from model.llama import Llama
 from parallel.materialize import materialize
-from parallel.mesh import World
-from parallel.tensor import check_tp_plan
+from parallel.tensor import apply_tensor_parallelism
 from tests import forks
 from tests.conftest import make_config, mesh_for, needs_extra, refuses
 from tests.distributed import distributed
@@ -33,20 +31,22 @@ def test_declared_values_of_each_kind():
     assert not torch.equal(block.scale, model.blocks[0].scale)
 
 
+class Table(nn.Module):
+    """A parameter of several blocks of rows, and a buffer of integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.empty(300, 1000))
+        self.register_buffer("counts", torch.empty(70_000, dtype=torch.int64), persistent=False)
+        self.init = {"rows": numbered, "counts": numbered}
+
+
+def numbered(rows: Tensor, first_row: int) -> None:
+    numbers = torch.arange(first_row, first_row + len(rows))
+    rows.copy_(numbers.view(-1, *[1] * (rows.ndim - 1)).expand_as(rows))
+
+
 def test_a_fill_gets_each_row_once_and_its_number():
-    """Of a parameter of several blocks, a buffer of integers, and one without dimensions."""
-
-    class Table(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rows = nn.Parameter(torch.empty(300, 1000))
-            self.register_buffer("counts", torch.empty(70_000, dtype=torch.int64), persistent=False)
-            self.init = {"rows": numbered, "counts": numbered}
-
-    def numbered(rows: Tensor, first_row: int) -> None:
-        numbers = torch.arange(first_row, first_row + len(rows))
-        rows.copy_(numbers.view(-1, *[1] * (rows.ndim - 1)).expand_as(rows))
-
     model = Llama(make_config().model)
     model.table = Table()
     materialize(model, 0, CPU)
@@ -78,42 +78,37 @@ def test_a_parameter_without_a_declaration_is_refused_with_a_remedy_that_works(i
     assert model.head.norm.offset.std().item() == pytest.approx(0.02, rel=0.3)
 
 
-def test_values_that_a_declaration_leaves_out_are_refused():
-    def unfinished(rows: Tensor, first_row: int) -> None:
-        rows[:3].zero_()
+def unfinished(rows: Tensor, first_row: int) -> None:
+    rows[:3].zero_()
 
+
+def test_values_that_a_declaration_leaves_out_are_refused():
     model = with_norm({"weight": constant(1.0), "offset": unfinished}, offset=torch.empty(48))
     with refuses(r"head\.norm\.offset: ", "not finite"):
         materialize(model, 0, CPU)
 
 
-def test_a_persistent_buffer_is_refused():
+@pytest.mark.parametrize(
+    "is_persistent, words", [(True, ": .*persistent=False"), (False, ": nothing declares")]
+)
+def test_a_buffer_that_is_stored_or_not_declared_is_refused(is_persistent, words):
     model = meta_model(make_config().model)
-    model.head.norm.register_buffer("steps", torch.empty(1, device="meta"))
-    model.head.norm.init["steps"] = constant(0.0)
-    with refuses(r"head\.norm\.steps: ", "persistent=False"):
+    block = model.blocks[1]
+    block.register_buffer("table", torch.empty(3, device="meta"), persistent=is_persistent)
+    block.init = {"table": constant(0.0)} if is_persistent else {}
+    with refuses(r"blocks\.1\.table" + words):
         materialize(model, 0, CPU)
-
-
-def test_a_buffer_without_a_declaration_is_refused():
-    model = meta_model(make_config().model)
-    model.blocks[1].register_buffer("table", torch.empty(3, device="meta"), persistent=False)
-    with refuses(r"blocks\.1\.table: nothing declares"):
-        materialize(model, 0, CPU)
-
-
-def tensor_parallel(world: World) -> World:
-    return mesh_for(make_config(parallel={"tp": 2}), world)
 
 
 @pytest.mark.quick
 @distributed(ranks=2, fake=True)
 def test_tensor_parallelism_refuses_what_it_cannot_place(world):
+    tp = mesh_for(make_config(parallel={"tp": 2}), world)
     model = with_norm(None, offset=torch.empty(48))
     with refuses(r"head\.norm\.offset: ", '`tp_dims`.*"offset": None'):
-        check_tp_plan(model, tensor_parallel(world))
+        apply_tensor_parallelism(model, tp)
     model.head.norm.tp_dims = {"offset": None}
-    check_tp_plan(model, tensor_parallel(world))
+    apply_tensor_parallelism(model, tp)
 
 
 @pytest.mark.quick
@@ -128,7 +123,7 @@ def test_tensor_parallelism_refuses_a_bias_that_it_would_add_on_each_rank(world,
     else:
         feed_forward.down_proj.bias = nn.Parameter(torch.empty(48, device="meta"))
     with refuses(r"blocks\.0\.feed_forward\.down_proj\.bias: tp sums"):
-        check_tp_plan(model, tensor_parallel(world))
+        apply_tensor_parallelism(model, mesh_for(make_config(parallel={"tp": 2}), world))
 
 
 @needs_extra("lora", "float8")

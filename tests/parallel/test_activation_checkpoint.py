@@ -2,48 +2,30 @@
 
 import functools
 import gc
-import time
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-import config
-from data.loader import inputs_and_targets
 from model.build import meta_model
-from model.llama import Llama, named_parameters, rope_tables
+from model.llama import Llama
 from parallel import parallelize
 from parallel.activation_checkpoint import (
     apply_activation_checkpointing,
     is_attention,
     saved_matmuls,
 )
-from parallel.context import shard_sequences
-from parallel.mesh import World
 from parallel.parallelize import leave_to_compiler
 from parallel.tensor import apply_tensor_parallelism
-from tests.conftest import (
-    build,
-    compiled_by,
-    gradients_of,
-    make_config,
-    mesh_for,
-    needs_extra,
-    token_ids,
-)
-from tests.distributed import distributed, run_on_ranks
+from tests.conftest import compiled_by, gradients_of, make_config, mesh_for, needs_extra, token_ids
+from tests.distributed import distributed
 from tests.reference import fresh_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
 
-BATCH = 2
-LENGTH = 64
-LAYERS = 4
-# of TINY
-DIM = 48
-KEYS = 24  # the width of all key heads
-HEADS = 4
-FFN = 80
+BATCH, LENGTH, LAYERS = 2, 64, 4
+DIM, KEYS, HEADS, FFN = 48, 24, 4, 80  # of TINY; the width of all key heads
 
 
 def built(mode: str | int, backend: str | None = None, **model: object) -> Llama:
@@ -68,30 +50,28 @@ def storages() -> dict[int, torch.UntypedStorage]:
     return {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
 
 
-class Kept(torch.autograd.graph.saved_tensors_hooks):
-    """Within it: the storages of what autograd saves."""
+def bytes_kept(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:
+    """What it returns, and the bytes of what lives until backward, without what was there before."""
+    kept = {}
 
-    def __init__(self):
-        self.storages: dict[int, torch.UntypedStorage] = {}
-        super().__init__(self.pack, lambda tensor: tensor)
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        self.storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
+
+    before = storages()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward()
+    kept |= storages()  # saved tensors are no Python objects, but what a policy caches is
+    known = {*before, out.untyped_storage()._cdata}
+    return out, sum(storage.nbytes() for key, storage in kept.items() if key not in known)
 
 
 @functools.cache
 def step(mode: str | int, backend: str | None = None) -> tuple[dict[str, Tensor], int]:
-    """Every gradient, and the bytes kept between forward and backward, without the parameters."""
+    """Every gradient, and the bytes kept between forward and backward."""
     model = built(mode, backend)
     ids = token_ids(BATCH, LENGTH + 1)
-    before = storages()
-    kept = Kept()
-    with kept:
-        loss = model(ids[:, :-1], ids[:, 1:])[0]["loss"]
-    kept.storages |= storages()  # saved tensors are no Python objects, but what a policy caches is
-    size = sum(s.nbytes() for key, s in kept.storages.items() if key not in before)
-    kept.storages.clear()
+    loss, size = bytes_kept(lambda: model(ids[:, :-1], ids[:, 1:])[0]["loss"])
     loss.backward()
     return gradients_of(model), size
 
@@ -113,11 +93,11 @@ def test_bytes_kept_are_those_of_the_mode():
     token = LAYERS * BATCH * LENGTH * 4
     # q, k, v, attention and its logsumexp, o, gate, up; not down: nothing reads it in backward
     assert elementwise - full == token * (DIM + 2 * KEYS + DIM + HEADS + DIM + 2 * FFN)
-    # q, v, attention, gate: every second product
+    # q, v, attention, gate: every second matmul
     assert selective - full == token * (DIM + KEYS + DIM + HEADS + FFN)
 
 
-def test_compiler_keeps_the_products_of_the_mode():
+def test_compiler_keeps_the_matmuls_of_the_mode():
     backend = "aot_eager_decomp_partition"
     none, elementwise, selective = (
         step(mode, backend)[1] for mode in ("none", "elementwise", "selective")
@@ -130,122 +110,29 @@ def test_compiler_keeps_the_products_of_the_mode():
 
 
 @pytest.mark.quick
-def test_of_every_n_blocks_the_last_is_checkpointed():
-    plain = type(built("none").blocks[0])
-    for n, checkpointed in (1, [0, 1, 2, 3]), (2, [1, 3]), (3, [2]), (5, []):
-        blocks = built(n).blocks
-        assert [i for i in range(LAYERS) if type(blocks[i]) is not plain] == checkpointed
-
-
 @pytest.mark.parametrize(
-    "frozen, checkpointed",
+    "mode, frozen, checkpointed",
     [
-        (["embedding*"], [0, 1, 2, 3]),
-        (["embedding*", "blocks.0.*"], [1, 2, 3]),
-        (["embedding*", "blocks.[012].*"], [3]),
-        (["embedding*", "blocks.0.*", "blocks.2.*"], [1, 2, 3]),
-        (["blocks.0.*"], [0, 1, 2, 3]),
+        (1, [], [0, 1, 2, 3]),
+        (2, [], [1, 3]),
+        (3, [], [2]),
+        (5, [], []),
+        # those that backward reaches
+        ("full", ["embedding*"], [0, 1, 2, 3]),
+        ("full", ["embedding*", "blocks.0.*"], [1, 2, 3]),
+        ("full", ["embedding*", "blocks.[012].*"], [3]),
+        ("full", ["embedding*", "blocks.0.*", "blocks.2.*"], [1, 2, 3]),
+        ("full", ["blocks.0.*"], [0, 1, 2, 3]),
     ],
 )
-def test_blocks_that_backward_reaches_are_checkpointed(frozen, checkpointed):
-    model = meta_model(make_config(model={"n_layers": 4, "freeze": frozen}).model, None)
+def test_these_blocks_are_checkpointed(mode, frozen, checkpointed):
+    model = meta_model(make_config(model={"n_layers": LAYERS, "freeze": frozen}).model, None)
     plain = type(model.blocks[0])
-    apply_activation_checkpointing(model, "full", compiled=False)
-    assert [i for i in range(4) if type(model.blocks[i]) is not plain] == checkpointed
+    apply_activation_checkpointing(model, mode, compiled=False)
+    assert [i for i in range(LAYERS) if type(model.blocks[i]) is not plain] == checkpointed
 
 
-def test_frozen_first_blocks_compile_without_a_checkpoint():
-    """torch.compile fails on a checkpoint in a graph that has no backward."""
-    freeze = ["embedding*", "blocks.[01].*"]
-    gradients = []
-    for mode in ("none", "full"):
-        model = built(mode, "aot_eager", freeze=freeze)
-        ids = token_ids(BATCH, LENGTH)
-        model(ids, ids)[0]["loss"].backward()
-        gradients.append(gradients_of(model))
-    none, full = gradients
-    frozen = ("embedding", "blocks.0", "blocks.1")
-    names = {name for name, _ in named_parameters(model) if not name.startswith(frozen)}
-    assert none.keys() == full.keys() == names
-    assert all(torch.equal(full[name], none[name]) for name in none)
-
-
-# Of parts of a sequence and of a matrix
-
-
-def bytes_of_a_block(cfg: config.Config, sequences: int, world: World) -> int:
-    """What the second block keeps on this rank between its forward and its backward."""
-    world = mesh_for(cfg, world)
-    model = build(cfg, world)
-    tensors = inputs_and_targets(token_ids(sequences, cfg.train.seq_len + 1))
-    if world.cp > 1:
-        tensors = shard_sequences(tensors, world)
-    model(*tensors)[0]["loss"].backward()  # sets FSDP2 up
-    tokens = cfg.train.seq_len // world.cp
-    shape = (sequences, tokens // world.tp, cfg.model.dim)
-    x = torch.randn(shape, requires_grad=True)
-    cos, sin = rope_tables(cfg.model, torch.arange(tokens))
-    before = storages()
-    kept = Kept()
-    with kept:
-        out = model.blocks[1](x, cos, sin, model.build_mask(None))
-    after = storages()
-    time.sleep(0.1)  # gloo's threads let go of what they have sent
-    for key, storage in storages().items():
-        if key in after and key not in before:
-            kept.storages[key] = storage
-    outside = {t.untyped_storage()._cdata for t in (out, cos, sin)}
-    # what FSDP2 has resharded since has no bytes left
-    size = sum(s.nbytes() for key, s in kept.storages.items() if key not in outside)
-    after.clear()
-    kept.storages.clear()
-    out.sum().backward()
-    return size
-
-
-def kept_by_mode(world: World, cp: int, tp: int) -> dict[str, int]:
-    """By mode: the bytes that two more sequences add to what a block keeps."""
-    kept = {}
-    for mode in ("none", "elementwise", "selective", "full"):
-        more, fewer = (
-            bytes_of_a_block(block_config(mode, cp, tp, sequences), sequences, world)
-            for sequences in (4, 2)
-        )
-        kept[mode] = more - fewer
-    return kept
-
-
-def block_config(mode: str, cp: int, tp: int, sequences: int, **model: int) -> config.Config:
-    return make_config(
-        model={"n_kv_heads": 4, "ffn_dim": 96, **model},
-        train={"seq_len": LENGTH, "micro_batch_size": sequences},
-        parallel={"dp_shard": 1, "cp": cp, "tp": tp, "recompute": mode},
-    )
-
-
-@pytest.fixture(scope="module")
-def kept_alone() -> dict[str, int]:
-    return run_on_ranks(1, kept_by_mode, 1, 1)[0]
-
-
-@pytest.mark.parametrize("cp, tp", [(1, 2), (2, 1), (2, 2)])
-def test_bytes_kept_fall_as_1_over_cp_and_tp(kept_alone, cp, tp):
-    """To the byte; but over tp "selective" keeps the first reduce-scatter's output too, not to send it again, and
-    "none" what it all-gathers: keys and values over cp, two inputs over tp."""
-    expected = dict(kept_alone)
-    of_sequences = 2 * LENGTH * DIM * 4
-    expected["none"] += 2 * of_sequences * (cp - 1 + tp - 1)
-    if tp > 1:
-        expected["selective"] += of_sequences
-    for kept in run_on_ranks(cp * tp, kept_by_mode, cp, tp):
-        assert {mode: size * cp * tp for mode, size in kept.items()} == expected
-    assert 0 < expected["full"] < expected["selective"] < expected["elementwise"]
-
-
-# Selective modes number the matmuls
-
-
-ADAPTED = {"model": {"init_from": "a folder"}, "lora": {"targets": ["q_proj"]}}
+LORA = {"model": {"init_from": "a folder"}, "lora": {"targets": ["q_proj"]}}
 WITH_LORA = needs_extra("lora", "huggingface")
 
 
@@ -260,13 +147,13 @@ WITH_LORA = needs_extra("lora", "huggingface")
         (2, {"parallel": {"tp": 2}}, "q_proj v_proj up_proj"),
         # A x is small, B A x is not
         pytest.param(
-            1, ADAPTED, "q_proj lora_a k_proj v_proj o_proj gate_proj up_proj", marks=WITH_LORA
+            1, LORA, "q_proj lora_a k_proj v_proj o_proj gate_proj up_proj", marks=WITH_LORA
         ),
-        pytest.param(2, ADAPTED, "q_proj lora_a v_proj gate_proj", marks=WITH_LORA),
+        pytest.param(2, LORA, "q_proj lora_a v_proj gate_proj", marks=WITH_LORA),
     ],
     ids=str,
 )
-@distributed(ranks=2)
+@distributed(ranks=2, fake=True)
 def test_selective_modes_save_these_matmuls(world, every, sections, expected):
     cfg = make_config(**sections)
     model = meta_model(cfg.model, cfg.lora)
@@ -280,10 +167,9 @@ def test_selective_modes_save_these_matmuls(world, every, sections, expected):
 
 def test_attention_of_every_library_is_known():
     names = [name for name in torch._C._dispatch_get_all_op_names() if "scaled_dot_product" in name]
-    names += ["flex_attention", "flash_attn_3.fwd.default", "xformers_flash.flash_fwd.default"]
-    names += ["flash_attn_3.bwd.default", "xformers_flash.flash_bwd.default"]
     assert len(names) > 10
-    for name in names:
+    for library in ("flash_attn_3", "xformers_flash"):
+        names += [f"{library}.{kind}.default" for kind in ("flash_fwd", "flash_bwd")]
+    for name in [*names, "flex_attention", "flash_attn_3.fwd.default"]:
         assert is_attention(name) is ("backward" not in name and "bwd" not in name), name
-    assert not is_attention("aten.mm.default")
-    assert not is_attention("aten._softmax.default")
+    assert not is_attention("aten.mm.default") and not is_attention("aten._softmax.default")

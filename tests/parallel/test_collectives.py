@@ -1,7 +1,6 @@
 """What a step sends, counted on torch's fake process group, equals what a hand can count."""
 
-import subprocess
-import sys
+import re
 
 import pytest
 import torch
@@ -12,11 +11,11 @@ from optim import clip_gradients
 from parallel.collectives import all_gather, group_of, reduce_scatter
 from parallel.fsdp import reshard, set_communication, unshard_first_units
 from parallel.mesh import World
-from tests.conftest import REPO, build, make_config, mesh_for, token_ids
+from tests.conftest import build, make_config, mesh_for, token_ids
 from tests.distributed import distributed
 
-KINDS = {"allgather": "gather", "all_gather": "gather", "reduce_scatter": "scatter"}
-KINDS |= {"allreduce": "reduce", "all_reduce": "reduce"}
+KINDS = {"gather": "all_?gather", "scatter": "reduce_scatter", "reduce": "all_?reduce"}
+TRAIN = {"global_batch_size": 8, "micro_batch_size": 1, "seq_len": 32}
 
 
 class Collectives(TorchDispatchMode):
@@ -24,28 +23,27 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.counts = {"gather": 0, "scatter": 0, "reduce": 0}
-        self.bytes = dict(self.counts)
+        self.counts = dict.fromkeys(KINDS, 0)
+        self.bytes = dict.fromkeys(KINDS, 0)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented  # what it sends comes back to us
         result = function(*args, **(kwargs or {}))
         if function.namespace in ("c10d", "_c10d_functional"):
-            for name, kind in KINDS.items():
-                if name in function._schema.name:
+            for kind, pattern in KINDS.items():
+                if re.search(pattern, function._schema.name):
                     tensors = torch.utils._pytree.tree_leaves([args, result])
-                    sizes = [t.nbytes for t in tensors if isinstance(t, torch.Tensor)]
                     self.counts[kind] += 1
-                    self.bytes[kind] += max(sizes)
-                    break
+                    self.bytes[kind] += max(
+                        t.nbytes for t in tensors if isinstance(t, torch.Tensor)
+                    )
         return result
 
 
 def step_of(world: World, sections: dict) -> Collectives:
     """A step of 8 sequences, the second: FSDP2 learns its order in the first. An evaluation between changes nothing."""
-    train = {"global_batch_size": 8, "micro_batch_size": 1, "seq_len": 32}
-    cfg = make_config(train=train, **sections)
+    cfg = make_config(train=TRAIN, **sections)
     world = mesh_for(cfg, world)
     model = build(cfg, world)
     micro_batches = 8 // world.dp_size
@@ -69,80 +67,49 @@ HEAD = EMBEDDING + 48
 BLOCK = 48 * (48 + 24 + 24 + 48 + 3 * 80) + 2 * 48
 ALL = EMBEDDING + 2 * BLOCK + HEAD
 X = 32 * 48  # a sequence's activations, over all tp ranks
-FROZEN_FIRST = {"model": {"freeze": ["embedding*", "blocks.0.*"]}}
-FROZEN = {"model": {"freeze": ["embedding*", "blocks.1.*"]}}
+FROZEN_FIRST = {"freeze": ["embedding*", "blocks.0.*"]}
+FROZEN = {"freeze": ["embedding*", "blocks.1.*"]}
+DEFERRED = {"sync_every_micro_batch": False}
+HALF = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "sections, counts, gathered, scattered",
+    "model, parallel, counts, gathered, scattered",
     [
         # two micro-batches of four units, of which backward gathers the blocks again, and keeps the
         # first for the second micro-batch; one norm
-        ({}, (11, 8, 1), 2 * ALL + 3 * BLOCK, 2 * ALL),
+        ({}, {}, (11, 8, 1), 2 * ALL + 3 * BLOCK, 2 * ALL),
         # so is the embedding
-        (
-            {"parallel": {"reshard_after_forward": False}},
-            (6, 8, 1),
-            2 * ALL - EMBEDDING - BLOCK,
-            2 * ALL,
-        ),
-        ({"parallel": {"gather_once": True}}, (4, 8, 1), ALL, 2 * ALL),
-        ({"parallel": {"gather_once": True, "sync_every_micro_batch": False}}, (4, 4, 1), ALL, ALL),
-        ({"parallel": {"sync_every_micro_batch": False}}, (11, 4, 1), 2 * ALL + 3 * BLOCK, ALL),
-        ({"parallel": {"prefetch_forward": 2}}, (10, 8, 1), 2 * ALL + 2 * BLOCK, 2 * ALL),
-        ({"parallel": {"prefetch_forward": 0}}, (12, 8, 1), 2 * (ALL + 2 * BLOCK), 2 * ALL),
-        ({"parallel": {"recompute": "full"}}, (11, 8, 1), 2 * ALL + 3 * BLOCK, 2 * ALL),
-        ({"parallel": {"dp_replicate": 2}}, (11, 8, 9), 2 * ALL + 3 * BLOCK, 2 * ALL),
-        (
-            {"parallel": {"dp_replicate": 2, "sync_every_micro_batch": False}},
-            (11, 8, 5),
-            2 * ALL + 3 * BLOCK,
-            2 * ALL,
-        ),
-        ({"parallel": {"dp_replicate": 4}}, (0, 0, 8), 0, 0),
-        (
-            {"model": {"tie_embeddings": True}},
-            (8, 6, 1),
-            HEAD + 7 * BLOCK,
-            2 * (HEAD + 2 * BLOCK),
-        ),
-        (FROZEN_FIRST, (10, 4, 1), 2 * (ALL + BLOCK), 2 * (BLOCK + HEAD)),
-        (FROZEN, (11, 4, 1), 2 * ALL + 3 * BLOCK, 2 * (BLOCK + HEAD)),
-        (
-            {**FROZEN, "parallel": {"replicated": ["blocks.1.*"]}},
-            (7, 4, 1),
-            2 * ALL - BLOCK,
-            2 * (BLOCK + HEAD),
-        ),
-        # in bfloat16, of which a float32 unit counts twice; gradients stay in float32
-        (
-            {"parallel": {"param_dtype": "bfloat16", "keep_fp32": ["blocks.0"]}},
-            (11, 8, 1),
-            ALL + 3 * BLOCK,
-            2 * ALL,
-        ),
-        (
-            {"parallel": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}},
-            (11, 8, 1),
-            ALL + 3 * BLOCK // 2,
-            ALL,
-        ),
+        ({}, {"reshard_after_forward": False}, (6, 8, 1), 2 * ALL - EMBEDDING - BLOCK, 2 * ALL),
+        ({}, {"gather_once": True}, (4, 8, 1), ALL, 2 * ALL),
+        ({}, {"gather_once": True, **DEFERRED}, (4, 4, 1), ALL, ALL),
+        ({}, DEFERRED, (11, 4, 1), 2 * ALL + 3 * BLOCK, ALL),
+        ({}, {"prefetch_forward": 2}, (10, 8, 1), 2 * ALL + 2 * BLOCK, 2 * ALL),
+        ({}, {"prefetch_forward": 0}, (12, 8, 1), 2 * (ALL + 2 * BLOCK), 2 * ALL),
+        ({}, {"recompute": "full"}, (11, 8, 1), 2 * ALL + 3 * BLOCK, 2 * ALL),
+        ({}, {"dp_replicate": 2}, (11, 8, 9), 2 * ALL + 3 * BLOCK, 2 * ALL),
+        ({}, {"dp_replicate": 2, **DEFERRED}, (11, 8, 5), 2 * ALL + 3 * BLOCK, 2 * ALL),
+        ({}, {"dp_replicate": 4}, (0, 0, 8), 0, 0),
+        # the mesh decides, not how it was named
+        ({}, {"dp_replicate": "auto", **DEFERRED}, (11, 4, 1), 2 * ALL + 3 * BLOCK, ALL),
+        ({"tie_embeddings": True}, {}, (8, 6, 1), HEAD + 7 * BLOCK, 2 * (HEAD + 2 * BLOCK)),
+        (FROZEN_FIRST, {}, (10, 4, 1), 2 * (ALL + BLOCK), 2 * (BLOCK + HEAD)),
+        (FROZEN, {}, (11, 4, 1), 2 * ALL + 3 * BLOCK, 2 * (BLOCK + HEAD)),
+        (FROZEN, {"replicated": ["*.1.*"]}, (7, 4, 1), 2 * ALL - BLOCK, 2 * (BLOCK + HEAD)),
+        # in bfloat16, of which a float32 unit counts twice; gradients are reduced in float32, or not
+        ({}, {"param_dtype": "bfloat16"}, (11, 8, 1), ALL + 3 * BLOCK // 2, 2 * ALL),
+        ({}, {**HALF, "keep_fp32": ["blocks.0"]}, (11, 8, 1), ALL + 3 * BLOCK, ALL + BLOCK),
     ],
     ids=str,
 )
 @distributed(ranks=4, fake=True)
-def test_step_sends_what_a_hand_counts(world, sections, counts, gathered, scattered):
-    counted = step_of(world, sections)
+def test_step_sends_what_a_hand_counts(world, model, parallel, counts, gathered, scattered):
+    if parallel.get("dp_replicate") == "auto":
+        parallel = {"dp_shard": 4, **parallel}
+    counted = step_of(world, {"model": model, "parallel": parallel})
     assert counted.counts == dict(zip(("gather", "scatter", "reduce"), counts))
     assert (counted.bytes["gather"], counted.bytes["scatter"]) == (4 * gathered, 4 * scattered)
-
-
-@pytest.mark.quick
-@distributed(ranks=4, fake=True)
-def test_deferred_reduction_does_not_depend_on_how_the_mesh_was_named(world):
-    options = {"dp_replicate": "auto", "dp_shard": 4, "sync_every_micro_batch": False}
-    assert step_of(world, {"parallel": options}).counts["scatter"] == 4
 
 
 @pytest.mark.quick
@@ -152,10 +119,8 @@ def test_deferred_reduction_does_not_depend_on_how_the_mesh_was_named(world):
 @distributed(ranks=4, fake=True)
 def test_tensor_parallel_blocks_send_what_a_hand_counts(world, recompute, gathers, scatters):
     """Of each block in each of 8 micro-batches: 2 inputs, recomputed ones again, 2 gradients of outputs."""
-    counted = step_of(
-        world,
-        {"parallel": {"tp": 4, "dp_shard": 1, "recompute": recompute}, "model": {"n_kv_heads": 4}},
-    )
+    parallel = {"tp": 4, "dp_shard": 1, "recompute": recompute}
+    counted = step_of(world, {"parallel": parallel, "model": {"n_kv_heads": 4}})
     # embedding's gradient, head's input, and the loss's three figures of one chunk
     assert counted.counts["gather"] == 8 * (2 * gathers + 5)
     assert counted.counts["scatter"] == 8 * (2 * scatters + 2)
@@ -173,32 +138,12 @@ def test_context_parallel_blocks_send_keys_and_values(world, recompute, gathers)
     units = step_of(world, {"parallel": options})
     assert counted.counts["gather"] - 4 * units.counts["gather"] == 8 * 2 * gathers
     assert counted.counts["scatter"] - 4 * units.counts["scatter"] == 8 * 2
-    keys_and_values = 32 * 2 * 24
-    assert (
-        counted.bytes["gather"] - 4 * units.bytes["gather"] == 4 * 8 * 2 * gathers * keys_and_values
-    )
-
-
-ALONE = """
-import torch, torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from parallel.collectives import Group, all_gather, reduce_scatter
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-x, group = torch.ones(2, 4, requires_grad=True), Group(0, 2, dist.group.WORLD.group_name)
-(all_gather(x, 1, group).sum() + reduce_scatter(x, 1, group).sum()).backward()
-assert x.grad.shape == x.shape
-"""
-
-
-def test_collectives_have_gradients_whatever_else_is_imported():
-    """torch registers those when a module of its own is imported."""
-    subprocess.run([sys.executable, "-c", ALONE], cwd=REPO, check=True)
+    keys_and_values = 4 * 8 * 2 * gathers * 32 * 2 * 24
+    assert counted.bytes["gather"] - 4 * units.bytes["gather"] == keys_and_values
 
 
 class Copies(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         aten = torch.ops.aten
@@ -214,16 +159,13 @@ def test_shards_of_one_sequence_are_sent_without_a_copy(world, sequences, copies
     group = group_of(world.mesh["dp_shard"])
     full = torch.randn(sequences, 6, 3, generator=torch.Generator().manual_seed(0))
     shard = full.chunk(2, dim=1)[world.rank].contiguous()
-    local = shard.clone().requires_grad_()
-    partial_sum = full.clone().requires_grad_()
+    local, partial_sum = (x.clone().requires_grad_() for x in (shard, full))
     with Copies() as copied:
         gathered = all_gather(local, 1, group)
         gathered.backward(full)
         scattered = reduce_scatter(partial_sum, 1, group)
         scattered.backward(shard)
     assert copied.count == copies
-    assert torch.equal(gathered, full)
-    assert torch.equal(scattered, 2 * shard)
-    for leaf, gradient in (local, 2 * shard), (partial_sum, full):
-        assert leaf.grad is not None
-        assert torch.equal(leaf.grad, gradient)
+    assert torch.equal(gathered, full) and torch.equal(scattered, 2 * shard)
+    assert local.grad is not None and torch.equal(local.grad, 2 * shard)
+    assert partial_sum.grad is not None and torch.equal(partial_sum.grad, full)

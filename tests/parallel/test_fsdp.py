@@ -2,6 +2,8 @@
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,18 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
 from model.build import meta_model
-from model.init import normal
-from model.llama import Embedding, Linear, Llama, RMSNorm
+from model.llama import Embedding, Llama
 from parallel import materialize as materialize_module
 from parallel import memory_pool
-from parallel.fsdp import (
-    mixed_precision,
-    reshard,
-    set_communication,
-    units,
-    unshard_first_units,
-)
-from parallel.materialize import draw, materialize
+from parallel.fsdp import reshard, set_communication, units, unshard_first_units
+from parallel.materialize import materialize
 from parallel.parallelize import compile_block, parallelize
 from parallel.replicated import replicated_parameters
 from parallel.torch_patches import IS_TORCH_2_11
@@ -61,15 +56,11 @@ def recorded(model: Llama, events: list[str]) -> Iterator[None]:
             events.append(f"+{name_of(group)}")
 
     def ending(group, *unused):
-        if f"~{name_of(group)}" not in events:
+        if f"~{name_of(group)}" not in events:  # torch ends some twice
             events.append(f"~{name_of(group)}")
         return post_backward(group, *unused)
 
-    for name, module in {
-        "E": model.embedding,
-        **dict(enumerate(model.blocks)),
-        "H": model.head,
-    }.items():
+    for name, module in ("E", model.embedding), *enumerate(model.blocks), ("H", model.head):
         module.register_forward_hook(lambda *unused, name=name: events.append(str(name)))
     patches = {"unshard": unsharding, "post_backward": ending}
     with mock.patch.multiple(FSDPParamGroup, **patches):
@@ -110,79 +101,50 @@ def test_next_micro_batch_finds_the_first_units_gathered(world):
     cfg = make_config()
     llama = build(cfg, world)
     ids = token_ids(2, 17)
-    events = []
     orders = {}
+    kept = []
 
     def keeps_input() -> bool:
         """Whether FSDP2 keeps the input of a reduce-scatter."""
         context = llama._get_fsdp_state()._comm_ctx
-        return bool(
-            context.reduce_scatter_state if IS_TORCH_2_11 else context.reduce_scatter_states
-        )
+        states = "reduce_scatter_state" if IS_TORCH_2_11 else "reduce_scatter_states"
+        return bool(getattr(context, states))
 
-    llama.head.register_forward_pre_hook(lambda *unused: events.append(f"kept {keeps_input()}"))
-    with recorded(llama, events):
-        for last in (False, True, False, True):  # FSDP2 learns its order in the first step
-            events.clear()
+    llama.head.register_forward_pre_hook(lambda *unused: kept.append(keeps_input()))
+    for last in (False, True, False, True):  # FSDP2 learns its order in the first step
+        events: list[str] = []
+        with recorded(llama, events):
             set_communication(llama, cfg.parallel, world, last)
             if not last:
                 unshard_first_units(llama, cfg.parallel)
             llama(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
-            orders[last] = " ".join(events)
-            unsharded = {
-                name
-                for name, modules in units(llama)
-                if not isinstance(next(modules[0].parameters()), DTensor)
-            }
-            assert unsharded == (set() if last else {"embedding", "blocks.0"})
-            assert keeps_input() is not last
-    assert orders[False] == "+E +0 E +1 0 +H 1 kept False H +1 ~H +0 ~1 +E ~0 ~E"
-    assert orders[True] == "E +1 0 +H 1 kept False H +1 ~H +0 ~1 ~0 ~E"
+        orders[last] = " ".join(events)
+        first = {name: next(modules[0].parameters()) for name, modules in units(llama)}
+        unsharded = {name for name, p in first.items() if not isinstance(p, DTensor)}
+        assert unsharded == (set() if last else {"embedding", "blocks.0"})
+        assert keeps_input() is not last
+    assert kept == [False] * 4
+    assert orders[False] == "+E +0 E +1 0 +H 1 H +1 ~H +0 ~1 +E ~0 ~E"
+    assert orders[True] == "E +1 0 +H 1 H +1 ~H +0 ~1 ~0 ~E"
 
 
-class NormedEmbedding(Embedding):
-    """As BLOOM's."""
-
-    def __init__(self, rows: int, dim: int):
-        super().__init__(rows, dim)
-        self.norm = RMSNorm(dim, 1e-5)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.norm(super().forward(tokens))
-
-
-class ProjectedEmbedding(Embedding):
-    """As ALBERT's: narrow rows, projected."""
-
-    def __init__(self, rows: int, dim: int):
-        super().__init__(rows, 8)
-        self.project = Linear(8, dim)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.project(super().forward(tokens))
-
-
-class UnitEmbedding(Embedding):
-    """Rows of length 1."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return nn.functional.embedding(tokens, nn.functional.normalize(self.weight, dim=1))
+def of_unit_length(self: Embedding, tokens: Tensor) -> Tensor:
+    return nn.functional.embedding(tokens, nn.functional.normalize(self.weight, dim=1))
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("embedding", [NormedEmbedding, ProjectedEmbedding, UnitEmbedding])
 @distributed(ranks=2)
-def test_embedding_whose_backward_reads_weights_trains(world, embedding):
+def test_embedding_whose_backward_reads_weights_trains(world):
     """Its gradients on two ranks are those of the plain model; also where micro-batches keep units unsharded."""
     cfg = make_config(parallel={"prefetch_forward": 2})
     ids = token_ids(2, 17)
-    with mock.patch("model.llama.Embedding", embedding):
+    with mock.patch.object(Embedding, "forward", of_unit_length):
         ours = build(cfg, world)
         plain = fresh_model(cfg)
         for last in (False, True):
             set_communication(ours, cfg.parallel, world, last)
-            ours(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
-            plain(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
+            for model in (ours, plain):
+                model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
     for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
         assert is_near(p.grad.full_tensor(), q.grad), name
 
@@ -197,8 +159,7 @@ def test_residual_stream_has_one_dtype(world, tied):
     for output, dtype in (None, torch.bfloat16), ("float32", torch.float32):
         for kept in ([], *([name] for name in names)):
             options = {"param_dtype": "bfloat16", "keep_fp32": kept, "output_dtype": output}
-            parallel = {key: value for key, value in options.items() if value is not None}
-            llama = build(make_config(model=model, parallel=parallel), world)
+            llama = build(make_config(model=model, parallel=options), world)
             seen = []
             for module in (*llama.blocks, llama.head):
                 note = lambda m, inputs, seen=seen: seen.append(inputs[0].dtype)  # noqa: E731
@@ -208,53 +169,29 @@ def test_residual_stream_has_one_dtype(world, tied):
             assert seen == [dtype] * 4, options
 
 
-def test_units_kept_in_float32_are_reduced_in_it():
-    halves = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
-    p = make_config(parallel={**halves, "keep_fp32": ["blocks.0"]}).parallel
-    for unit, dtype in ("blocks.0", torch.float32), ("blocks.1", torch.bfloat16):
-        policy = mixed_precision(p, unit)
-        assert (policy.param_dtype, policy.reduce_dtype) == (dtype, dtype)
-        assert not policy.cast_forward_inputs
+WIDE = {"dim": 128, "ffn_dim": 256}
+IN_BFLOAT16 = {"replicated": ["*q_proj*"], "param_dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
-    "strategy",
+    "model, parallel",
     [
-        {"parallel": {"tp": 2, "recompute": "selective"}},
-        {"parallel": {"cp": 2}},
-        {
-            "model": {"freeze": ["*q_proj*"]},
-            "parallel": {"replicated": ["*q_proj*"], "param_dtype": "bfloat16"},
-        },
-        pytest.param(
-            {"model": {"dim": 128, "ffn_dim": 256}, "parallel": {"float8": "tensorwise"}},
-            marks=needs_extra("float8"),
-        ),
-        pytest.param(
-            {
-                "model": {"init_from": "absent", "dim": 128, "ffn_dim": 256},
-                "lora": {"rank": 4, "base_dtype": "nf4"},
-                "parallel": {"tp": 2},
-            },
-            marks=[needs_extra("huggingface", "lora"), pytest.mark.nightly],
-        ),
+        ({}, {"tp": 2, "recompute": "selective"}),
+        ({}, {"cp": 2}),
+        ({"freeze": ["*q_proj*"]}, IN_BFLOAT16),
+        pytest.param(WIDE, {"float8": "tensorwise"}, marks=needs_extra("float8")),
     ],
 )
 @distributed(ranks=2, fake=True)
-def test_all_blocks_share_one_compiled_graph(world, strategy):
+def test_all_blocks_share_one_compiled_graph(world, model, parallel):
     graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
     numbers = []
     for layers in (2, 5):
         torch._dynamo.reset()
         graphs.clear()
-        model = {**strategy.get("model", {}), "n_layers": layers}
-        parallel = {**strategy["parallel"], "compile": True}
-        cfg = make_config(**{**strategy, "model": model, "parallel": parallel})
+        sizes = {**model, "n_layers": layers}
+        cfg = make_config(model=sizes, parallel={**parallel, "compile": True})
+        count = lambda graph, inputs: graphs.append(graph) or graph.forward  # noqa: E731
         with compiled_by(count), mock.patch("model.loss.compiled", lambda function: function):
             ours = mesh_for(cfg, world)
             llama = build(cfg, ours)
@@ -265,70 +202,56 @@ def test_all_blocks_share_one_compiled_graph(world, strategy):
             reshard(llama)
         numbers.append(len(graphs))
     # of a block's halves, and of the head's norm: with gradients, without, over frozen parameters
-    most = 2 * 4
-    if "lora" in strategy:
-        most += 2 * 4  # NF4's weights, by shape
-    assert numbers[0] == numbers[1] <= most
+    assert numbers[0] == numbers[1] <= 2 * 4
 
 
 @distributed(ranks=1)
 def test_blocks_of_many_kinds_are_compiled(world):
     """Each has something else frozen: more graphs than torch allows by default."""
-    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]
-    model = {"n_layers": 6, "freeze": [f"blocks.{i}.*{name}*" for i, name in enumerate(names)]}
-    losses = []
+    freeze = [f"blocks.{i}.*{name}_proj*" for i, name in enumerate(["q", "k", "v", "o", "gate"])]
+    model = {"n_layers": 6, "freeze": freeze}
+    torch._dynamo.reset()
     ids = token_ids(2, 9)
-    for compiled in (True, False):
-        cfg = make_config(model=model, parallel={"compile": compiled})
-        torch._dynamo.reset()
-        with compiled_by("eager"):  # without kernels, which take long
-            llama = build(cfg, world)
-            llama(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
-            with torch.no_grad():
-                losses.append(llama.eval()(ids[:, :-1], ids[:, 1:])[0]["loss"].item())
-        reshard(llama)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    with compiled_by("eager"):  # without kernels, which take long
+        llama = build(make_config(model=model, parallel={"compile": True}), world)
+        llama(ids, ids)[0]["loss"].backward()
+        with torch.no_grad():
+            llama.eval()(ids, ids)
+
+
+def matmuls_of_graphs() -> list[int]:
+    matmuls = []
+
+    def count(graph, inputs):
+        calls = graph.graph.find_nodes(op="call_function", target=nn.functional.linear)
+        matmuls.append(len(calls))
+        return graph.forward
+
+    torch.compiler.reset()
+    model = fresh_model(make_config(model={"n_layers": 3}))
+    with compiled_by(count):
+        for block in model.blocks:
+            compile_block(block)
+        model(token_ids(1, 8))
+    return matmuls
 
 
 def test_a_block_is_compiled_as_two_halves_and_a_fork_s_whole():
     """Also a fork's that forgets the halves. A block that is not compiled would train, but slowly."""
-
-    def products_of_graphs() -> list[int]:
-        products = []
-
-        def count(graph, inputs):
-            calls = graph.graph.find_nodes(op="call_function", target=nn.functional.linear)
-            products.append(len(calls))
-            return graph.forward
-
-        torch.compiler.reset()
-        model = fresh_model(make_config(model={"n_layers": 3}))
-        with compiled_by(count):
-            for block in model.blocks:
-                compile_block(block)
-            model(token_ids(1, 8))
-        return products
-
-    assert products_of_graphs() == [4, 3]
+    assert matmuls_of_graphs() == [4, 3]
     with forks.whole_block():
-        assert products_of_graphs() == [7]
+        assert matmuls_of_graphs() == [7]
 
 
 # Memory
 
 
 class Largest(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
+    numel = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if (
-            isinstance(result, torch.Tensor)
-            and not isinstance(result, DTensor)
-            and not result.is_meta
-        ):
+        if type(result) is Tensor and not result.is_meta:
             self.numel = max(self.numel, result.untyped_storage().nbytes() // result.element_size())
         return result
 
@@ -343,29 +266,7 @@ def test_materialize_holds_its_shard_and_one_block_of_rows(world, ranks):
     with mock.patch.object(materialize_module, "RNG_BLOCK", 480), Largest() as made:
         materialize(model, 0, world.device)
     shard = -(-4001 // ranks) * 48
-    assert made.numel <= shard + 480
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("width", [7, 70000])
-@pytest.mark.parametrize("cutoff", [float("inf"), 3.0])
-def test_any_rectangle_of_a_parameter_is_that_part_of_the_whole(width, cutoff):
-    shape = torch.Size([300 if width == 7 else 5, width])
-    whole = torch.empty(shape)
-    draw(whole, (0, 0), shape, normal(1.0, cutoff), 3, "w")
-    assert len(whole.unique(dim=0)) == len(whole)
-    assert whole.abs().max() <= cutoff
-    other = torch.empty(shape)
-    draw(other, (0, 0), shape, normal(1.0, cutoff), 4, "w")
-    assert not torch.equal(whole, other)
-    assert width == 7 or abs(whole.std() - 1) < 0.02
-    for down, across in (2, 1), (3, 2), (shape[0] + 4, 1):
-        for rows in torch.arange(shape[0]).tensor_split(down):
-            for columns in torch.arange(width).tensor_split(across):
-                part = torch.empty(len(rows), len(columns))
-                offset = (int(rows[0]) if len(rows) else shape[0], int(columns[0]))
-                draw(part, offset, shape, normal(1.0, cutoff), 3, "w")
-                assert torch.equal(part, whole[rows][:, columns])
+    assert shard <= made.numel <= shard + 480
 
 
 @pytest.mark.quick
@@ -384,24 +285,18 @@ def test_values_that_are_read_and_not_finite_are_named(world):
 class Streams:
     """torch.cuda's streams on a CPU: notes on which one is allocated, and its waits."""
 
-    class Stream(str):
-        events: list
-
-        def wait_stream(self, other: str) -> None:
-            self.events.append(f"{self} waits for {other}")
-
     def __init__(self):
         self.events: list[str] = []
         self.running = ["compute"]
 
-    def current_stream(self) -> "Streams.Stream":
-        stream = self.Stream(self.running[-1])
-        stream.events = self.events
-        return stream
+    def current_stream(self) -> Any:
+        name = self.running[-1]
+        wait = lambda other: self.events.append(f"{name} waits for {other.name}")  # noqa: E731
+        return SimpleNamespace(name=name, wait_stream=wait)
 
     @contextlib.contextmanager
-    def stream(self, stream: str) -> Iterator[None]:
-        self.running.append(str(stream))
+    def stream(self, stream: Any) -> Iterator[None]:
+        self.running.append(stream.name)
         yield
         self.running.pop()
 
@@ -416,27 +311,17 @@ def test_one_memory_pool_allocates_on_the_computing_stream(world):
     ids = token_ids(2, 17)
     allocate = collectives.DefaultAllocMixin.allocate
 
-    def on_communication_stream(kind: type) -> mock._patch:
-        original = kind.allocate
-
-        def allocate_there(self, *arguments, **options):
-            with streams.stream("communication"):
-                streams.events.append(kind.__name__)
-                return original(self, *arguments, **options)
-
-        return mock.patch.object(kind, "allocate", allocate_there)
-
-    def noted(*arguments, **options):
-        streams.events.append(f"allocates on {streams.running[-1]}")
-        return allocate(*arguments, **options)
+    def noted(self, *arguments, **options):
+        streams.events.append(f"{type(self).__name__} on {streams.running[-1]}")
+        return allocate(self, *arguments, **options)
 
     with (
         mock.patch.object(torch, "cuda", streams),
         mock.patch.object(collectives.DefaultAllocMixin, "allocate", noted),
-        on_communication_stream(memory_pool.AllGather),
-        on_communication_stream(memory_pool.ReduceScatter),
     ):
         memory_pool.share_pool([modules for _, modules in units(model)])
+        streams.running = ["communication"]  # as where FSDP2 allocates
+        gather = ["communication waits for compute", "AllGather on compute"] * 4
         for stream, is_last in (
             ("compute", False),
             ("communication", False),
@@ -445,11 +330,10 @@ def test_one_memory_pool_allocates_on_the_computing_stream(world):
             streams.events.clear()
             set_communication(model, cfg.parallel, world, is_last)
             model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
-            text = ", ".join(streams.events)
-            gather = "AllGather, communication waits for compute, allocates on compute"
-            assert text.count(gather) == text.count("AllGather")
             # of each of four units, what is reduced and the gradient
-            assert text.count(f"ReduceScatter, allocates on {stream}") == 2 * 4
+            reduce = [f"ReduceScatter on {stream}"] * 2 * 4
+            assert streams.events == gather + reduce
+            gather = []
 
 
 # What cannot be parallelized
@@ -466,17 +350,6 @@ def test_replicated_parameters_must_be_frozen(pattern, words):
     cfg = make_config(model={"freeze": ["blocks.0.*"]}, parallel={"replicated": [pattern]})
     with refuses(words):
         replicated_parameters(meta_model(cfg.model), cfg.parallel)
-
-
-@pytest.mark.quick
-@distributed(ranks=2, fake=True)
-def test_tensor_parallelism_refuses_modules_that_it_does_not_know(world):
-    cfg = make_config(parallel={"tp": 2})
-    world = mesh_for(cfg, world)
-    model = meta_model(cfg.model)
-    model.blocks[1].attention.v_norm = RMSNorm(12, 1e-5)
-    with refuses("blocks.1.attention.v_norm.weight: .*tp_dims"):
-        parallelize(model, cfg, world)
 
 
 @pytest.mark.quick

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import config
@@ -65,17 +64,12 @@ def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) ->
     return v * (torch.rand_like(v) > dropout_p)
 
 
-@torch.library.custom_op(
-    "tests::noisy_attention", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
-)
+SEEDED = (torch.Tag.nondeterministic_seeded,)
+
+
+@torch.library.custom_op("tests::noisy_attention", mutates_args=(), tags=SEEDED)
 def noisy_attention(q: Tensor, k: Tensor, v: Tensor, noise: float) -> Tensor:
     return v + noise * torch.rand_like(v)
-
-
-for drawing in (attention_with_dropout, noisy_attention):
-    drawing.register_autograd(
-        lambda ctx, grad: (torch.zeros_like(grad), torch.zeros_like(grad), grad, None)
-    )
 
 
 @pytest.mark.quick
@@ -83,12 +77,11 @@ for drawing in (attention_with_dropout, noisy_attention):
 @pytest.mark.parametrize("mode", ["elementwise", "selective"])
 def test_attention_that_draws_is_recomputed(monkeypatch, mode, operator):
     """Saved, it would draw nothing in recomputation, and the feed-forward's mask would be another."""
+    operator.register_autograd(lambda ctx, grad: (0 * grad, 0 * grad, grad, None))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
         groups = q.shape[1] // k.shape[1]
-        k = k.repeat_interleave(groups, dim=1)
-        v = v.repeat_interleave(groups, dim=1)
-        return operator(q, k, v, 0.2)
+        return operator(q, *(x.repeat_interleave(groups, dim=1) for x in (k, v)), 0.2)
 
     monkeypatch.setattr("model.llama.attention", attend)
     with forks.with_dropout():
@@ -117,9 +110,6 @@ def test_ranks_of_the_same_samples_draw_the_same_numbers(world, parallel, same):
         numbers.append(tuple(torch.rand(4).tolist()))
     assert len(set(numbers)) == 4
     by_rank = all_gather_objects(numbers)
-    seed_update(0, 1, world)
-    update = torch.rand(4).tolist()
-    assert all_gather_objects(update) == [update] * 4  # replicas are updated alike
     for ours, our_part in zip(by_rank, same):
         for theirs, their_part in zip(by_rank, same):
             assert (ours == theirs) == (our_part == their_part)
@@ -173,36 +163,13 @@ def test_noise_on_gradients_does_not_depend_on_the_mesh(world, mesh):
             assert p.grad.numel() < 1000 or 0.09 < p.grad.std() < 0.11
 
 
-def noise_by_rank(model: torch.nn.Module, *unused: object) -> None:
-    torch.manual_seed(dist.get_rank())
-    noise_of_the_seed(model)
-
-
-def noise_of_the_seed(model: torch.nn.Module, *unused: object) -> None:
-    for p in model.parameters():
-        local_tensor(p.grad).add_(torch.randn_like(local_tensor(p.grad)), alpha=1e-2)
-
-
-def one_rank_s_weights(model: torch.nn.Module, *unused: object) -> None:
-    if dist.get_rank() == 1:
-        local_tensor(next(model.parameters())).data.mul_(1.001)
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "change, parameter",
-    [
-        (noise_of_the_seed, None),
-        (noise_by_rank, "embedding.weight"),
-        (one_rank_s_weights, "embedding.weight"),
-    ],
-)
+@pytest.mark.parametrize("is_drawn_by_rank", [False, True])
 @pytest.mark.parametrize("mesh", [{"dp_replicate": 2}, {"tp": 2}], ids=str)
 @distributed(ranks=2)
-def test_replicas_are_equal_at_a_save(world, prepared, corpus, tmp_path, change, parameter, mesh):
-    """Of tp, what it replicates: the norms."""
-    if change is one_rank_s_weights and "tp" in mesh:
-        return  # the embedding is sharded
+def test_noise_that_replicas_draw_apart_ends_the_run_at_a_save(
+    world, prepared, corpus, tmp_path, is_drawn_by_rank, mesh
+):
     cfg = make_config(
         data={"source": str(corpus), "path": str(prepared)},
         train={"steps": 2},
@@ -212,15 +179,19 @@ def test_replicas_are_equal_at_a_save(world, prepared, corpus, tmp_path, change,
     )
     clip = train.clip_gradients
 
-    def changed(model, *args):
-        change(model)
+    def add_noise(model: torch.nn.Module, *args: Any) -> Tensor:
+        if is_drawn_by_rank:
+            torch.manual_seed(world.rank)
+        for p in model.parameters():
+            local_tensor(p.grad).add_(torch.randn_like(local_tensor(p.grad)), alpha=1e-2)
         return clip(model, *args)
 
-    with mock.patch("train.clip_gradients", changed):
-        if parameter is None:
-            assert len(train_run(cfg, world)) > 0
+    with mock.patch("train.clip_gradients", add_noise):
+        if not is_drawn_by_rank:
+            assert len(train_run(cfg, world)) == 2
             return
-        name = parameter if "tp" not in mesh else "blocks.0.attention_norm.weight"
+        # of tp, what it replicates: the norms
+        name = "attention_norm.weight" if "tp" in mesh else "embedding.weight"
         with pytest.raises(RuntimeError, match=f"{name}: differs between replicas.*seed_update"):
             train_run(cfg, world)
     assert not [*tmp_path.glob("*/checkpoints/step-*")]

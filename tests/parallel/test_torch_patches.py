@@ -5,20 +5,19 @@ That of set_default_timeout() is in tests/run/test_rank.py, what share_classes()
 
 import datetime
 import logging
-import os
+import signal
 import subprocess
-import sys
 from functools import partial
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._inductor import cpp_builder
+from torch._inductor.compile_worker.subproc_pool import SubprocPool
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import parametrize
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -28,12 +27,13 @@ from torch.utils.checkpoint import (
 from parallel.mesh import fsdp_mesh
 from parallel.torch_patches import (
     accept_integer_parameters,
-    share_classes,
+    shield_compilers,
     shorten_nccl_timeout,
     silence_advice_on_policies,
 )
 from run.rank import distributed as run_environment
-from tests.conftest import REPO, make_config
+from system import SIGNALS
+from tests.conftest import make_config
 from tests.distributed import distributed
 
 
@@ -48,21 +48,6 @@ def test_frozen_integers_are_sharded(world):
     assert isinstance(module.codes, DTensor)
     assert module.codes.to_local().shape == (2, 4)
     assert not module.codes.requires_grad and module.weight.requires_grad
-
-
-@pytest.mark.quick
-def test_modules_parametrized_alike_share_a_class():
-    class Doubled(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return 2 * weight
-
-    first, second, other = model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    for module, name in (first, "weight"), (second, "weight"), (other, "bias"):
-        parametrize.register_parametrization(module, name, Doubled())
-    assert len({*map(type, model)}) == 3  # as torch leaves them
-    share_classes(model)
-    assert type(first) is type(second) is not type(other)
-    assert second.weight.equal(2 * second.parametrizations.weight.original)
 
 
 def test_advice_on_compiled_policies_is_silenced(monkeypatch):
@@ -87,87 +72,55 @@ def test_advice_on_compiled_policies_is_silenced(monkeypatch):
     assert "context_fn is passed" in heard[0]
 
 
-COMPILING = """
-import os, signal, sys, time
-
-os.setsid()
-from system import SIGNALS
-
-received = []
-signal.signal(signal.SIGTERM, lambda *_: received.append(1))
-if sys.argv[1] == "shielded":
-    from parallel.torch_patches import shield_compilers
-
-    shield_compilers(SIGNALS)
-if sys.argv[2] == "worker":
-    from torch._inductor.compile_worker.subproc_pool import SubprocPool
-
-    pool = SubprocPool(1)
-    assert pool.submit(max, 1, 2).result(60) == 2  # it has started
-    future = pool.submit(time.sleep, 1)
-    time.sleep(0.2)
-    os.killpg(0, signal.SIGTERM)
-    future.result(20)
-    pool.shutdown()
-elif sys.argv[2] == "driver":
-    import threading
-    from triton.runtime import build
-
-    threading.Timer(0.5, os.killpg, (0, signal.SIGTERM)).start()
-    build._build("name", "1", "/tmp", [], [], [], [])  # CC's first argument
-else:
-    import threading
-    from torch._inductor import cpp_builder
-
-    threading.Timer(0.5, os.killpg, (0, signal.SIGTERM)).start()
-    cpp_builder.run_compile_cmd("sleep 1", "/")
-assert received
-"""
+@pytest.fixture
+def unpatched(monkeypatch):
+    """Afterwards torch's functions are as they were."""
+    monkeypatch.setattr(cpp_builder, "run_compile_cmd", cpp_builder._run_compile_cmd)
+    monkeypatch.setattr(SubprocPool, "__init__", SubprocPool.__init__)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "process", [pytest.param("worker", marks=pytest.mark.nightly), "compiler", "driver"]
-)
-def test_a_stop_does_not_reach_what_compiles(process, tmp_path):
-    """SIGTERM to the whole process group. What compiles finishes, and the rank has the signal."""
-    if process == "driver":
-        pytest.importorskip("triton")
+@pytest.mark.parametrize("shielded", [True, False])
+@pytest.mark.parametrize("process", ["compiler", "driver"])
+def test_a_stop_does_not_reach_what_compiles(unpatched, monkeypatch, tmp_path, process, shielded):
+    """A compiler that stops itself finishes; the signals reach the rank again afterwards."""
     compiler = tmp_path / "cc"
-    compiler.write_text('#!/bin/sh\nexec sleep "$1"\n')
+    compiler.write_text("#!/bin/sh\nkill -TERM $$\n")
     compiler.chmod(0o755)
-    for shield, fails in (("shielded", False), ("bare", True)):
-        done = subprocess.run(
-            [sys.executable, "-c", COMPILING, shield, process],
-            env=os.environ | {"PYTHONPATH": str(REPO), "CC": str(compiler)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert (done.returncode != 0) == fails, done.stderr
+    start = lambda: cpp_builder.run_compile_cmd(str(compiler), "/")  # noqa: E731
+    if process == "driver":
+        build = pytest.importorskip("triton.runtime.build")
+        monkeypatch.setattr(build, "_build", build._build)
+        monkeypatch.setenv("CC", str(compiler))
+        start = lambda: build._build("name", "", "/tmp", [], [], [], [])  # noqa: E731
+    if shielded:
+        shield_compilers(SIGNALS)
+        start()
+    else:
+        with pytest.raises((RuntimeError, subprocess.CalledProcessError)):
+            start()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {*SIGNALS}
+
+
+@pytest.mark.nightly
+def test_a_stop_does_not_reach_a_worker_that_compiles(unpatched):
+    shield_compilers(SIGNALS)
+    pool = SubprocPool(1)
+    assert {*SIGNALS} <= pool.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result(120)
+    pool.shutdown()
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_a_run_that_compiles_shields_its_compilers(compiles):
-    from torch._inductor import cpp_builder
-    from torch._inductor.compile_worker.subproc_pool import SubprocPool
-
-    with (
-        mock.patch.object(cpp_builder, "run_compile_cmd", cpp_builder._run_compile_cmd),
-        mock.patch.object(SubprocPool, "__init__", SubprocPool.__init__),
-        run_environment(make_config(run={"device": "cpu"}, parallel={"compile": compiles})),
-    ):
+def test_a_run_that_compiles_shields_its_compilers(unpatched, compiles):
+    with run_environment(make_config(run={"device": "cpu"}, parallel={"compile": compiles})):
         for start in (cpp_builder.run_compile_cmd, SubprocPool.__init__):
             assert ("shielded" in start.__code__.co_name) == compiles
 
 
 @pytest.mark.quick
 def test_nccl_times_out_before_the_watchdog(monkeypatch):
-    """In all groups, and gloo beside it as before: a save may wait longer for the disk."""
+    """In all groups, and gloo in the same group as before: a save may wait longer for the disk."""
 
     class Nccl:  # a build for CPUs has none
-        seconds = 1860.0
-
         def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
             self.seconds = timeout.total_seconds()
 
@@ -177,7 +130,6 @@ def test_nccl_times_out_before_the_watchdog(monkeypatch):
     gloo_alone = SimpleNamespace(_device_types=devices[1:])
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
-    world = SimpleNamespace(pg_map=[both, gloo_alone])
-    monkeypatch.setattr(dist.distributed_c10d, "_world", world)
+    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=[both, gloo_alone]))
     shorten_nccl_timeout(540.0)
     assert backends["cuda"].seconds == 540.0

@@ -2,20 +2,14 @@
 
 import contextlib
 import json
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 import config
-from data.loader import Batch, inputs_and_targets
-from model.llama import Llama, named_parameters
-from optim import Progress, UpdateGuard, build_optimizer
-from parallel.context import shard_sequences
-from parallel.fsdp import reshard, unshard_first_units
-from parallel.mesh import World, fsdp_mesh
+from model.llama import named_parameters
+from parallel import materialize
+from parallel.mesh import fsdp_mesh
 from parallel.verify import verify_sharding
 from tests import forks
 from tests.conftest import (
@@ -30,7 +24,6 @@ from tests.conftest import (
 )
 from tests.distributed import distributed
 from tests.reference import Trained, fresh_model, plain_loop, trainer_steps
-from train import training_step
 
 # 2 and 4 divide neither 46 nor 38, the rows of a tp rank's feed-forward
 MODEL = {"dim": 46, "n_heads": 4, "n_kv_heads": 4, "head_dim": 6, "ffn_dim": 76, "vocab_size": 324}
@@ -139,61 +132,18 @@ GATHERED_ONCE = {  # by the number of ranks
 )
 @distributed()
 def test_gathering_once_a_step_changes_no_bit(world, ranks, model):
-    """Four micro-batches a step, an evaluation between steps, which begin and end with sharded weights."""
+    """Of four micro-batches a step."""
+    model = {"n_layers": 3, "n_heads": 8, "head_dim": 6, **model}
     for sections in GATHERED_ONCE[ranks]:
         found = []
         for once in (False, True):
             parallel = {**sections["parallel"], "gather_once": once}
             data_ranks = ranks // (parallel.get("tp", 1) * parallel.get("cp", 1))
-            cfg = make_config(
-                model={"n_layers": 3, "n_heads": 8, "head_dim": 6, **model},
-                train={**TRAIN, "global_batch_size": 4 * data_ranks},
-                parallel=parallel,
-            )
-            found.append(bits_of_training(cfg, mesh_for(cfg, world)))
+            train = {**TRAIN, "global_batch_size": 4 * data_ranks}
+            cfg = make_config(model=model, train=train, parallel=parallel)
+            steps = trainer_steps(cfg, mesh_for(cfg, world))
+            found.append((steps.losses, steps.norms, hashes(steps.weights)))
         assert found[0] == found[1], sections
-
-
-def bits_of_training(cfg: config.Config, world: World) -> tuple[list[float], dict, dict]:
-    """(losses and norms, hashes of the weights, hashes of the optimizer's states)."""
-    model = build(cfg, world)
-    optimizer = build_optimizer(model, cfg.optim)
-    guard = UpdateGuard(optimizer, world.device, 0, Progress())
-    figures = []
-    for step in range(1, cfg.train.steps + 1):
-        ids = token_ids(cfg.train.global_batch_size, cfg.train.seq_len + 1, seed=step)
-        micro_batches = []
-        for own in ids[world.dp_rank :: world.dp_size].split(1):
-            tensors = inputs_and_targets(own)
-            micro_batches.append(shard_sequences(tensors, world) if world.cp > 1 else tensors)
-        assert len(micro_batches) == 4
-        unshard_first_units(model, cfg.parallel)
-        batch = Batch(micro_batches, cfg.train.global_batch_size * cfg.train.seq_len, 0)
-        sums, scalars = training_step(model, optimizer, guard, batch, step, cfg, world)
-        figures += [sums["loss"].item(), scalars["grad_norm"].item()]
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-        with torch.no_grad():
-            model(*micro_batches[0])
-        reshard(model)
-    states = {}
-    for name, parameter in named_parameters(model):
-        for key, state in optimizer.state.get(parameter, {}).items():
-            states[f"{name} {key}"] = state
-    return figures, hashes(dict(named_parameters(model))), hashes(states)
-
-
-@pytest.mark.nightly  # kernels take minutes to compile
-@pytest.mark.parametrize("ranks", [1, 2])
-@distributed()
-def test_weights_of_two_compiled_halves_are_those_of_the_whole_block(world, ranks):
-    """In float32 to the bit, by Inductor's own kernels."""
-    cfg = config_of(mesh(compile=True))
-    torch._dynamo.reset()
-    halves = trainer_steps(cfg, mesh_for(cfg, world))
-    torch._dynamo.reset()
-    with forks.whole_block():
-        whole = trainer_steps(cfg, mesh_for(cfg, world))
-    assert hashes(halves.weights) == hashes(whole.weights)
 
 
 @pytest.mark.parametrize(
@@ -217,17 +167,22 @@ def test_parameters_of_a_fork_train_as_in_the_plain_loop(world, ranks, meshes):
                 assert is_near(ours.weights[name], weight), (sections, name)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @distributed()
-def test_fresh_weights_do_not_depend_on_the_mesh(world, ranks, tied):
-    """Rows of 331 and 48 split unevenly over 3 and 4 ranks, columns over tp."""
-    model = {"vocab_size": 332, "n_kv_heads": 4, "tie_embeddings": tied}
+def test_fresh_weights_do_not_depend_on_the_mesh(world, monkeypatch, ranks, tied):
+    """Rows of 332 and 48 split unevenly over 3 and 4 ranks, columns over tp; ten rows are drawn with one seed, of the
+    widest matrix one."""
+    monkeypatch.setattr(materialize, "RNG_BLOCK", 480)
+    model = {"vocab_size": 332, "n_kv_heads": 4, "ffn_dim": 512, "tie_embeddings": tied}
     meshes = [{}, {"dp_replicate": ranks}]
     if ranks == 4:
         meshes += [{"tp": 4}, {"cp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}]
     train = {"global_batch_size": 12, "micro_batch_size": 1}
-    wanted = hashes(dict(named_parameters(fresh_model(make_config(model=model)))))
+    plain = fresh_model(make_config(model=model))
+    assert len(plain.embedding.weight.unique(dim=0)) == 332
+    wanted = hashes(dict(named_parameters(plain)))
     assert len(set(wanted.values())) == len(wanted) - 4  # norms are all ones
     for parallel in meshes:
         cfg = make_config(model=model, train=train, parallel=parallel)
@@ -269,42 +224,19 @@ def test_meshes_of_three_dimensions_shard_every_parameter(world):
 @distributed(ranks=2)
 def test_replicated_parameters_compute_what_sharded_ones_do(world):
     """Bit for bit: a whole unit, single matrices, a tied one."""
+    freeze = ["embedding*", "blocks.0.*", "*q_proj*"]
     patterns = ["embedding*", "blocks.0.*", "blocks.1.*q_proj*"]
+    ids = token_ids(2, 17, seed=world.rank)
     for tied in (False, True):
-        model = {"freeze": ["embedding*", "blocks.0.*", "*q_proj*"], "tie_embeddings": tied}
         for options in ({}, HALF, {**HALF, "keep_fp32": ["blocks.0"], "recompute": "selective"}):
             found = []
             for replicated in ([], patterns):
-                cfg = make_config(model=model, parallel={**options, "replicated": replicated})
+                parallel = {**options, "replicated": replicated}
+                cfg = make_config(
+                    model={"freeze": freeze, "tie_embeddings": tied}, parallel=parallel
+                )
                 llama = build(cfg, world)
-                ids = token_ids(2, 17, seed=world.rank)
                 loss = llama(ids[:, :-1], ids[:, 1:])[0]["loss"]
                 loss.backward()
                 found.append((loss.item(), hashes(gradients_of(llama))))
             assert found[0] == found[1], options
-
-
-@pytest.mark.quick
-@distributed(ranks=2)
-def test_step_with_a_nan_on_one_rank_changes_no_weight(world):
-    cfg = make_config()
-    model = build(cfg, world)
-    optimizer = build_optimizer(model, cfg.optim)
-    before = hashes(dict(named_parameters(model)))
-    ids = token_ids(2, 17)
-    batch = Batch([(ids[:, :-1], ids[:, 1:])], 64, 0)
-    progress = Progress()
-    guard = UpdateGuard(optimizer, world.device, 1, progress)
-    if world.rank == 1:
-        forward = Llama.forward
-
-        def not_a_number(*arguments: Any) -> tuple:
-            sums, count = forward(*arguments)
-            assert isinstance(sums, dict)
-            return {"loss": sums["loss"] * torch.nan}, count
-
-        mock.patch.object(Llama, "forward", not_a_number).start()
-    training_step(model, optimizer, guard, batch, 1, cfg, world)
-    guard.check()
-    assert (progress.skipped_steps, progress.skipped_in_a_row) == (1, 1)
-    assert hashes(dict(named_parameters(model))) == before

@@ -16,17 +16,9 @@ from tests.distributed import run_on_ranks
 
 collect_ignore_glob = [] if has_extra("huggingface") else ["test_*.py"]
 PROJECTIONS = [*config.PROJECTIONS]
-WIDTHS = {
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 128,
-    "vocab_size": 320,
-    "num_hidden_layers": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-}
+WIDTHS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+WIDTHS |= {"intermediate_size": 128, "vocab_size": 320, "num_hidden_layers": 2}
+WIDTHS |= {"max_position_embeddings": 64, "initializer_range": 0.1}
 
 
 def make_base(folder: pathlib.Path, kind: type = LlamaConfig, **settings: object) -> pathlib.Path:
@@ -41,9 +33,9 @@ def make_base(folder: pathlib.Path, kind: type = LlamaConfig, **settings: object
 
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory) -> dict[str, pathlib.Path]:
-    """Hugging Face folders by model_type. Copy to change."""
-    kinds = LlamaConfig, Qwen3Config
-    return {k.model_type: make_base(tmp_path_factory.mktemp(k.model_type), k) for k in kinds}
+    """Hugging Face folders by model_type; qwen3's embeddings are tied. Copy to change."""
+    make = lambda kind, **more: make_base(tmp_path_factory.mktemp("base"), kind, **more)  # noqa: E731
+    return {"llama": make(LlamaConfig), "qwen3": make(Qwen3Config, tie_word_embeddings=True)}
 
 
 @pytest.fixture(scope="session")
@@ -52,20 +44,16 @@ def base(bases) -> pathlib.Path:
 
 
 def peft_of(base: pathlib.Path, **changes: Any) -> PeftModel:
+    """With random adapters, B too."""
     torch.manual_seed(1)
-    settings: dict[str, Any] = {
-        "r": 4,
-        "lora_alpha": 6,
-        "target_modules": PROJECTIONS,
-        "init_lora_weights": False,
-    }
+    settings: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": PROJECTIONS}
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    return get_peft_model(model, LoraConfig(**{**settings, **changes}))
+    return get_peft_model(model, LoraConfig(**settings | {"init_lora_weights": False} | changes))
 
 
 @pytest.fixture(scope="session")
 def adapter(base, tmp_path_factory) -> pathlib.Path:
-    """PEFT's folder of random adapters, B too."""
+    """PEFT's folder."""
     folder = tmp_path_factory.mktemp("adapter")
     peft_of(base).save_pretrained(folder)
     return folder

@@ -1,5 +1,7 @@
 """NF4 against torchao's, and against arithmetic written down here."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from torch import Tensor
 from torch._inductor import metrics
 from torchao.quantization import NF4Tensor
 
+import config
 from extras.lora import nf4
 from model.build import meta_model
 from model.llama import Linear, named_parameters
@@ -60,12 +63,6 @@ def test_magnitudes_come_back_within_half_a_step_of_their_range(blocks):
         assert ((exact - ours).abs() <= half_a_step * 1.01 + 1e-6).all()
 
 
-def test_values_of_the_code_book_are_exact():
-    exact = torch.tensor(nf4.CODE_BOOK) * 0.5
-    row = torch.cat([exact, exact.flip(0), exact, exact])[None]
-    assert rounded(row).equal(row)
-
-
 def test_some_columns_of_the_codes_are_those_columns():
     codes, scales = quantize(random(8, 64 * 300))
     full = nf4.dequantize(codes, scales, torch.float32)
@@ -77,13 +74,19 @@ def test_some_columns_of_the_codes_are_those_columns():
     assert nf4.dequantize(codes, scales, torch.bfloat16).equal(full.bfloat16())
 
 
-def test_product_and_gradient_are_those_of_the_weights():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_product_and_gradient_are_those_of_the_weights(compiled):
+    """4 bits a weight are kept until backward, not the weights made of them."""
+    multiply = partial(nf4.nf4_matmul, first_block=0, compiled=False)
+    if compiled:
+        torch._dynamo.reset()
+        multiply = torch.compile(multiply, backend="aot_eager_decomp_partition")
     x = random(10, 128).view(2, 5, 128).requires_grad_()
     codes, scales = quantize(random(24, 128, seed=1))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        out = nf4.nf4_matmul(x, codes, scales, 0, False)
-    assert {t.dtype for t in kept} == {torch.uint8}  # 4 bits a weight until backward
+        out = multiply(x, codes, scales)
+    assert {t.dtype for t in kept} == {torch.uint8}
     out.square().sum().backward()
     again = x.detach().requires_grad_()
     wanted = F.linear(again, nf4.dequantize(codes, scales, torch.float32))
@@ -109,14 +112,13 @@ def test_compiled_it_is_one_kernel(columns):
 def test_large_matrices_are_quantized_some_rows_at_a_time(monkeypatch):
     monkeypatch.setattr(nf4, "CHUNK", 7 * 128)
     weights = random(100, 128)
-    read = []
-
-    def fill(name: str, offset: tuple[int, ...], out: Tensor, shape: torch.Size) -> None:
-        out.copy_(weights[offset[0] : offset[0] + len(out)])
-        read.append(len(out))
-
     for name, quantized in ("weight", nf4.codes_of), ("scales", nf4.scales_of):
-        read.clear()
+        read = []
+
+        def fill(name: str, offset: tuple, out: Tensor, shape: torch.Size, read=read) -> None:
+            out.copy_(weights[offset[0] : offset[0] + len(out)])
+            read.append(len(out))
+
         part = quantized(weights)[30:90]  # a rank's
         out = torch.zeros_like(part)
         nf4.NF4Linear(Linear(128, 100)).quantize(f"q_proj.{name}", (30, 0), out, fill)
@@ -124,14 +126,14 @@ def test_large_matrices_are_quantized_some_rows_at_a_time(monkeypatch):
         assert read == [*[7] * 8, 4]
 
 
-MODEL = {"dim": 192, "n_heads": 2, "n_kv_heads": 2, "head_dim": 64, "ffn_dim": 384}
-
-
-def nf4_config(tp: int = 1):
-    model = {**MODEL, "init_from": "a folder"}
-    train = {"global_batch_size": 12, "micro_batch_size": 1}
-    lora = {"base_dtype": "nf4", "rank": 2}
-    return make_config(model=model, lora=lora, train=train, parallel={"tp": tp})
+def nf4_config(tp: int = 1) -> config.Config:
+    sizes = {"dim": 192, "n_heads": 2, "n_kv_heads": 2, "head_dim": 64, "ffn_dim": 384}
+    return make_config(
+        model={**sizes, "init_from": "a folder"},
+        lora={"base_dtype": "nf4", "rank": 2},
+        train={"global_batch_size": 12, "micro_batch_size": 1},
+        parallel={"tp": tp},
+    )
 
 
 @pytest.mark.quick
