@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -179,25 +180,24 @@ def not_finite(copy: pathlib.Path) -> None:
     [
         ("export", corrupt, "SHA-256"),
         ("import", not_finite, "model.norm.weight holds values that are not finite"),
-        ("export", "safetensors.torch", "-m pip install"),
-        ("export", "google.protobuf.message", "-m pip install"),
-        ("export", torch.relu, "not transformers' LlamaForCausalLM"),
+        ("export", "safetensors.torch", r"^.* -m pip install .*\n$"),
+        ("export", "google.protobuf.message", r"^.* -m pip install .*\n$"),
+        ("export", None, "not transformers' LlamaForCausalLM"),
     ],
 )
-def test_what_cannot_be_converted_is_one_line_and_nothing_is_written(
+def test_what_cannot_be_converted_is_named_and_nothing_is_written(
     folder, checkpoint, tmp_path, monkeypatch, capsys, command, spoil, problem
 ):
-    """A folder is spoilt, a package missing, or a fork's activation is another."""
+    """A folder is spoilt, a package missing, or the model is a fork's, without RoPE."""
     copy = shutil.copytree(checkpoint if command == "export" else folder, tmp_path / "copy")
     if isinstance(spoil, str):
         monkeypatch.setitem(sys.modules, spoil, None)
-    elif spoil is torch.relu:
-        monkeypatch.setattr("torch.nn.functional.silu", spoil)
-    else:
+    elif spoil:
         spoil(copy)
+    else:
+        monkeypatch.setattr(llama, "apply_rope", lambda x, cos, sin: x)
     assert run(command, copy, tmp_path / "out") == 2
-    error = capsys.readouterr().err
-    assert problem in error and error.count("\n") == 1
+    assert re.search(problem, capsys.readouterr().err)
     assert os.listdir(tmp_path) == ["copy"]
 
 
