@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from checkpoint.__main__ import main as checkpoint_tool
@@ -36,6 +35,7 @@ from tools import huggingface, transformers_tokenizer
 from tools.prepare.tokenizer import Tokenizer
 from tools.transformers_tokenizer import read_sentencepiece
 
+transformers: Any = pytest.importorskip("transformers")
 pytestmark = pytest.mark.early
 MODELS: dict[str, dict] = {
     "llama": {},

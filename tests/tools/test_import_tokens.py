@@ -264,7 +264,12 @@ BEFORE_B = f"{RAW} --validation TMP/b.bin"
         ("a.ds", raw, "", "a.ds: .*index.*--dtype"),
         ("?.bin", linked, RAW, "is named 2 times"),
         ("a.bin", linked, BEFORE_B, "is named 2 times"),
-        ("a.bin", lambda path: (path.parent / "out/x").mkdir(parents=True), RAW, "out: exists, and is not empty"),
+        (
+            "a.bin",
+            lambda path: (path.parent / "out/x").mkdir(parents=True),
+            RAW,
+            "out: exists, and is not empty",
+        ),
     ],
 )
 def test_wrong_files_are_refused_and_nothing_is_left(tmp_path, name, write, options, words):

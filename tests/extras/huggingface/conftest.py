@@ -22,7 +22,8 @@ def write_folder(
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1 if weight.ndim == 1 else 5)  # attention is not nearly uniform
-    for ids in (model.config, model.generation_config):
+    settings: Any = (model.config, model.generation_config)
+    for ids in settings:
         ids.bos_token_id, ids.eos_token_id = 1, 2
     model.save_pretrained(folder, max_shard_size=shards)
     shutil.copy(tokenizer / "tokenizer.model", folder)

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -324,7 +323,7 @@ def test_sizes_come_from_the_folder_and_read_back(folders, tmp_path, name):
     cfg = config_from(folders[name])
     m = make_config(model=MODELS[name]).model
     head_dim = None if name == "old" else m.width_per_head
-    assert cfg.model == replace(m, init_from=str(folders[name]), head_dim=head_dim)
+    assert vars(cfg.model) == {**vars(m), "init_from": str(folders[name]), "head_dim": head_dim}
     (tmp_path / "test.toml").write_text(config.to_toml(cfg))
     assert config.load(str(tmp_path / "test.toml")) == cfg
 
@@ -476,11 +475,7 @@ FILES: list[tuple[str, Callable, str]] = [
     ("single", lambda f: os.truncate(f / SINGLE, 300), CUT),
     ("single", lambda f: (f / SINGLE).open("ab").write(b"more"), CUT),
     ("single", lambda f: [(f / SINGLE).unlink(), os.mkfifo(f / SINGLE)], "is no regular file"),
-    (
-        "sharded",
-        lambda f: [next(f.glob(f"*0{n}-of*")).unlink() for n in (1, 3)],
-        "00001-of; 00003-of",
-    ),
+    ("sharded", lambda f: [next(f.glob(f"*0{n}-of*")).unlink() for n in (1, 3)], "00001-; 00003-"),
     ("sharded", lambda f: edit(f / INDEX, weight_map={}), "needs weight_map"),
     ("sharded", lambda f: edit(f / INDEX, weight_map={NORM: "../x"}), "needs weight_map"),
     ("sharded", lambda f: edit(f / INDEX, weight_map={"x": next(f.glob("*s")).name}), "has no x"),

@@ -171,9 +171,10 @@ def test_verdict_says_whether_it_fits_what_it_needs_and_how_long_it_takes():
     fits = f"96 ranks: fits, 64.2 GiB left; {needed}"
     speed = "8,640 to 11,600 tokens/s per GPU"
     durations = {288: "0.13 to 0.17 hours", 40_319: "18 to 24 hours", 40_321: "0.7 to 1.0 days"}
+    cfg = make_config()
     for steps, duration in durations.items():
-        cfg = make_config(train={"steps": steps})
-        assert show.verdict(ROW, cfg, asked) == f"{fits}; {speed}; {duration} in all"
+        of_steps = make_config(train={"steps": steps})
+        assert show.verdict(ROW, of_steps, asked) == f"{fits}; {speed}; {duration} in all"
     assert "; 10,200 to 11,600 tokens" in show.verdict(ROW | {"world_size": 1}, cfg, asked)
     # no plan times copies to the host
     assert show.verdict(ROW | {"host_gib": 1.0}, cfg, asked) == fits
