@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import shlex
 import signal
 import subprocess
 import sys
@@ -196,21 +195,3 @@ def test_launcher_that_is_killed_leaves_a_report_and_no_process(begun, store, tm
     begun.communicate(timeout=200)  # once no process holds its output
     assert (tmp_path / "outputs/r/report.html").exists()
     assert len([*store.glob("*.finished")]) == 1
-
-
-@pytest.mark.slow
-def test_a_run_ends_with_commands_that_work(write_config, tmp_path):
-    run = {"output_dir": str(tmp_path / "my outputs")}
-    train = {"steps": 4, "global_batch_size": 2}
-    log = {"tensorboard": True, "every_steps": 2}
-    path = write_config("it", train=train, checkpoint={}, run=run, log=log)
-    done = launch(path, "--optim.schedule=linear")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout[done.stdout.index("finished: ") :].splitlines()
-    assert len(lines) == 2
-    for line in lines:
-        done = launch(*shlex.split(line.split(": ./run_train.sh ")[1]))
-        assert done.returncode == 0, done.stderr
-    short = ["--train.steps=2", "--log.tensorboard=false", "--checkpoint=off", "--run.name=other"]
-    done = launch(path, "--optim.schedule=linear", *short)
-    assert done.stdout.splitlines()[-1] == f"finished: {tmp_path}/my outputs/other/report.html"

@@ -206,17 +206,19 @@ def test_the_limits_of_choosing():
 # The tool
 
 
-def test_text_appears_in_whole_characters(prepared, capsys):
-    tokenizer = Tokenizer(prepared)
+@pytest.fixture
+def tokenizer(prepared) -> Tokenizer:
+    return Tokenizer(prepared)
+
+
+def test_text_appears_in_whole_characters(tokenizer, capsys):
     ids = tokenizer.encode(["a\N{SNOWMAN}b\N{GRINNING FACE}"])[0]
     assert len(ids) > 8
     print_stream(tokenizer, encode(tokenizer, "x "), iter([*ids, *tokenizer.eos, *ids]))
     assert capsys.readouterr().out == "x a\N{SNOWMAN}b\N{GRINNING FACE}\n"
 
 
-def test_what_is_there_is_shown_when_interrupted(prepared, capsys):
-    tokenizer = Tokenizer(prepared)
-
+def test_what_is_there_is_shown_when_interrupted(tokenizer, capsys):
     def steps() -> Iterator[int]:
         yield from tokenizer.encode(["4"])[0]
         raise KeyboardInterrupt
@@ -249,21 +251,24 @@ def run(capsys, *arguments: object) -> tuple[int, str, str]:
     return run_tool(tool.main, *arguments), *capsys.readouterr()
 
 
+CAT = ("--prompt", "the cat")
+
+
 @pytest.mark.quick
 def test_tool_writes_from_a_checkpoint_and_from_its_run(checkpoint, capsys):
     options = ("--tokens", 12, "--temperature", 0)
-    code, one, errors = run(capsys, checkpoint, "--prompt", "the cat", *options)
+    code, one, errors = run(capsys, checkpoint, *CAT, *options)
     assert code == 0 and one.startswith("the cat") and len(one) > 9 and errors == ""
-    assert run(capsys, checkpoint.parent.parent, "--prompt", "the cat", *options)[1] == one
+    assert run(capsys, checkpoint.parent.parent, *CAT, *options) == (0, one, "")
     code, long, errors = run(capsys, checkpoint, "--prompt", "the cat " * 32, *options)
     assert code == 0 and long.startswith("the cat " * 32)
     assert "the model reads the newest 32 (" in errors and errors.count("\n") == 1
 
 
 @pytest.mark.parametrize("changes", [{}, {"tokens": 9}, {"temperature": 1.7}, {"seed": 3}], ids=str)
-def test_tool_samples_as_each_option_says(checkpoint, capsys, changes):
+def test_tool_samples_as_each_option_says(checkpoint, tokenizer, capsys, changes):
     """Alone among the defaults, each gives the text that recomputing every token gives."""
-    tokenizer, model = Tokenizer(checkpoint), Llama(newest.read_config(checkpoint).model)
+    model = Llama(newest.read_config(checkpoint).model)
     load.restore(checkpoint, model, None)
     options: dict[str, Any] = {"tokens": 128, "temperature": 0.8, "seed": 0, **changes}
     ids = encode(tokenizer, "the cat")
@@ -271,26 +276,28 @@ def test_tool_samples_as_each_option_says(checkpoint, capsys, changes):
     end = next((i for i, token in enumerate(new) if token in tokenizer.eos), None)
     expected = f"{printable(tokenizer.decode(ids + new[:end]))}\n"
     words = [word for name, value in changes.items() for word in (f"--{name}", value)]
-    assert run(capsys, checkpoint, "--prompt", "the cat", *words)[:2] == (0, expected)
+    assert run(capsys, checkpoint, *CAT, *words)[:2] == (0, expected)
 
 
 def test_tool_ends_a_text_at_any_eos_token_of_an_imported_folder(
-    checkpoint, tmp_path, monkeypatch, capsys
+    checkpoint, tokenizer, tmp_path, monkeypatch, capsys
 ):
-    folder, tokenizer = shutil.copytree(checkpoint, tmp_path / "imported"), Tokenizer(checkpoint)
+    folder = shutil.copytree(checkpoint, tmp_path / "imported")
     more = tokenizer.encode(["on the mat"])[0]
     monkeypatch.setattr(tool, "generate", lambda *unused: iter(more))
     for ids, length in ((None, len(more)), (more[2], 2), ([9999, more[1]], 1)):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
         text = tokenizer.decode([*encode(tokenizer, "the cat"), *more[:length]])
-        assert run(capsys, folder, "--prompt", "the cat", "--tokens", 8) == (0, f"{text}\n", "")
+        assert run(capsys, folder, *CAT, "--tokens", 8) == (0, f"{text}\n", "")
 
 
-def test_tool_refuses_an_id_that_the_model_has_no_row_for(checkpoint, capsys, monkeypatch):
-    cfg, largest = newest.read_config(checkpoint), max(encode(Tokenizer(checkpoint), "the cat"))
+def test_tool_refuses_an_id_that_the_model_has_no_row_for(
+    checkpoint, tokenizer, capsys, monkeypatch
+):
+    cfg, largest = newest.read_config(checkpoint), max(encode(tokenizer, "the cat"))
     small = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=largest))
     monkeypatch.setattr("checkpoint.newest.read_config", lambda *unused: small)
-    code, text, errors = run(capsys, checkpoint, "--prompt", "the cat")
+    code, text, errors = run(capsys, checkpoint, *CAT)
     assert (code, text) == (2, "") and f"has id {largest}, and the model {largest}" in errors
 
 
@@ -299,20 +306,21 @@ def test_tool_commands_no_terminal(checkpoint, capsys):
     assert code == 0 and text.startswith("a\\x1b[31m\\x07\tred") and "\x1b" not in text
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        ("CHECKPOINT --prompt a --tokens 0", "--tokens 0: must be at least 1"),
-        ("CHECKPOINT --prompt a --temperature -1", "--temperature -1.0: must be at least 0"),
-        ("CHECKPOINT --prompt a --temperature nan", "nan: must"),
-        ("CHECKPOINT --prompt a --temperature inf", "--temperature inf"),
-        ("CHECKPOINT --prompt a --colour", "--colour"),
-        ("CHECKPOINT", "--prompt"),
-        ("EMPTY --prompt a", "EMPTY"),
-        ("BARE --prompt a", "tokenizer"),
-    ],
-)
-def test_invalid_call_is_one_line(checkpoint, saved_by_two, tmp_path, capsys, arguments, words):
+INVALID = """
+CHECKPOINT --prompt a --tokens 0 => --tokens 0: must be at least 1
+CHECKPOINT --prompt a --temperature -1 => --temperature -1.0: must be at least 0
+CHECKPOINT --prompt a --temperature nan => nan: must
+CHECKPOINT --prompt a --temperature inf => --temperature inf
+CHECKPOINT --prompt a --colour => --colour
+CHECKPOINT => --prompt
+EMPTY --prompt a => EMPTY
+BARE --prompt a => tokenizer
+"""
+
+
+@pytest.mark.parametrize("row", INVALID.strip().split("\n"))
+def test_invalid_call_is_one_line(checkpoint, saved_by_two, tmp_path, capsys, row):
+    arguments, words = row.split(" => ")
     folders = {"CHECKPOINT": checkpoint, "EMPTY": tmp_path / "EMPTY", "BARE": saved_by_two[0]}
     (tmp_path / "EMPTY").mkdir()
     call = [folders.get(word, word) for word in arguments.split()]

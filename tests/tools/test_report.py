@@ -177,3 +177,4 @@ def test_end_of_a_run_names_the_next_commands(tmp_path):
     assert first.startswith(f"finished: {tmp_path}/r; text from it: ")
     assert first.endswith(f"-m generate {tmp_path}/r --prompt 'def '")
     assert second.endswith(f"-m huggingface export {tmp_path}/r {tmp_path}/r-hf")
+    assert report.what_next(make_config(run=run), None) == f"finished: {tmp_path}/r"
