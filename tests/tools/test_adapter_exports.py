@@ -1,7 +1,6 @@
 """Tools on a run with adapters: what they take from its base, and which base they refuse."""
 
 import json
-import pathlib
 import shutil
 
 from safetensors.torch import load_file, save_file
@@ -9,10 +8,6 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import run_tool
 from tools import generate
 from tools import huggingface as hf
-
-
-def export(run: pathlib.Path, folder: pathlib.Path, base: pathlib.Path) -> int:
-    return hf.main(["export", str(run), str(folder), "--base", str(base)])
 
 
 def test_the_tools_use_a_run_with_adapters_on_its_base_alone(run, base, tmp_path, capsys):
@@ -26,8 +21,7 @@ def test_the_tools_use_a_run_with_adapters_on_its_base_alone(run, base, tmp_path
     tensors = load_file(moved / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][5, 7] += 1e-4
     save_file(tensors, moved / "model.safetensors", metadata={"format": "pt"})
-    to_export = ["export", run, tmp_path / "out"]
-    for main, words in ((generate.main, asked), (hf.main, to_export)):
+    for main, words in ((generate.main, asked), (hf.main, ["export", run, tmp_path / "out"])):
         assert run_tool(main, *words, "--base", moved) == 2
         assert "was trained on a base with" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -43,45 +37,41 @@ def test_options_of_adapters_are_refused_without_adapters(base, tmp_path, capsys
 def test_a_merged_export_takes_from_its_base_what_users_need_besides_weights(
     run, base, prepared, tmp_path
 ):
-    cfg, folder = run
+    cfg, run = run
     origin = shutil.copytree(base, tmp_path / "origin")
     theirs = json.loads((origin / "config.json").read_text())
-    (origin / "config.json").write_text(json.dumps({**theirs, "max_position_embeddings": 4096}))
-    (origin / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    files = {
+        "config.json": {**theirs, "max_position_embeddings": 4096},
+        "generation_config.json": {"eos_token_id": [2, 7]},
+        "tokenizer_config.json": {"chat_template": "{{ older }}", "tokenizer_class": "Its"},
+    }
+    for name, content in files.items():
+        (origin / name).write_text(json.dumps(content))
     (origin / "chat_template.jinja").write_text("{{ messages }}")
-    (origin / "tokenizer_config.json").write_text(
-        '{"chat_template": "{{ older }}", "tokenizer_class": "Its"}'
-    )
     ours = (prepared / "tokenizer.model").read_bytes()
-    for out, tokenizer, has_file in (
-        ("other", b"another", True),
-        ("same", ours, True),
-        ("inline", ours, False),
-    ):
-        kept = tokenizer == ours
-        (origin / "tokenizer.model").write_bytes(tokenizer)
-        if not has_file:
-            (origin / "chat_template.jinja").unlink()
-        assert export(folder, tmp_path / out, origin) == 0
-        written = json.loads((tmp_path / out / "config.json").read_text())
-        assert written["max_position_embeddings"] == 4096
-        for name in ("config.json", "generation_config.json"):
-            settings = json.loads((tmp_path / out / name).read_text())
-            assert settings["eos_token_id"] == ([2, 7] if kept else 2)
-        # one template, and that which transformers prefers
-        assert (tmp_path / out / "chat_template.jinja").exists() == (kept and has_file)
-        settings = json.loads((tmp_path / out / "tokenizer_config.json").read_text())
-        assert settings.get("chat_template") == (None if has_file else "{{ older }}")
-        assert settings["tokenizer_class"] == "LlamaTokenizer"
-        assert (tmp_path / out / "tokenizer.model").read_bytes() == ours
-    # transformers takes them from config.json where there are no generation settings
+
+    def export(name: str) -> tuple[dict, dict, dict]:
+        out = tmp_path / name
+        assert hf.main(["export", str(run), str(out), "--base", str(origin)]) == 0
+        assert (out / "tokenizer.model").read_bytes() == ours
+        config, generation, tokenizer = (json.loads((out / file).read_text()) for file in files)
+        assert tokenizer["tokenizer_class"] == "LlamaTokenizer"
+        assert config["eos_token_id"] == generation["eos_token_id"]
+        return config, generation, tokenizer
+
+    # one template, and that which transformers prefers; none, of another tokenizer
+    for content, name in ((b"another", "other"), (ours, "same")):
+        (origin / "tokenizer.model").write_bytes(content)
+        config, _, tokenizer = export(name)
+        assert config["max_position_embeddings"] == 4096 and "chat_template" not in tokenizer
+        assert config["eos_token_id"] == ([2, 7] if name == "same" else 2)
+        assert (tmp_path / name / "chat_template.jinja").exists() == (name == "same")
+    (origin / "chat_template.jinja").unlink()
+    assert export("inline")[2]["chat_template"] == "{{ older }}"
+    # EOS tokens of config.json, where there are no generation settings; trained on longer sequences than the base
     (origin / "generation_config.json").unlink()
-    # trained on longer sequences than the base's
-    length = cfg.train.seq_len
-    older = {**theirs, "eos_token_id": [9, 2], "max_position_embeddings": length - 1}
+    older = {**theirs, "eos_token_id": [9, 2], "max_position_embeddings": cfg.train.seq_len - 1}
     (origin / "config.json").write_text(json.dumps(older))
-    assert export(folder, tmp_path / "older", origin) == 0
-    written = json.loads((tmp_path / "older/config.json").read_text())
-    assert written["max_position_embeddings"] == length
-    settings = json.loads((tmp_path / "older/generation_config.json").read_text())
-    assert settings["eos_token_id"] == [9, 2]
+    config, _, _ = export("older")
+    assert config["max_position_embeddings"] == cfg.train.seq_len
+    assert config["eos_token_id"] == [9, 2]

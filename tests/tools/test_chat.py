@@ -26,18 +26,11 @@ from tests.tools.prepare.chat.conftest import (
 from tools import chat as terminal
 from tools.prepare.chat.conversations import Chat
 
+# context, most tokens of a reply, messages dropped: 105 tokens without any, then 75, then 5
+FITS = [(107, 2, 0), (106, 2, 2), (139, 99, 0), (138, 99, 2), (7, 2, 4), (6, 2, 4)]
 
-@pytest.mark.parametrize(
-    "context, most, dropped",
-    [
-        (107, 2, 0),  # 105 tokens and 2
-        (106, 2, 2),  # 75
-        (139, 99, 0),  # a quarter, 34
-        (138, 99, 2),
-        (7, 2, 4),  # 5
-        (6, 2, 4),
-    ],
-)
+
+@pytest.mark.parametrize("context, most, dropped", FITS)
 def test_the_oldest_exchanges_go_until_a_reply_fits(context, most, dropped):
     """The limit of a reply, or a quarter of the context and at least a token, is kept free for it."""
     chat: Any = SimpleNamespace(prompt=lambda lengths: [0] * sum(lengths))
@@ -63,8 +56,7 @@ def test_a_conversation_keeps_what_fits_and_ends_turns(tokenizer, monkeypatch, c
     # the third no longer leaves room for four tokens
     terminal.converse(chat, [], three + 3, 4, reply)
     printed = capsys.readouterr().out
-    assert printed.count("> dog ö ✓\n") == 2
-    assert "(2 messages, the oldest, no longer fit" in printed
+    assert printed.count("> dog ö ✓\n") == 2 and "(2 messages, the oldest, no longer fit" in printed
     two = chat.prompt(talk("the cat", "dog ö ✓", "the cat"))
     assert prompts == [chat.prompt(talk("the cat")), two, two]
 
@@ -81,24 +73,23 @@ def test_the_template_goes_along_with_checkpoints_and_exports(world, tokenizer, 
     prepare_here(cfg)
     train_run(cfg, world)
     checkpoint = tmp_path / "r/checkpoints/step-00000004"
-    assert (checkpoint / "chat_template.jinja").read_text() == CHATML
     assert run_tool(huggingface.main, "export", checkpoint, tmp_path / "hf") == 0
-    assert (tmp_path / "hf/chat_template.jinja").read_text() == CHATML
+    for folder in (checkpoint, tmp_path / "hf"):
+        assert (folder / "chat_template.jinja").read_text() == CHATML
     settings = json.loads((tmp_path / "hf/generation_config.json").read_text())
     assert settings["eos_token_id"] == SPECIAL.index("<|im_end|>")
     typed = io.StringIO("the cat\n\n" + words(1, 300) + "\na dog\n/quit\nno\n")
     out: Any = io.StringIO()
     out.reconfigure = lambda **_: None
     with mock.patch("sys.stdin", typed), contextlib.redirect_stdout(out):
-        options = ["--tokens", 8, "--temperature", 0]
-        assert run_tool(terminal.main, checkpoint, *options) == 0
+        assert run_tool(terminal.main, checkpoint, "--tokens", 8, "--temperature", 0) == 0
     printed = out.getvalue()
     assert printed.count("> ") == 5 and "too long for a context of 128 tokens" in printed
 
 
 def test_arrow_keys_edit_a_message():
     ours, theirs = pty.openpty()
-    words = "from tools.chat import user_messages; print([*user_messages()])"
-    child = subprocess.Popen([sys.executable, "-c", words], cwd=REPO, stdin=theirs, stdout=theirs)
+    code = "from tools.chat import user_messages; print([*user_messages()])"
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdin=theirs, stdout=theirs)
     os.write(ours, b"ab\x1b[DX\n/quit\n")
     assert child.wait(60) == 0 and "['aXb']" in os.read(ours, 9999).decode()

@@ -2,8 +2,7 @@
 
 import inspect
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import fields
 
 import pytest
@@ -21,12 +20,9 @@ from tools.migrate import from_fsdp1
 
 pytestmark = pytest.mark.quick
 
-GRAD_OP = {"dp_replicate": 1, "dp_shard": "auto", "reshard_after_forward": False}
-BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
-
 
 @pytest.fixture
-def convert(tmp_path, capsys):
+def convert(tmp_path, capsys) -> Callable[[str], tuple[int, dict, str, str]]:
     """Converts YAML in this process: (exit code, the printed tables, stdout, stderr)."""
 
     def run(text: str) -> tuple[int, dict, str, str]:
@@ -39,85 +35,70 @@ def convert(tmp_path, capsys):
     return run
 
 
-# YAML, and its options without param_dtype = "float32", printed where no precision is named.
-BECOMES = [
-    ("sharding_strategy: 2", GRAD_OP),
-    ("fsdp_config: {fsdp_sharding_strategy: 2, fsdp_reshard_after_forward: False}", GRAD_OP),
-    ("reshard_after_forward: SHARD_GRAD_OP", GRAD_OP),
-    ("sharding_strategy: null\nignored_modules: []\nprocess_group: ~", {}),
-    (
-        "forward_prefetch: yes\nbackward_prefetch: 1",
-        {"prefetch_forward": 1, "prefetch_backward": 1},
-    ),
-    ("forward_prefetch: off\nbackward_prefetch:", {"prefetch_forward": 0, "prefetch_backward": 0}),
-    ("backward_prefetch_policy: NO_PREFETCH", {"prefetch_backward": 0}),
-    ("cpu_offload: {offload_params: true}", {"cpu_offload": True}),
-    ("fsdp_config: {fsdp_offload_params: 'no'}", {"cpu_offload": False}),
-    ("fsdp_activation_checkpointing: True", {"recompute": "full"}),
-    ("fsdp_config: {fsdp_state_dict_type: FULL_STATE_DICT, fsdp_use_orig_params: false}", {}),
-    ("mixed_precision: {param_dtype: torch.bfloat16}", BF16),
-    (
-        "mixed_precision: {param_dtype: bfloat16, reduce_dtype: torch.bfloat16}",
-        {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
-    ),
-    ("mp_policy: {param_dtype: bf16, output_dtype: fp32}", {**BF16, "output_dtype": "float32"}),
-    ("mixed_precision: bf16\nfsdp_config: {fsdp_version: 1}", BF16),
-    ("mixed_precision: 'no'\nfsdp_config: {fsdp_version: 1}", {}),
-    (
-        "gradient_accumulation_steps: 4\nsync_each_batch: false\nfsdp_config: {fsdp_version: 1}",
-        {"sync_every_micro_batch": False},
-    ),
-    (
-        "dynamo_config: {dynamo_backend: INDUCTOR}\nfsdp_config: {fsdp_version: 1}",
-        {"compile": True},
-    ),
-    ("dynamo_backend: 'NO'\nfsdp_config: {fsdp_version: 1}", {"compile": False}),
-    (
-        "parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_"
-        "size: 4, parallelism_config_tp_size: 8, parallelism_config_cp_size: 1}\nfsdp_version: 2",
-        {"dp_replicate": 2, "dp_shard": 4, "tp": 8, "cp": 1},
-    ),
-]
+def table(text: str) -> list[list[str]]:
+    """The rows `YAML => what becomes of it`; in YAML, \\n is a line's end."""
+    rows = []
+    for row in text.strip().split("\n"):
+        yaml, _, becomes = row.partition("=>")
+        rows.append([yaml.strip().replace("\\n", "\n"), becomes.strip()])
+    return rows
 
 
-@pytest.mark.parametrize("text, options", BECOMES)
+# Without param_dtype = "float32", which is printed where no precision is named.
+BECOMES = r"""
+sharding_strategy: 2 => dp_replicate = 1, dp_shard = "auto", reshard_after_forward = false
+fsdp_reshard_after_forward: False => reshard_after_forward = false
+reshard_after_forward: NO_SHARD => dp_replicate = "auto", dp_shard = 1
+sharding_strategy: null\nignored_modules: []\nprocess_group: ~ =>
+forward_prefetch: yes\nbackward_prefetch: 1 => prefetch_forward = 1, prefetch_backward = 1
+forward_prefetch: off\nbackward_prefetch: => prefetch_forward = 0, prefetch_backward = 0
+cpu_offload: {offload_params: true}\nbackward_prefetch_policy: NO_PREFETCH => cpu_offload = true, prefetch_backward = 0
+fsdp_offload_params: 'no'\nfsdp_activation_checkpointing: True => cpu_offload = false, recompute = "full"
+fsdp_config: {fsdp_state_dict_type: FULL_STATE_DICT, fsdp_use_orig_params: false} =>
+mixed_precision: {param_dtype: torch.bfloat16} => param_dtype = "bfloat16", reduce_dtype = "float32"
+mp_policy: {reduce_dtype: bf16, output_dtype: fp32} => reduce_dtype = "bfloat16", output_dtype = "float32"
+mixed_precision: bf16\nfsdp_version: 1 => param_dtype = "bfloat16", reduce_dtype = "float32"
+mixed_precision: 'no'\nfsdp_version: 1\ndynamo_backend: 'NO' => compile = false
+gradient_accumulation_steps: 4\nsync_each_batch: false\nfsdp_version: 1 => sync_every_micro_batch = false
+dynamo_config: {dynamo_backend: INDUCTOR}\nfsdp_version: 1 => compile = true
+parallelism_config: {parallelism_config_tp_size: 8}\nfsdp_version: 2 => tp = 8
+parallelism_config_dp_shard_size: 4\nparallelism_config_cp_size: 1\nfsdp_version: 2 => dp_shard = 4, cp = 1
+parallelism_config_dp_replicate_size: 2\nfsdp_version: 2 => dp_replicate = 2
+"""
+
+
+@pytest.mark.parametrize("text, options", table(BECOMES))
 def test_file_becomes_options(text, options, convert):
     code, tables, out, err = convert(text)
     assert (code, err) == (0, ""), err
-    assert tables == {"parallel": {"param_dtype": "float32"} | options}, out
+    expected = {"param_dtype": "float32"} | tomli.loads(options.replace(", ", "\n"))
+    assert tables == {"parallel": expected}, out
 
 
-# YAML, and words of the line on its wrong entry
-PROBLEMS = [
-    ("sharding_strategy: 6", "= 6: unknown: known values are FULL_SHARD"),
-    ("sharding_strategy: FUL_SHARD", "did you mean FULL_SHARD?"),
-    ("sharding_strategy: [FULL_SHARD]", "= ['FULL_SHARD']: unknown"),
-    ("sharding_strategy: HYBRID_SHARD", "num_machines is missing, not a number of replicas"),
-    ("num_machines: 0\nsharding_strategy: 4", "num_machines is 0,"),
-    ("fsdp_config: {fsdp_shardin_strategy: 1}", "did you mean fsdp_sharding_strategy?"),
-    ("fsdp_reshard_after_forward: 8", "no equivalent: true, false, or HYBRID_SHARD"),
-    ("fsdp_reshard_after_forward: -2", "unknown"),
-    ("fsdp_forward_prefetch: 2", "known values are TRUE, FALSE"),
-    ("backward_prefetch: BackwardPrefetch.BACKWARD_POST", "no equivalent: FSDP2 gathers before"),
-    ("mixed_precision: {param_dtype: torch.half}", "float16 needs a loss scaler"),
-    ("mixed_precision: fp8\nfsdp_version: 1", "mixed_precision = fp8: unknown"),
-    ("mixed_precision: {keep_low_precision_grads: true}", "no equivalent: gradients are kept"),
-    ("ignored_modules: [head]", "no equivalent: every parameter is sharded"),
-    ("distributed_type: MULTI_GPU\nfsdp_version: 1", "MULTI_GPU: unknown"),
-    ("deepspeed_config: {zero_stage: 3}\nfsdp_version: 1", "there is FSDP alone"),
-    (
-        "sharding_strategy: 1\nreshard_after_forward: false",
-        "contradiction: reshard_after_forward = false: sharding_strategy says reshard_after_forward = true",
-    ),
-    ("fsdp_forward_prefetch: true\nforward_prefetch: false", "contradiction"),
-    # what a value contains stays inside its comment
-    (r'forward_prefetch: "a\n[run]\nb = 1"', r"a\n[run]\nb = 1"),
-    (f"ignored_modules: {'x' * 81}", f"{'x' * 77}...: no equivalent"),
-    ("ignored_modules: größe", r"= gr\xf6\xdfe: no equivalent"),
-]
+PROBLEMS = r"""
+sharding_strategy: 6 => = 6: unknown: known values are FULL_SHARD
+sharding_strategy: FUL_SHARD => did you mean FULL_SHARD?
+sharding_strategy: [FULL_SHARD] => = ['FULL_SHARD']: unknown
+sharding_strategy: HYBRID_SHARD => num_machines is missing, not a number of replicas
+num_machines: 0\nsharding_strategy: 4 => num_machines is 0,
+fsdp_config: {fsdp_shardin_strategy: 1} => did you mean fsdp_sharding_strategy?
+fsdp_reshard_after_forward: 8 => no equivalent: true, false, or HYBRID_SHARD
+fsdp_reshard_after_forward: -2 => unknown
+fsdp_forward_prefetch: 2 => known values are TRUE, FALSE
+backward_prefetch: BackwardPrefetch.BACKWARD_POST => no equivalent: FSDP2 gathers before
+mixed_precision: {param_dtype: torch.half} => float16 needs a loss scaler
+mixed_precision: fp8\nfsdp_version: 1 => mixed_precision = fp8: unknown
+distributed_type: MULTI_GPU\nfsdp_version: 1 => MULTI_GPU: unknown
+deepspeed_config: {zero_stage: 3}\nfsdp_version: 1 => there is FSDP alone
+sharding_strategy: 1\nreshard_after_forward: no => = false: sharding_strategy says reshard_after_forward = true
+fsdp_forward_prefetch: true\nforward_prefetch: false => contradiction
+ignored_modules: größe => = gr\xf6\xdfe: no equivalent
+"""
+HOSTILE = (r'forward_prefetch: "a\n[run]\nb = 1"', r"a\n[run]\nb = 1")  # stays in its comment
+LONG = (f"ignored_modules: {'x' * 81}", f"{'x' * 77}...: no equivalent")
 
 
-@pytest.mark.parametrize("text, words", PROBLEMS)
+@pytest.mark.parametrize("text, words", [*table(PROBLEMS), HOSTILE, LONG])
 def test_unknown_or_contradicting_entries_are_reported(text, words, convert):
     code, _, out, err = convert(text)
     assert code == 1 and out.isascii() and words in out
@@ -125,26 +106,20 @@ def test_unknown_or_contradicting_entries_are_reported(text, words, convert):
     assert f"# {line.split(': ', 1)[1]}\n" in out
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("", "is empty"),
-        ("- fsdp_config\n", "holds no keys"),
-        ("mixed_precision: bf16\nnum_machines: 2\n", "has no FSDP part"),
-        ("fsdp_config: {}\n", "has no FSDP part"),
-        ("fsdp_config:\n\tfsdp_version: 1\n", "line 2"),
-        ("[parallel]\ndp_shard = 1\n", "cannot be read as YAML"),
-        ("a: 1\n---\nb: 2\n", "single document"),
-        ("fsdp_config: {a: \x01}", "special characters"),
-        (r'fsdp_config: "\UFFFFFFFF"', "cannot be read as YAML"),
-        (f"fsdp_config: {'[' * 9999}", "cannot be read as YAML: maximum recursion"),
-        (
-            "fsdp_config:\n  fsdp_version: 1\n  fsdp_version: 2\n",
-            "lines 2 and 3: fsdp_version stands twice",
-        ),
-        ("forward_prefetch: true\nforward_prefetch: true\n", "lines 1 and 2"),
-    ],
-)
+UNREADABLE = r"""
+=> is empty
+- fsdp_config => holds no keys
+mixed_precision: bf16\nnum_machines: 2 => has no FSDP part
+fsdp_config: {} => has no FSDP part
+[parallel]\ndp_shard = 1 => cannot be read as YAML
+a: 1\n---\nb: 2 => single document
+fsdp_config:\n  fsdp_version: 1\n  fsdp_version: 2 => lines 2 and 3: fsdp_version stands twice
+"""
+TAB = ("fsdp_config:\n\tfsdp_version: 1", "line 2")
+DEEP = (f"fsdp_config: {'[' * 9999}", "cannot be read as YAML: maximum recursion")
+
+
+@pytest.mark.parametrize("text, words", [*table(UNREADABLE), TAB, DEEP])
 def test_unreadable_file_is_refused(text, words, tmp_path):
     path = tmp_path / "accelerate.yaml"
     path.write_text(text)
@@ -152,26 +127,20 @@ def test_unreadable_file_is_refused(text, words, tmp_path):
         from_fsdp1.read(str(path))
 
 
-# (replicas, shards) of 16 ranks on 2 machines, and whether parameters are resharded after forward
-MESHES = {
-    ShardingStrategy.FULL_SHARD: (1, 16, True),
-    ShardingStrategy.SHARD_GRAD_OP: (1, 16, False),
-    ShardingStrategy.NO_SHARD: (16, 1, True),
-    ShardingStrategy.HYBRID_SHARD: (2, 8, True),
-    ShardingStrategy._HYBRID_SHARD_ZERO2: (2, 8, False),
-}
+# (replicas, shards) of 16 ranks on 2 machines, and whether parameters are resharded after forward:
+# FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD and _HYBRID_SHARD_ZERO2
+MESHES = [(1, 16, True), (1, 16, False), (16, 1, True), (2, 8, True), (2, 8, False)]
 
 
-@pytest.mark.parametrize("strategy", ShardingStrategy)
-def test_torchs_strategies_shard_as_they_did(strategy, convert):
+@pytest.mark.parametrize("strategy, mesh", [*zip(ShardingStrategy, MESHES, strict=True)])
+def test_torchs_strategies_shard_as_they_did(strategy, mesh, convert):
     """In all spellings that torch and Accelerate know."""
-    replicas, shards, is_resharded = MESHES[strategy]
+    replicas, shards, is_resharded = mesh
     name = strategy.name.strip("_")
     names = (strategy, strategy.name, strategy.value, name.lower(), name.replace("_", "-"))
     for spelling in (*names, f"torch.distributed.fsdp.{strategy}"):
-        _, tables, _, err = convert(
-            f"num_machines: 2\nuse_cpu: true\nsharding_strategy: {spelling}"
-        )
+        text = f"num_machines: 2\nuse_cpu: true\nsharding_strategy: {spelling}"
+        _, tables, _, err = convert(text)
         train = {"global_batch_size": 16, "micro_batch_size": 1}
         cfg = make_config(train=train, **tables)
         assert err == "" and config.mesh_shape(cfg, 16) == (replicas, shards, 1, 1)
@@ -197,55 +166,29 @@ def test_every_row_sets_options_that_exist():
             make_config(**{"run" if "device" in options else "parallel": options})
 
 
-# As `accelerate config` writes it, but for BACKWARD_POST
-WRITTEN = """compute_environment: LOCAL_MACHINE
-debug: false
-distributed_type: FSDP
-downcast_bf16: 'no'
-enable_cpu_affinity: false
-fsdp_config:
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_backward_prefetch: BACKWARD_POST
-  fsdp_cpu_ram_efficient_loading: true
-  fsdp_forward_prefetch: false
-  fsdp_offload_params: false
-  fsdp_sharding_strategy: HYBRID_SHARD
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-  fsdp_sync_module_states: true
-  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
-  fsdp_use_orig_params: true
-machine_rank: 0
-main_process_ip: 10.0.0.1
-main_process_port: 29500
-main_training_function: main
-mixed_precision: bf16
-num_machines: 4
-num_processes: 32
-rdzv_backend: static
-same_network: true
-tpu_env: []
-tpu_use_cluster: false
-tpu_use_sudo: false
-use_cpu: false
+# Every key that `accelerate config` writes
+WRITTEN = """{compute_environment: LOCAL_MACHINE, debug: false, distributed_type: FSDP,
+downcast_bf16: 'no', enable_cpu_affinity: false, machine_rank: 0, main_process_ip: 10.0.0.1,
+main_process_port: 29500, main_training_function: main, mixed_precision: bf16, num_machines: 4,
+num_processes: 32, rdzv_backend: static, same_network: true, tpu_env: [], tpu_use_cluster: false,
+tpu_use_sudo: false, use_cpu: false, fsdp_config: {
+fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, fsdp_backward_prefetch: BACKWARD_POST,
+fsdp_cpu_ram_efficient_loading: true, fsdp_forward_prefetch: false, fsdp_offload_params: false,
+fsdp_sharding_strategy: HYBRID_SHARD, fsdp_state_dict_type: SHARDED_STATE_DICT,
+fsdp_sync_module_states: true, fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer,
+fsdp_use_orig_params: true}}
 """
 
 
-def test_file_of_accelerate_gets_one_comment_a_key_and_the_exit_code(tmp_path):
-    def run(name: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "tools.migrate.from_fsdp1", tmp_path / name]
-        return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60)
-
-    (tmp_path / "post.yaml").write_text(WRITTEN)
-    (tmp_path / "pre.yaml").write_text(WRITTEN.replace("_POST", "_PRE"))
-    post, pre, missing = map(run, ("post.yaml", "pre.yaml", "missing.yaml"))
-    assert [post.returncode, pre.returncode, missing.returncode] == [1, 0, 2]
-    assert "BACKWARD_POST" in post.stderr and pre.stderr == "" and missing.stdout == ""
-    hybrid = {"dp_replicate": 4, "dp_shard": "auto", "reshard_after_forward": True}
-    rest = {"prefetch_forward": 0, "prefetch_backward": 1, "cpu_offload": False}
-    assert tomli.loads(pre.stdout) == {"parallel": BF16 | hybrid | rest}
-    keys = re.findall(r"^ *(\w+): ", WRITTEN, re.M)
-    comments = re.findall(r"^# (?:fsdp_config\.)?(\w+) = ", pre.stdout, re.M)
+def test_file_of_accelerate_gets_one_comment_a_key_and_the_exit_code(convert, tmp_path):
+    code, _, out, err = convert(WRITTEN)
+    keys = re.findall(r"(\w+): [^{]", WRITTEN)
+    comments = re.findall(r"^# (?:fsdp_config\.)?(\w+) = ", out, re.M)
     assert comments == [*keys, "reduce_dtype"]  # which the file does not have
+    assert code == 1 and "BACKWARD_POST" in err
+    code, _, out, err = convert(WRITTEN.replace("_POST", "_PRE"))
+    assert code == 0 and err == ""
+    assert from_fsdp1.main([str(tmp_path / "missing.yaml")]) == 2
 
 
 def test_the_page_shows_what_is_printed(convert):

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from tests.conftest import (
     words,
 )
 from tests.distributed import distributed, run_on_ranks
+from tests.extras.huggingface.conftest import growth_mib, in_transformers, write_folder
+from tests.model.test_llama import SCALING
 from tests.tools.prepare.test_tokenizer import word_level
 from tools import huggingface, transformers_tokenizer
 from tools.prepare.tokenizer import Tokenizer
@@ -34,57 +37,18 @@ from tools.transformers_tokenizer import read_sentencepiece
 
 transformers: Any = pytest.importorskip("transformers")
 pytestmark = pytest.mark.early
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-PLAIN = {"rope_type": "default", "rope_theta": 500000.0}
 MODELS: dict[str, dict] = {
     "llama": {},
-    "llama3.1": {"rope_parameters": LLAMA3},
-    "tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},
-    "qwen3": {"model_type": "qwen3", "head_dim": 20, "tie_word_embeddings": True},
+    "llama3.1": {"rope_scaling": SCALING, "rope_theta": 1e4},
+    "tied": {"tie_embeddings": True, "n_kv_heads": 1},
+    "qwen3": {"qk_norm": True, "head_dim": 20, "tie_embeddings": True},
 }
-
-
-def write_folder(folder: pathlib.Path, tokenizer: pathlib.Path, **changes: Any) -> pathlib.Path:
-    """A model with random weights, as transformers saves it."""
-    settings = {
-        "model_type": "llama",
-        "vocab_size": 320,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "rope_parameters": PLAIN,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.1,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        **changes,
-    }
-    torch.manual_seed(0)
-    cfg = transformers.AutoConfig.for_model(**settings)
-    model = transformers.AutoModelForCausalLM.from_config(cfg, dtype=torch.float32)
-    for p in model.parameters():
-        if p.ndim == 1:  # tells one norm from another
-            torch.nn.init.normal_(p, 1.0, 0.2)
-    model.save_pretrained(folder)
-    shutil.copy(tokenizer, folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, prepared) -> pathlib.Path:
     """Not to be changed."""
-    return write_folder(tmp_path_factory.mktemp("hf") / "llama", prepared / "tokenizer.model")
+    return write_folder(tmp_path_factory.mktemp("hf") / "llama", prepared)
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +63,6 @@ def run(*words: object) -> int:
     return run_tool(huggingface.main, *words)
 
 
-def in_transformers(folder: pathlib.Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-
-
 def contents(folder: pathlib.Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -113,7 +73,7 @@ def contents(folder: pathlib.Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_import_and_export_give_transformers_the_same_model(tmp_path, prepared, name, dtype):
-    source = write_folder(tmp_path / "hf", prepared / "tokenizer.model", **MODELS[name])
+    source = write_folder(tmp_path / "hf", prepared, **MODELS[name])
     assert run("import", source, tmp_path / "checkpoint") == 0
     assert checkpoint_tool(["verify", str(tmp_path / "checkpoint")]) == 0
     assert run("export", tmp_path / "checkpoint", tmp_path / "out", "--dtype", dtype) == 0
@@ -126,8 +86,8 @@ def test_import_and_export_give_transformers_the_same_model(tmp_path, prepared, 
     assert not weights
     for key in ("rope_parameters", "rms_norm_eps", "max_position_embeddings", "head_dim"):
         assert getattr(ours.config, key) == getattr(theirs.config, key), key
-    generation = ours.generation_config
-    assert (generation.bos_token_id, generation.eos_token_id) == (1, 2)
+    ids = ours.generation_config
+    assert ids and (ids.bos_token_id, ids.eos_token_id) == (1, 2)
 
 
 @pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"dp_shard": 1, "dp_replicate": 2}], ids=str)
@@ -160,15 +120,16 @@ def test_files_are_no_larger_than_asked(checkpoint, tmp_path):
         assert all(torch.equal(whole[key], value) for key, value in tensors.items())
 
 
-@pytest.mark.quick
-def test_model_of_a_fork_is_not_exported(checkpoint, tmp_path, monkeypatch, capsys):
-    def relu2(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gate_proj(x).relu().square() * self.up_proj(x))
-
-    monkeypatch.setattr(llama.FeedForward, "forward", relu2)
-    assert run("export", checkpoint, tmp_path / "out") == 2
-    assert "not transformers' LlamaForCausalLM" in capsys.readouterr().err
-    assert not [*tmp_path.iterdir()]
+@distributed(ranks=1)
+def test_memory_is_that_of_a_file_and_a_tensor(world, folder, prepared, tmp_path):
+    run("import", folder, tmp_path / "small")  # loads code
+    sizes = {"dim": 768, "n_layers": 12, "ffn_dim": 2048, "head_dim": 192, "vocab_size": 4096}
+    hf = write_folder(tmp_path / "hf", prepared, **sizes)
+    total = (hf / "model.safetensors").stat().st_size / 2**20
+    imported, out = tmp_path / "in", tmp_path / "out"
+    peak = growth_mib(lambda: run("import", hf, imported))
+    peak = max(peak, growth_mib(lambda: run("export", imported, out, "--shard-gib", "0.04")))
+    assert out.exists() and total > 300 and peak < 0.6 * total, (peak, total)
 
 
 # The output folder
@@ -203,52 +164,41 @@ def test_nothing_is_overwritten_and_a_kill_leaves_nothing_that_looks_complete(
     assert sorted(os.listdir(tmp_path)) == ["out", "twice"]
 
 
-def test_corrupt_checkpoint_is_not_exported(checkpoint, tmp_path, capsys):
-    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+def corrupt(copy: pathlib.Path) -> None:
     path = next(copy.glob("*.distcp"))
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    assert run("export", copy, tmp_path / "out") == 2
-    assert "SHA-256" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("package", ["safetensors.torch", "google.protobuf.message"])
-def test_missing_package_is_one_line(checkpoint, tmp_path, monkeypatch, capsys, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    assert run("export", checkpoint, tmp_path / "out") == 2
-    error = capsys.readouterr().err
-    assert "-m pip install" in error and error.count("\n") == 1
-    assert not [*tmp_path.iterdir()]
-
-
-def test_weights_that_are_not_finite_are_not_imported(folder, tmp_path, capsys):
-    copy = shutil.copytree(folder, tmp_path / "hf")
+def not_finite(copy: pathlib.Path) -> None:
     tensors = load_file(copy / "model.safetensors")
     tensors["model.norm.weight"][3] = float("nan")
     save_file(tensors, copy / "model.safetensors")
-    assert run("import", copy, tmp_path / "out") == 2
-    assert "model.norm.weight holds values that are not finite" in capsys.readouterr().err
 
 
-def resident_mib(field: str) -> float:
-    """VmRSS: now; VmHWM: the most since it was last reset."""
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
-
-
-@distributed(ranks=1)
-def test_memory_is_that_of_a_file_and_a_tensor(world, folder, tmp_path):
-    run("import", folder, tmp_path / "small")  # loads code
-    tokenizer = folder / "tokenizer.model"
-    sizes = {"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 2048}
-    write_folder(tmp_path / "hf", tokenizer, **sizes, head_dim=192, vocab_size=4096)
-    total = (tmp_path / "hf/model.safetensors").stat().st_size / 2**20
-    peaks = []
-    for command in (["import", "hf", "in"], ["export", "in", "out", "--shard-gib", "0.04"]):
-        pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-        before = resident_mib("VmRSS")
-        assert run(command[0], tmp_path / command[1], tmp_path / command[2], *command[3:]) == 0
-        peaks.append(resident_mib("VmHWM") - before)
-    assert total > 300 and max(peaks) < 0.6 * total, (peaks, total)
+@pytest.mark.parametrize(
+    "command, spoil, problem",
+    [
+        ("export", corrupt, "SHA-256"),
+        ("import", not_finite, "model.norm.weight holds values that are not finite"),
+        ("export", "safetensors.torch", r"^.* -m pip install .*\n$"),
+        ("export", "google.protobuf.message", r"^.* -m pip install .*\n$"),
+        ("export", None, "not transformers' LlamaForCausalLM"),
+    ],
+)
+def test_what_cannot_be_converted_is_named_and_nothing_is_written(
+    folder, checkpoint, tmp_path, monkeypatch, capsys, command, spoil, problem
+):
+    """A folder is spoilt, a package missing, or the model is a fork's, without RoPE."""
+    copy = shutil.copytree(checkpoint if command == "export" else folder, tmp_path / "copy")
+    if isinstance(spoil, str):
+        monkeypatch.setitem(sys.modules, spoil, None)
+    elif spoil:
+        spoil(copy)
+    else:
+        monkeypatch.setattr(llama, "apply_rope", lambda x, cos, sin: x)
+    assert run(command, copy, tmp_path / "out") == 2
+    assert re.search(problem, capsys.readouterr().err)
+    assert os.listdir(tmp_path) == ["copy"]
 
 
 # The tokenizer
@@ -276,14 +226,20 @@ def test_tokenizer_json_alone_is_copied(folder, tmp_path):
     assert ids == ours.bos + ours.encode(["the cat"])[0]
 
 
+def converted(path: pathlib.Path) -> Any:
+    """transformers' tokenizer of an export with this tokenizer.model."""
+    out = path.parent / "out"
+    out.mkdir(exist_ok=True)
+    huggingface.write_tokenizer(out, path.parent)
+    return transformers.AutoTokenizer.from_pretrained(out)
+
+
 @pytest.mark.parametrize("options", [{}, {"bos_id": -1}, {"eos_id": -1}], ids=str)
 def test_transformers_gives_the_ids_of_sentencepiece(tmp_path, options):
     """Also without BOS or EOS."""
-    ours = sentencepiece_model(tmp_path / "tokenizer.model", add_dummy_prefix=False, **options)
-    out = tmp_path / "out"
-    out.mkdir()
-    huggingface.write_tokenizer(out, tmp_path)
-    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    path = tmp_path / "tokenizer.model"
+    ours = sentencepiece_model(path, add_dummy_prefix=False, **options)
+    theirs = converted(path)
     texts = [words(1, 500), "  two", "", "\n", " " * 37, "I 'm . ", "häßlich \u2603 \U0001d518"]
     for text in (*texts, (REPO / "train.py").read_text()):
         assert theirs(text)["input_ids"] == ours.bos + ours.encode([text])[0]
@@ -303,14 +259,10 @@ def edited(path: pathlib.Path, options: dict, change: Callable | None = None) ->
 
 
 def is_different(path: pathlib.Path) -> bool:
-    """Whether sentencepiece and transformers give other ids, or other text, for one of these
-    texts."""
+    """Whether sentencepiece and transformers give other ids, or other text, for one of these texts."""
     sentencepiece = pytest.importorskip("sentencepiece")
     theirs = sentencepiece.SentencePieceProcessor(str(path))
-    out = path.parent / "different"
-    out.mkdir()
-    huggingface.write_tokenizer(out, path.parent)
-    ours = transformers.AutoTokenizer.from_pretrained(out)
+    ours = converted(path)
     texts = [words(1, 99), "The  CAT", "cat[X]sat", "  mat ", "\u24b6", "cacatatat", "a  b"]
     texts += ["".join(random.Random(i).choices("catherond ", k=20)) for i in range(200)]
     for text in texts:
@@ -338,9 +290,6 @@ def lacks_a_character(model: Any) -> None:
 
 def spaces_as_they_are(model: Any) -> None:
     model.normalizer_spec.escape_whitespaces = False
-
-
-SUFFIX = {"treat_whitespace_as_suffix": True}
 
 
 @pytest.mark.parametrize(
@@ -374,7 +323,7 @@ def test_tokenizer_that_transformers_cannot_read_is_copied_alone(
     [
         {"split_digits": True, "split_by_whitespace": False, "split_by_unicode_script": False},
         {"user_defined_symbols": ["ca", "cat", "[X]", "\n"]},
-        SUFFIX,
+        {"treat_whitespace_as_suffix": True},
         {"control_symbols": ["<c>"], "pad_id": 3},
         {"bos_id": 5, "eos_id": 6},
     ],

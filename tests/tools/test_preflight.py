@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,6 @@ from tools import preflight
 from tools.preflight import GIB
 
 pytestmark = pytest.mark.quick
-
 ONE = Ranks(nodes=1, local=1, restarts=0, job="")
 
 
@@ -28,50 +26,37 @@ def test_open_files_of_many_ranks(monkeypatch):
     assert text.startswith("RLIMIT_NOFILE = 1024: rank 0 of 256 opens 1054 files")
 
 
-@pytest.mark.parametrize(
-    "checkpoint, share, refused", [({}, 0.9, True), ({}, 1.1, False), (None, 0, False)]
-)
-def test_size_of_a_file(monkeypatch, checkpoint, share, refused):
-    cfg = make_config(checkpoint=checkpoint)
+@pytest.mark.parametrize("saves, share, refused", [(1, 0.9, True), (1, 1.1, False), (0, 0, False)])
+def test_size_of_a_file(monkeypatch, saves, share, refused):
+    cfg = make_config(checkpoint={} if saves else None)
     limit = share * preflight.checkpoint_bytes(cfg) / 8
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, resource.RLIM_INFINITY))
     problems = [*preflight.file_size(cfg, Ranks(1, 8, 0, ""))]
     assert bool(problems) == refused and all("ulimit -f" in text for text in problems)
 
 
-@pytest.mark.parametrize(
-    "keep_last, free, existing, outcome",
-    [
-        (2, 3.1, 0, "fits"),
-        (2, 2.9, 0, "warning"),
-        (2, 2.1, 1, "fits"),
-        (2, 0.9, 0, "error"),
-        (2, 0.5, 1, "warning"),
-        (1, 1.9, 0, "warning"),
-        (1, 0.9, 0, "error"),
-    ],
-)
-def test_room_for_the_checkpoints_that_are_kept(
-    monkeypatch, tmp_path, capsys, keep_last, free, existing, outcome
-):
-    """And for the oldest until the newest is complete."""
-    cfg = make_config(
-        run={"output_dir": str(tmp_path), "name": "r"},
-        train={"steps": 10},
-        checkpoint={"save_every_steps": 2, "keep_last": keep_last},
-    )
-    for number in range(existing):
-        (tmp_path / f"r/checkpoints/step-{number + 1:08d}").mkdir(parents=True)
+KEPT = "2 3.1 0 fits, 2 2.9 0 warning, 2 2.1 1 fits, 2 0.9 0 error, 2 0.5 1 warning"
+
+
+@pytest.mark.parametrize("case", f"{KEPT}, 1 1.9 0 warning, 1 0.9 0 error".split(", "))
+def test_room_for_the_checkpoints_that_are_kept(monkeypatch, tmp_path, capsys, case):
+    """keep_last, free GiB, checkpoints of 1 GiB that exist. The oldest is kept until the newest is complete."""
+    keep_last, free, existing, outcome = case.split()
+    run = {"output_dir": str(tmp_path), "name": "r"}
+    checkpoint = {"save_every_steps": 2, "keep_last": int(keep_last)}
+    cfg = make_config(run=run, train={"steps": 10}, checkpoint=checkpoint)
+    if existing == "1":
+        (tmp_path / "r/checkpoints/step-00000001").mkdir(parents=True)
     monkeypatch.setattr(preflight, "checkpoint_bytes", lambda cfg: GIB)
-    usage = SimpleNamespace(total=100 * GIB, free=free * GIB)
+    usage = SimpleNamespace(total=100 * GIB, free=float(free) * GIB)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    problems = [*preflight.disk(cfg, ONE)]
+    error = "".join(preflight.disk(cfg, ONE))
     warning = capsys.readouterr().err
-    assert (bool(problems), bool(warning)) == (outcome == "error", outcome == "warning")
-    for text in [text for text in (*problems, warning) if text]:
-        count = f"keep_last = {keep_last}: {keep_last + 1} checkpoints of 1.0 GiB"
-        assert f"{count}, {existing} of which exist" in text
-        assert ("lower keep_last" in text) == (keep_last > 1)
+    assert (bool(error), bool(warning)) == (outcome == "error", outcome == "warning")
+    if error + warning:
+        count = f"keep_last = {keep_last}: {int(keep_last) + 1} checkpoints of 1.0 GiB"
+        assert f"{count}, {existing} of which exist" in error + warning
+        assert ("lower keep_last" in error + warning) == (keep_last == "2")
 
 
 def test_size_of_a_checkpoint_is_that_of_weights_and_moments():
@@ -92,15 +77,11 @@ def test_port_of_the_first_node_is_taken(monkeypatch):
 
 
 def test_command_lists_every_problem(monkeypatch, write_config, capsys):
-    def lacking(*_: Any):
-        yield "no room"
-
-    monkeypatch.setattr(preflight, "disk", lacking)
-    monkeypatch.setattr(preflight, "open_files", lacking)
-    assert run_tool(preflight.main, write_config()) == 2
-    assert capsys.readouterr().err.splitlines() == ["no room"] * 2
-    assert run_tool(preflight.main, write_config(), "--eval-only") == 2
-    assert capsys.readouterr().err.splitlines() == ["no room"]
+    for check in ("disk", "open_files"):
+        monkeypatch.setattr(preflight, check, lambda *unused: ["no room"])
+    for options, problems in ([], 2), (["--eval-only"], 1):
+        assert run_tool(preflight.main, write_config(), *options) == 2
+        assert capsys.readouterr().err.splitlines() == ["no room"] * problems
 
 
 def test_needs_no_torch(write_config):

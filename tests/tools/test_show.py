@@ -11,8 +11,7 @@ from tools import show
 from tools.prepare.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.quick
-
-DATA_OF = re.compile(r"=== step 3, sample (\d+): epoch 0, window (\d+), tokens (\d+) to (\d+)")
+HEADING = r"=== step 3, sample (\d+): epoch 0, window (\d+), tokens (\d+) to (\d+)\n"
 
 
 def test_the_text_of_each_sample_is_that_of_its_tokens(corpus, prepared):
@@ -20,26 +19,20 @@ def test_the_text_of_each_sample_is_that_of_its_tokens(corpus, prepared):
     tokenizer = Tokenizer(prepared)
     stored = np.fromfile(prepared / "train-00000.bin", "<u2")
     ends = np.fromfile(prepared / "train-00000.ends.bin", "<u8")
-    numbers = []
-    for text in show.samples(cfg, 3):
-        heading, *lines = text.split("\n")
-        match = DATA_OF.fullmatch(heading)
-        assert match, heading
-        number, window, first, last = map(int, match.groups())
-        numbers.append(number)
-        assert (first, last) == (32 * window, 32 * window + 32)
+    for number, text in enumerate(show.samples(cfg, 3), 16):
+        match = re.match(HEADING, text)
+        assert match, text
+        sample, window, first, last = map(int, match.groups())
+        assert (sample, first, last) == (number, 32 * window, 32 * window + 32)
+        lines = []
         inside = ends[(ends > first) & (ends <= last)].tolist()
-        borders = [first, *inside, last + 1]
-        for i, (begin, end) in enumerate(itertools.pairwise(borders)):
-            line = f"--- document, {end - begin} tokens"
-            if begin not in [0, *ends]:
-                line += " (begins before)"
-            if end not in ends:
-                line += " (continues)"
-            assert lines[2 * i] == line
-            assert lines[2 * i + 1] == tokenizer.decode(stored[begin:end].tolist())
-        assert len(lines) == 2 * (len(borders) - 1)
-    assert numbers == [*range(16, 24)]
+        for begin, end in itertools.pairwise([first, *inside, last + 1]):
+            before = "" if begin in [0, *ends] else " (begins before)"
+            after = "" if end in ends else " (continues)"
+            lines.append(f"--- document, {end - begin} tokens{before}{after}")
+            lines.append(tokenizer.decode(stored[begin:end].tolist()))
+        assert text[match.end() :] == "\n".join(lines)
+    assert number == 23
 
 
 def test_steps_count_from_one(write_config, capsys):

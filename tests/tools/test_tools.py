@@ -13,22 +13,13 @@ from tests.conftest import REPO
 from tools.__main__ import module_of, tools
 
 pytestmark = pytest.mark.quick
+WITH_PREFIX = ["report", "huggingface", "migrate.from_fsdp1", "planner"]
+AS_THEY_ARE = ["checkpoint", "tensorboard.main", "tools.report"]
 
 
-@pytest.mark.parametrize(
-    "name, module",
-    [
-        ("report", "tools.report"),
-        ("huggingface", "tools.huggingface"),
-        ("migrate.from_fsdp1", "tools.migrate.from_fsdp1"),
-        ("planner", "tools.planner"),
-        ("checkpoint", "checkpoint"),
-        ("tensorboard.main", "tensorboard.main"),
-        ("tools.report", "tools.report"),
-    ],
-)
-def test_short_name_of_a_module(name, module):
-    assert module_of(name) == module
+def test_short_name_of_a_module():
+    assert [module_of(name) for name in WITH_PREFIX] == [f"tools.{name}" for name in WITH_PREFIX]
+    assert [module_of(name) for name in AS_THEY_ARE] == AS_THEY_ARE
 
 
 def test_list_names_every_tool_with_its_purpose():
@@ -38,13 +29,18 @@ def test_list_names_every_tool_with_its_purpose():
     assert all(20 < len(purpose) < 110 for purpose in listed.values()), listed
 
 
-def run(*words: str, repo: pathlib.Path = REPO, **environ: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [repo / "run_train.sh", *words],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHON": sys.executable, **environ},
-    )
+def run(repo: pathlib.Path, python: object, words: list[str]) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHON": str(python)}
+    command = [repo / "run_train.sh", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+# stands for Python: prints its arguments, but where run_train.sh asks it for its version and packages
+PYTHON = f"""#!{sys.executable}
+import json, sys
+if sys.argv[2].startswith("import s") and sys.argv[3:4] != ["torch"]:
+    print(json.dumps(sys.argv[3:]))
+"""
 
 
 @pytest.mark.parametrize("has_tools", [True, False])
@@ -64,13 +60,9 @@ def test_run_train_hands_over(tmp_path, words, module, has_tools):
         shutil.copy(REPO / name, tmp_path / name)
     if has_tools:
         (tmp_path / "tools/planner").mkdir()
-    python = tmp_path / "python"
-    python.write_text(
-        f'#!{sys.executable}\nimport json, sys\nif sys.argv[2][:8] != "import s" or len(sys.argv) > 3 '
-        'and sys.argv[3] == "torch":\n    sys.exit()\nprint(json.dumps(sys.argv[3:]))\n'
-    )
-    python.chmod(0o755)
-    done = run(*words, repo=tmp_path, PYTHON=str(python))
+    (tmp_path / "python").write_text(PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    done = run(tmp_path, tmp_path / "python", words)
     if "--dry-run" in words and not has_tools:
         assert done.returncode == 2 and "needs tools/planner" in done.stderr
         return
@@ -79,6 +71,6 @@ def test_run_train_hands_over(tmp_path, words, module, has_tools):
 
 
 def test_a_misspelt_tool_is_answered_with_the_nearest():
-    done = run("-m", "generat")
+    done = run(REPO, sys.executable, ["-m", "generat"])
     assert done.returncode == 2
     assert "-m generat: no such tool; did you mean generate?" in done.stderr

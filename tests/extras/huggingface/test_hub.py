@@ -9,43 +9,30 @@ import subprocess
 import sys
 
 import pytest
-import torch
-from safetensors.torch import save
 
 import config
-from config import ConfigError, GivenOptions
+from config import GivenOptions
 from extras.huggingface import config as hf_config
 from extras.huggingface import hub
-from extras.huggingface.weights import hf_name, shapes
 from parallel.materialize import open_pretrained
-from tests.cases import process_group
 from tests.conftest import REPO, launch, make_config, refuses, rows
+from tests.distributed import distributed
+from tests.extras.huggingface.conftest import write_folder
 from tests.hub import Hub
 from tools.prepare.tokenizer import tokenizer_files
 
 # What no one may read: it can run code, or is the same in another format
-OTHERS = {
-    "pytorch_model.bin": b"x",
-    "modeling_me.py": b"x",
-    "consolidated.safetensors": b"x",
-    "original/model.safetensors": b"x",
-    "README.md": b"x",
-}
+OTHERS = (
+    "pytorch_model.bin modeling_me.py consolidated.safetensors original/model.safetensors README.md"
+)
 
 
-def repository(seed: int, tokenizer: bytes = b"\n") -> dict[str, bytes]:
-    m = make_config(model={"qk_norm": True}).model
-    noise = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, shape in shapes(m).items():
-        tensors[hf_name(name)] = 0.1 * torch.randn(shape, generator=noise)
-    return {
-        "config.json": json.dumps(hf_config.render(m, 64, "float32", {})).encode(),
-        "tokenizer.model": tokenizer,
-        "chat_template.jinja": b"{{ messages }}",
-        "model.safetensors": save(tensors),
-        **OTHERS,
-    }
+@pytest.fixture
+def files(tmp_path, prepared) -> dict[str, bytes]:
+    """Of a repository."""
+    folder = write_folder(tmp_path / "base", prepared, qk_norm=True)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture
@@ -58,13 +45,10 @@ def of_weights(requests: list[str]) -> list[str]:
     return [each for each in requests if each.startswith("GET") and "safetensors" in each]
 
 
-def test_a_run_keeps_the_commit_that_it_began_with(
-    server, write_config, corpus, prepared, tmp_path
-):
+def test_a_run_keeps_the_commit_that_it_began_with(server, files, corpus, tmp_path):
     """On two ranks, of a private repository; and after the branch has moved, on a machine with an empty cache, the
     adapters resume over the same base. A revision that is named is another's."""
-    tokenizer = (prepared / "tokenizer.model").read_bytes()
-    sha = server.commit("me/base", repository(0, tokenizer), token="secret")
+    sha = server.commit("me/base", files | dict.fromkeys(OTHERS.split(), b"x"), token="secret")
     path = tmp_path / "tuned.toml"
     path.write_text(f"""
 run = {{ output_dir = "{tmp_path}/outputs", device = "cpu" }}
@@ -76,21 +60,20 @@ optim = {{ schedule_steps = 4 }}
 checkpoint = {{}}
 log = {{ tensorboard = false }}
 """)
-    home = server.environment(tmp_path / "home", "secret")
-    done = launch(path, nproc=2, **home)
+    done = launch(path, nproc=2, **server.environment(tmp_path / "home", "secret"))
     assert done.returncode == 0 and f"from the weights of me/base@{sha}" in done.stdout, done.stderr
     fetched = [*server.requests]
     assert len(of_weights(fetched)) == 1
-    assert not any(name in request for name in OTHERS for request in fetched)
+    assert not any(name in request for name in OTHERS.split() for request in fetched)
     snapshots = "hub/models--me--base/snapshots"
-    files = {entry.name for entry in (tmp_path / "home" / snapshots / sha).iterdir()}
-    assert files == repository(0).keys() - OTHERS.keys()
+    assert {entry.name for entry in (tmp_path / "home" / snapshots / sha).iterdir()} == {*files}
     run = tmp_path / "outputs/tuned"
     saved = json.loads((run / "checkpoints/step-00000002/state.json").read_text())["config"]
     pinned = config.load(str(run / "config.toml")).model.init_from
     assert saved["model"]["init_from"] == saved["data"]["tokenizer"] == pinned == f"me/base@{sha}"
 
-    server.commit("me/base", repository(1, tokenizer), token="secret")
+    moved = files["model.safetensors"][:-1] + b"\1"
+    server.commit("me/base", files | {"model.safetensors": moved}, token="secret")
     another = server.environment(tmp_path / "another", "secret")
     done = launch(path, "--train.steps=4", **another)
     assert done.returncode == 0, done.stderr
@@ -104,8 +87,7 @@ log = {{ tensorboard = false }}
     assert json.loads(done.stdout.splitlines()[-1])["step"] == 4
     server.open()
     done = launch(path, "--train.steps=5", "--model.init_from=me/base@main", **another)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "its weights have the hash" in done.stderr
+    assert done.returncode == 2 and "its weights have the hash" in done.stderr
 
 
 CHILD = """
@@ -123,72 +105,67 @@ for name in sys.argv[1:]:
 """
 
 
-def in_child(*names: str, **environment: str) -> tuple[list, str]:
-    """For each name: the folder with its weights, or what is wrong; and stderr."""
+def in_child(names: str, environment: dict[str, str]) -> dict:
+    """By name: the folder with its weights, or what is wrong. No traceback."""
+    command = [sys.executable, "-c", CHILD, *names.split()]
+    environment = os.environ | environment
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, *names],
-        cwd=REPO,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=True,
+        command, cwd=REPO, env=environment, capture_output=True, text=True, check=True
     )
-    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+    assert "Traceback" not in done.stderr
+    return dict(zip(names.split(), map(json.loads, done.stdout.splitlines())))
 
 
-def test_what_cannot_be_had_is_said_in_one_line(server, tmp_path):
-    files = repository(0)
+def test_what_cannot_be_had_is_said_in_one_line(server, files, tmp_path):
     commit = server.commit("me/good", files)
     server.commit("me/private", files, token="secret")
     server.commit("me/empty", {"README.md": b"x"})
-    names = ["private", "nowhere", "good@v1", "empty", "good"]
-    answers, progress = in_child(*(f"me/{name}" for name in names), **server.environment(tmp_path))
-    by_name = dict(zip(names, answers))
-    folder = pathlib.Path(by_name.pop("good"))
-    assert folder.name == commit and (folder / "model.safetensors").exists()
-    assert "Traceback" not in progress
-    for name, words in {
-        "private": "RepositoryNotFoundError: 401 .*; check the name, log in with `hf auth login`",
-        "nowhere": "RepositoryNotFoundError",
-        "good@v1": "RevisionNotFoundError: 404 .*`hf download me/good` on a machine with a network",
-        "empty": r"has none of \*config.json, and nothing else is read",
-    }.items():
-        (line,) = by_name[name]
-        assert line.startswith(f'x.toml: [model] init_from = "me/{name}": ') and "\n" not in line
-        assert re.search(words, line), line
+    names = "me/private me/nowhere me/good@v1 me/empty me/good"
+    answers = in_child(names, server.environment(tmp_path))
+    folder = answers.pop("me/good")
+    assert folder.endswith(commit) and pathlib.Path(folder, "model.safetensors").exists()
+    words = {
+        "me/private": "RepositoryNotFoundError: 401 .*; check the name, log in with `hf auth login`",
+        "me/nowhere": "RepositoryNotFoundError",
+        "me/good@v1": "RevisionNotFoundError: 404 .*`hf download me/good` on a machine with a net",
+        "me/empty": r"has none of \*config.json, and nothing else is read",
+    }
+    for name, (line,) in answers.items():
+        assert line.startswith(f'x.toml: [model] init_from = "{name}": ') and "\n" not in line
+        assert re.search(words[name], line), line
     before = [*server.requests]
-    (cached, (missing,)), _ = in_child(
-        "me/good", "me/nowhere", **server.environment(tmp_path, offline=True)
-    )
-    assert cached == str(folder) and server.requests == before
-    assert "is not on this machine" in missing
+    answers = in_child("me/good me/nowhere", server.environment(tmp_path, offline=True))
+    assert answers["me/good"] == folder and server.requests == before
+    assert "is not on this machine" in answers["me/nowhere"][0]
 
 
-def read_on_machines(names: list[str], environments: list[dict[str, str]]) -> tuple[str, str]:
-    """(the folder that the first id's weights are read from, the error of reading the second's) of ranks two by two on
-    machines, each with its environment variables."""
-    node, local_rank = divmod(int(os.environ["RANK"]), 2)
-    os.environ |= {**environments[node], "LOCAL_RANK": str(local_rank)}
-    model = {"qk_norm": True, "norm_eps": 1e-5}
-    with process_group():
-        first = open_pretrained(make_config(model={**model, "init_from": names[0]}), 0)
-        (folder,) = {str(stored.path.parent) for stored in first.stored.values()}
-        with pytest.raises(ConfigError) as refused:
-            open_pretrained(make_config(model={**model, "init_from": names[1]}), 0)
-        return folder, str(refused.value)
-
-
-def test_each_machine_fetches_once(server, on_ranks, tmp_path):
+@distributed(ranks=4)
+def test_each_machine_fetches_once(world, files, tmp_path):
     """Two machines of two ranks, each with a cache of its own; and where one may not read it, all ranks say so."""
-    public = server.commit("me/a", repository(0))
-    private = server.commit("me/b", repository(0), token="secret")
-    homes = [server.environment(tmp_path / "0", "secret"), server.environment(tmp_path / "1", "")]
-    names = [f"me/a@{public}", f"me/b@{private}"]
-    for rank, (folder, error) in enumerate(on_ranks(4, read_on_machines, names, homes)):
-        assert folder == f"{tmp_path}/{rank // 2}/hub/models--me--a/snapshots/{public}"
-        assert error.startswith(f'"{names[1]}": ') and "RepositoryNotFoundError" in error
-        assert "\n" not in error
-    assert len(of_weights([request for request in server.requests if "/me/a/" in request])) == 2
+    import torch.distributed as dist
+
+    node, local_rank = divmod(world.rank, 2)
+    server = Hub()
+    public = server.commit("me/a", files)
+    private = server.commit("me/b", files, token="secret")
+    shared = [server.environment(tmp_path)["HF_ENDPOINT"]]
+    dist.broadcast_object_list(shared, 0)
+    token = "" if node else "secret"
+    environment = server.environment(tmp_path / f"{node}", token) | {"HF_ENDPOINT": shared[0]}
+    os.environ |= {**environment, "LOCAL_RANK": str(local_rank)}
+    for name in [name for name in sys.modules if name.startswith("huggingface_hub")]:
+        del sys.modules[name]  # it reads the environment when it is imported
+    model = {"qk_norm": True}
+    opened = open_pretrained(make_config(model={**model, "init_from": f"me/a@{public}"}), 0)
+    (folder,) = {str(stored.path.parent) for stored in opened.stored.values()}
+    assert folder == f"{tmp_path}/{node}/hub/models--me--a/snapshots/{public}"
+    with refuses(f'^"me/b@{private}": .*RepositoryNotFoundError') as refused:
+        open_pretrained(make_config(model={**model, "init_from": f"me/b@{private}"}), 0)
+    assert "\n" not in str(refused.value)
+    dist.barrier()
+    if world.rank == 0:
+        assert len(of_weights([request for request in server.requests if "/me/a/" in request])) == 2
+    dist.barrier()
 
 
 @pytest.mark.parametrize(
@@ -209,26 +186,17 @@ def test_without_the_package_the_error_names_it(monkeypatch):
         tokenizer_files("me/without")
 
 
-# Ids
-
-
 def test_what_is_an_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in (
-        "Qwen/Qwen3-0.6B",
-        "meta-llama/Llama-3.1-8B@main",
-        f"a/b@{'0' * 40}",
-        "a/b@refs/pr/1",
-    ):
-        assert hub.is_id(name)
     (tmp_path / "here/Qwen").mkdir(parents=True)
+    ids = f"Qwen/Qwen3-0.6B meta-llama/Llama-3.1-8B@main a/b@{'0' * 40} a/b@refs/pr/1"
+    assert all(hub.is_id(name) for name in ids.split())
     others = "Qwen3-0.6B /a/b ./a/b ../a a/b/c a/ a/tokenizer.model a/b.json ~/a here/Qwen"
     for name in others.split():
         assert not hub.is_id(name) and hub.local(name) == pathlib.Path(name)
 
 
-NEWEST = "c" * 40
-OLD = "1" * 40
+OLD, NAMED, NEWEST = ("1" * 40, "2" * 40, "c" * 40)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +207,7 @@ OLD = "1" * 40
         ("a/b", "a/b", f"a/b@{NEWEST}"),
         ("a/b", None, f"a/b@{NEWEST}"),
         ("a/b@main", f"a/b@{OLD}", f"a/b@{NEWEST}"),
-        (f"a/b@{'2' * 40}", f"a/b@{OLD}", f"a/b@{'2' * 40}"),
+        (f"a/b@{NAMED}", f"a/b@{OLD}", f"a/b@{NAMED}"),
     ],
 )
 def test_an_id_is_pinned_to_the_run_s_commit_or_the_newest(

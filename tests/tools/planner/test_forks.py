@@ -27,6 +27,17 @@ pytestmark = pytest.mark.early
 ON_H100 = Asked(DEVICES["H100"])
 
 
+def number_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The halves of a block know its number, as layer."""
+    build = llama.Block.__init__
+
+    def init(self, m, layer):
+        build(self, m, layer)
+        self.attention.layer = self.feed_forward.layer = layer
+
+    monkeypatch.setattr(llama.Block, "__init__", init)
+
+
 class Experts(nn.Module):
     """The best of E experts for each token, by grouped products of tokens that are sorted by expert."""
 
@@ -180,12 +191,7 @@ def test_share_of_heads_with_masks_of_their_own_is_the_mean():
 @pytest.mark.parametrize("options", [{}, {"recompute": "full", "compile": True}], ids=str)
 def test_each_block_attends_as_its_mask_allows(options, monkeypatch):
     """Every second block attends within 128 positions; blocks of one pattern stand for others of theirs only."""
-    build = llama.Block.__init__
     usual = llama.Attention.forward
-
-    def init(self, m, layer):
-        build(self, m, layer)
-        self.attention.layer = layer
 
     def windowed(self, x, cos, sin, mask=None, *rest):
         length = x.shape[1]
@@ -193,7 +199,7 @@ def test_each_block_attends_as_its_mask_allows(options, monkeypatch):
             mask = llama_attention.make_mask(window(128), 1, length, length, x.device)
         return usual(self, x, cos, sin, mask, *rest)
 
-    monkeypatch.setattr(llama.Block, "__init__", init)
+    number_layers(monkeypatch)
     monkeypatch.setattr(llama.Attention, "forward", windowed)
     cfg = of_a_gpu({"n_layers": 16}, options, train=LONG)
     # without a mask SDPA skips half of the scores
@@ -301,17 +307,12 @@ def test_blocks_that_differ_in_backward_alone_all_run(monkeypatch):
                 gradient = ((flat @ flat.T) @ flat).view_as(gradient)
             return gradient, None
 
-    build = llama.Block.__init__
     usual = llama.FeedForward.forward
 
-    def init(self, m, layer):
-        build(self, m, layer)
-        self.feed_forward.is_odd = layer % 2
-
     def forward(self, x):
-        return Product.apply(usual(self, x), self.is_odd)
+        return Product.apply(usual(self, x), self.layer % 2)
 
-    monkeypatch.setattr(llama.Block, "__init__", init)
+    number_layers(monkeypatch)
     monkeypatch.setattr(llama.FeedForward, "forward", forward)
     step, blocks = step_and_models(of_a_gpu())
     assert len(blocks) == 2 and blocks[-1] == 10

@@ -28,31 +28,20 @@ from tools.planner.plan import plan
 from tools.planner.simulate import simulate
 
 UNEVEN = {"dim": 50, "n_heads": 5, "n_kv_heads": 1, "ffn_dim": 75, "vocab_size": 323}
-# tp leaves each rank uneven rows
-UNEVEN_OVER_TP = {
-    "dim": 46,
-    "head_dim": 6,
-    "ffn_dim": 76,
-    "tie_embeddings": True,
-    "qk_norm": True,
-}
+OVER_TP = {"dim": 46, "head_dim": 6, "ffn_dim": 76, "tie_embeddings": True, "qk_norm": True}
 OF_64 = {"dim": 128, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 256}  # NF4's blocks of columns
-HELD: dict[str, tuple[tuple[int, ...], dict]] = {  # on 1, 2, 3 or 4 ranks
-    "sharded": ((1, 2, 3, 4), {"model": UNEVEN}),
-    "replicas": ((2, 4), {"model": UNEVEN, "parallel": {"dp_replicate": 2}}),
-    "tp": ((2, 4), {"model": UNEVEN_OVER_TP, "parallel": {"tp": 2}}),
-    "cp x tp": ((4,), {"model": UNEVEN_OVER_TP, "parallel": {"cp": 2, "tp": 2}}),
-    "frozen, replicated": (
-        (2, 3),
-        {
-            "model": {"tie_embeddings": True, "freeze": ["embedding.weight"]},
-            "parallel": {"replicated": ["embedding.weight"], "param_dtype": "bfloat16"},
-        },
-    ),
-    "bfloat16 states": ((2, 3), {"optim": {"state_dtype": "bfloat16"}}),
-    "muon": ((2, 3), {"optim": {"name": "muon"}}),
-    "lora on nf4, tp": ((4,), {"model": OF_64, "lora": "nf4", "parallel": {"tp": 2}}),
-}
+FROZEN = {"tie_embeddings": True, "freeze": ["embedding.weight"]}
+REPLICATED = {"replicated": ["embedding.weight"], "param_dtype": "bfloat16"}
+HELD: list[tuple[str, dict]] = [  # on these numbers of ranks
+    ("1 2 3 4", {"model": UNEVEN}),
+    ("2 4", {"model": UNEVEN, "parallel": {"dp_replicate": 2}}),
+    ("2 4", {"model": OVER_TP, "parallel": {"tp": 2}}),
+    ("4", {"model": OVER_TP, "parallel": {"cp": 2, "tp": 2}}),
+    ("2 3", {"model": FROZEN, "parallel": REPLICATED}),
+    ("2 3", {"optim": {"state_dtype": "bfloat16"}}),
+    ("2 3", {"optim": {"name": "muon"}}),
+    ("4", {"model": OF_64, "lora": {"rank": 3, "base_dtype": "nf4"}, "parallel": {"tp": 2}}),
+]
 WIDE = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 176, "vocab_size": 1000, "n_layers": 3}
 DEFERRED = {"sync_every_micro_batch": False}
 BFLOAT16 = {"param_dtype": "bfloat16", "prefetch_forward": 2, "prefetch_backward": 2}
@@ -98,17 +87,15 @@ def held(world: World, cfg: config.Config) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HELD)
-def test_plan_holds_what_the_largest_of_real_ranks_holds(name):
-    sizes, sections = HELD[name]
+@pytest.mark.parametrize("sizes, sections", HELD, ids=str)
+def test_plan_holds_what_the_largest_of_real_ranks_holds(sizes, sections):
     sections = dict(sections)
-    base = sections.pop("lora", None)
-    adapters = config.Lora(rank=3, base_dtype=base) if base else None
-    if lacks(**sections) or (adapters and not has_extra("lora")):
+    lora = sections.pop("lora", None)
+    if lacks(**sections) or (lora and not has_extra("lora")):
         pytest.skip("needs an extra that was removed")
     cfg = make_config(**sections, train={"global_batch_size": 12, "micro_batch_size": 1})
-    cfg = replace(cfg, lora=adapters)
-    for ranks in sizes:
+    cfg = replace(cfg, lora=config.Lora(**lora) if lora else None)
+    for ranks in map(int, sizes.split()):
         rows = run_on_ranks(ranks, held, cfg)
         row = plan(cfg, ranks)
         for kind in ("parameter", "gradient", "optimizer"):
@@ -121,16 +108,11 @@ class Live(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.sizes: dict[int, int] = {}
-        self.now = 0
         self.most = 0
 
     def note(self, storage: torch.UntypedStorage, size: int) -> None:
-        self.now += size - self.sizes.get(storage._cdata, 0)
         self.sizes[storage._cdata] = size
-        self.most = max(self.most, self.now)
-
-    def forget(self, key: int) -> None:
-        self.now -= self.sizes.pop(key)
+        self.most = max(self.most, sum(self.sizes.values()))
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if DTensor in types:
@@ -141,7 +123,7 @@ class Live(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self.sizes:
                     self.note(storage, storage.nbytes())
-                    weakref.finalize(storage, self.forget, storage._cdata)
+                    weakref.finalize(storage, self.sizes.pop, storage._cdata)
         return result
 
 
