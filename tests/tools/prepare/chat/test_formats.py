@@ -80,9 +80,12 @@ EXCHANGE = [user(A), assistant(B)]
 WITH_INPUT = [user(f"{A}\n{C}"), assistant(B)]
 TWO = [user(A), assistant(B), user(C), assistant(D)]
 NOW = [user(A), calls(name="now", arguments={})]
-NOW_AS_TEXT = '{"name": "now", "arguments": null}'
+NOW_AS_TEXT = sharegpt("human", A, "function_call", '{"name": "now", "arguments": null}')
 DEVELOPER = {"role": "developer", "content": D}
 ANSWERED = [tool(B, tool_call_id="call_1"), assistant(C)]
+GUIDED = [system(D), user(A), calls(**ZONE), *ANSWERED]
+NULL = [user(A), calls(**NULLS)]
+OLD = [user(A), calls(**NO_ZONE), tool(B, name="time"), assistant(C)]
 OLD_CALL = {"function_call": {"name": "time", "arguments": '{"zone": null}'}}
 OLD_RESULT = {"role": "function", "name": "time", "content": B}
 SLIMORCA = [
@@ -90,91 +93,53 @@ SLIMORCA = [
     {"from": "human", "value": A, "weight": 0.0},
     {"from": "gpt", "value": B, "weight": 1.0},
 ]
-GLAIVE = ("human", A, "function_call", json.dumps(CITY), "observation", B, "gpt", C)
-TOOL_ACE = ("user", A, "assistant", B, "tool", C, "assistant", A)
+CITY_AS_TEXT = ("human", A, "function_call", json.dumps(CITY), "observation", B, "gpt", C)
+GLAIVE = sharegpt(*CITY_AS_TEXT, tools=json.dumps(FUNCTIONS))
+ACE = sharegpt("user", A, "assistant", B, "tool", C, "assistant", A, system=D)
 IN_JSON = json.dumps([user(A, name=None), assistant(None, **calls(**NULLS))])
+ALL_IN_JSON = {"messages": IN_JSON, "tools": json.dumps(NULL_TOOLS)}
+DIVIDED = {"prompt": TWO[:3], "completion": TWO[3:]}
+HERMES = sharegpt("human", A, "gpt", B, "human", C, "gpt", D, system_prompt=None)
+WITH_HISTORY = {"instruction": C, "output": D, "system": A, "history": [[A, B]]}
+GUIDE = [DEVELOPER, user(A), calls(**ZONE_AS_TEXT) | {"content": None}, *ANSWERED]
+FUNCTION_CALL = [user(A), assistant(None, **OLD_CALL), OLD_RESULT, assistant(C)]
+IN_PARTS = messages(user([part(A), part(B)]), assistant([part(C)]))
+WEATHER = [user(A), calls(**CITY), tool(B)]
+TIME = [user(A), calls(**ZONE), tool(B)]
 LOSSES = "weight train loss loss_mask trainable training"
 
+
+def named(name: str) -> Row:
+    """Turns of which the last alone has a loss, in a key of this name."""
+    turns = [turn | {name: turn["content"] == D} for turn in TWO]
+    return Row(messages(*turns), TWO, None, (0, 1, 2))
+
+
 SETS = {
-    "tatsu-lab/alpaca, yahma/alpaca-cleaned": [
-        Row(alpaca(input="", output=B, text=f"{A}\n\n{B}"), EXCHANGE),
-        Row(alpaca(input=C, output=B), WITH_INPUT),
-    ],
-    "databricks/databricks-dolly-15k": [
-        Row(alpaca(context="", response=B), EXCHANGE),
-        Row(alpaca(context=C, response=B), WITH_INPUT),
-    ],
-    "LLaMA-Factory's alpaca": [
-        Row(alpaca(output=B, system="", history=[]), EXCHANGE),
-        Row({"instruction": C, "output": D, "system": A, "history": [[A, B]]}, [system(A), *TWO]),
-    ],
-    "teknium/OpenHermes-2.5": [
-        Row(sharegpt("human", A, "gpt", B, "human", C, "gpt", D, system_prompt=None), TWO)
-    ],
-    "Open-Orca/SlimOrca": [
-        Row({"conversations": SLIMORCA}, [system(C), *EXCHANGE], without_loss=(1,))
-    ],
-    "LLaMA-Factory's glaive_toolcall_en": [
-        Row(
-            sharegpt(*GLAIVE, tools=json.dumps(FUNCTIONS)),
-            [user(A), calls(**CITY), tool(B), assistant(C)],
-            ENVELOPED,
-        )
-    ],
-    "Team-ACE/ToolACE": [
-        Row(sharegpt(*TOOL_ACE, system=D), [system(D), *EXCHANGE, tool(C), assistant(A)])
-    ],
+    "tatsu-lab/alpaca": [Row(alpaca(input="", output=B, text=f"{A}\n\n{B}"), EXCHANGE)],
+    "yahma/alpaca-cleaned": [Row(alpaca(input=C, output=B), WITH_INPUT)],
+    "databricks/databricks-dolly-15k": [Row(alpaca(context=C, response=B), WITH_INPUT)],
+    "LLaMA-Factory's alpaca": [Row(alpaca(output=B, system="", history=[]), EXCHANGE)],
+    "LLaMA-Factory's history": [Row(WITH_HISTORY, [system(A), *TWO])],
+    "teknium/OpenHermes-2.5": [Row(HERMES, TWO)],
+    "Open-Orca/SlimOrca": [Row({"conversations": SLIMORCA}, [system(C), *EXCHANGE], None, (1,))],
+    "LLaMA-Factory's glaive_toolcall_en": [Row(GLAIVE, [*WEATHER, assistant(C)], ENVELOPED)],
+    "Team-ACE/ToolACE": [Row(ACE, [system(D), *EXCHANGE, tool(C), assistant(A)])],
     "lmsys/lmsys-chat-1m": [Row({"conversation": TWO, "turn": 2}, TWO)],
-    "names of the loss": [
-        Row(messages(*(turn | {name: turn["content"] == D} for turn in TWO)), TWO, None, (0, 1, 2))
-        for name in LOSSES.split()
-    ],
-    "OpenAI's guide: tools": [
-        Row(
-            messages(
-                *(DEVELOPER, user(A), calls(**ZONE_AS_TEXT) | {"content": None}, *ANSWERED),
-                tools=ENVELOPED,
-            ),
-            [system(D), user(A), calls(**ZONE), *ANSWERED],
-            ENVELOPED,
-        )
-    ],
-    "OpenAI's functions": [
-        Row(
-            messages(
-                user(A), assistant(None, **OLD_CALL), OLD_RESULT, assistant(C), functions=FUNCTIONS
-            ),
-            [user(A), calls(**NO_ZONE), tool(B, name="time"), assistant(C)],
-            ENVELOPED,
-        )
-    ],
-    "trl's tools": [  # Arrow adds the keys of the other row's arguments
-        Row(messages(user(A), calls(**CITY), tool(B)), [user(A), calls(**CITY), tool(B)]),
-        Row(messages(user(A), calls(**ZONE), tool(B)), [user(A), calls(**ZONE), tool(B)]),
-    ],
-    "parts of text": [
-        Row(messages(user([part(A), part(B)]), assistant([part(C)])), [user(A + B), assistant(C)])
-    ],
-    "JSON in columns": [  # nulls of JSON are somebody's, those of a column may be Arrow's
-        Row(
-            {"messages": IN_JSON, "tools": json.dumps(NULL_TOOLS)},
-            [user(A), calls(**NULLS)],
-            NULL_TOOLS,
-        )
-    ],
-    "ShareGPT's calls without arguments": [
-        Row(sharegpt("human", A, "function_call", '{"name": "now"}'), NOW),
-        Row(sharegpt("human", A, "function_call", NOW_AS_TEXT), NOW),
-    ],
-    "OpenAI's calls without arguments": [
-        Row(messages(user(A), calls(name="now")), NOW),
-        Row(messages(user(A), calls(name="now", arguments=" ")), NOW),
-        Row(messages(user(A), calls(name="now", arguments="null")), NOW),
-    ],
+    "names of the loss": [*map(named, LOSSES.split())],
+    "OpenAI's guide: tools": [Row(messages(*GUIDE, tools=ENVELOPED), GUIDED, ENVELOPED)],
+    "OpenAI's functions": [Row(messages(*FUNCTION_CALL, functions=FUNCTIONS), OLD, ENVELOPED)],
+    # Arrow adds the keys of the other row's arguments
+    "trl's tools": [Row(messages(*WEATHER), WEATHER), Row(messages(*TIME), TIME)],
+    "parts of text": [Row(IN_PARTS, [user(A + B), assistant(C)])],
+    # nulls of JSON are somebody's, those of a column may be Arrow's
+    "JSON in columns": [Row(ALL_IN_JSON, NULL, NULL_TOOLS)],
+    "ShareGPT's call without arguments": [Row(NOW_AS_TEXT, NOW)],
+    "OpenAI's call without arguments": [Row(messages(user(A), calls(name="now")), NOW)],
+    "its arguments are blank": [Row(messages(user(A), calls(name="now", arguments=" ")), NOW)],
+    "its arguments are null": [Row(messages(user(A), calls(name="now", arguments="null")), NOW)],
     "nampdn-ai/tiny-codes": [Row({"idx": 1, "prompt": A, "response": B}, EXCHANGE)],
-    "trl's conversational prompt": [
-        Row({"prompt": TWO[:3], "completion": TWO[3:]}, TWO, None, (0, 1, 2))
-    ],
+    "trl's conversational prompt": [Row(DIVIDED, TWO, None, (0, 1, 2))],
 }
 KINDS = ("jsonl", "json", "parquet", "saved")
 
