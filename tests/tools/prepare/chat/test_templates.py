@@ -172,6 +172,7 @@ def ended(by: str, *answers: str) -> list[str]:
 GREETED = ended("<|im_end|>", "Hello! How can I help?", ANSWERS[0])
 TWO_TURNS = THREE_TURNS[:4]
 NO_THOUGHT = ["<think></think>Jane Austen did.<|end|>", "<think></think>In 1815.<|end|></s>"]
+BY_ASSIST = [NO_THOUGHT[0], "<think></think>In 1815.<|end|><|assist|>"]
 IN_PROMPT = ["</think>Jane Austen did.<|end|>", "</think>In 1815.<|end|></s>"]
 LAST_THOUGHT = ["Jane Austen did.<|im_end|>", "<think>\n\n</think>\n\nIn 1815.<|im_end|>"]
 ROME = '<tool_call>{"name": "clock", "arguments": {"city": "Rome"}}</tool_call><|im_end|>'
@@ -183,6 +184,7 @@ MASKS = [
     (STRIPS, CONVERSATIONS["white space"], ["Jane Austen\n  did.<|im_end|>"]),
     (PROMPT_OPENS_BLOCK, THREE_TURNS, ended("<|end|>")),
     (OTHER_BLOCK, TWO_TURNS, NO_THOUGHT),
+    (OTHER_BLOCK.replace("</s>", "<|assist|>"), TWO_TURNS, BY_ASSIST),
     (OTHER_BLOCK.replace("<think>\n", "<|channel|>"), TWO_TURNS, NO_THOUGHT),
     (OTHER_BLOCK.replace("<think>\n", "<think>"), TWO_TURNS, IN_PROMPT),  # what the prompt has
     (CHATML.replace("{{ m.content }}", IN_LAST), TWO_TURNS, LAST_THOUGHT),
@@ -324,19 +326,32 @@ EOS_BLOCK = NEVER_PROMPTS.replace("{{ m.content }}<|end|>", SAID)
 EOS_BLOCK += "{% generation %}{{ eos_token }}{% endgeneration %}"
 
 
-@pytest.mark.parametrize("text, end", [(EOS_BLOCK, "<|end|></s>"), (CLOSING_EOS, "<|end|>\n</s>")])
-def test_what_ends_a_conversation_has_the_loss_of_its_last_turn(template, text, end):
-    made = template(text)
-    first, last = "Jane Austen did.<|end|>", "In 1815." + end
-    assert made.learned(TWO_TURNS, [True] * 4) == [first, last]
-    assert made.learned(TWO_TURNS, [True, False, True, True]) == [last]
-    assert made.learned(TWO_TURNS, [False, True, False, False]) == [first]
+LACKS = [user("a"), assistant("b", reasoning_content="c"), user("d"), assistant("e")]
+FIVE = [
+    user("Who?"),
+    assistant("Jane."),
+    assistant("Austen."),
+    user("When?"),
+    assistant("In 1815."),
+]
+PARTLY = [  # which messages have a loss
+    (EOS_BLOCK, TWO_TURNS, "1111", ["Jane Austen did.<|end|>", "In 1815.<|end|></s>"]),
+    (EOS_BLOCK, TWO_TURNS, "1011", ["In 1815.<|end|></s>"]),
+    (EOS_BLOCK, TWO_TURNS, "0100", ["Jane Austen did.<|end|>"]),
+    (CLOSING_EOS, TWO_TURNS, "1011", ["In 1815.<|end|>\n</s>"]),
+    (CLOSING_EOS, TWO_TURNS, "0100", ["Jane Austen did.<|end|>"]),
+    (CLOSING_EOS, LACKS, "0001", ["e<|end|>\n</s>"]),
+    (ADJACENT, FIVE, "01000", ["Jane.<|end|>"]),
+    (ADJACENT, FIVE, "00100", ["Austen.<|end|>"]),
+    (ADJACENT, FIVE, "00001", ["In 1815.<|end|>"]),
+]
 
 
-def test_a_turn_without_a_loss_may_lack_something(template):
-    messages = [user("a"), assistant("b", reasoning_content="c"), user("d"), assistant("e")]
-    has_loss = [False, False, False, True]
-    assert template(CLOSING_EOS).learned(messages, has_loss) == ["e<|end|>\n</s>"]
+@pytest.mark.parametrize("text, messages, has_loss, learned", PARTLY)
+def test_only_turns_with_a_loss_are_learned(template, text, messages, has_loss, learned):
+    """What ends a conversation has that of its last turn; a turn without a loss may lack reasoning; a block is not that
+    of the text behind it."""
+    assert template(text).learned(messages, [flag == "1" for flag in has_loss]) == learned
 
 
 def test_a_turn_without_a_loss_needs_a_sign_of_its_block(template):
@@ -345,14 +360,6 @@ def test_a_turn_without_a_loss_needs_a_sign_of_its_block(template):
     messages = checked([QUESTION, called, user("b"), assistant("c")])
     with refuses(r"message 2 \(assistant\): the chat template leaves out all"):
         made.ours.encode(messages, None, [True, False, True, True])
-
-
-def test_a_block_is_not_that_of_the_text_behind_it(template):
-    made = template(ADJACENT)
-    said = ["Who?", "Jane.", "Austen.", "When?", "In 1815."]
-    messages = [assistant(text) if text.endswith(".") else user(text) for text in said]
-    for i in (1, 2, 4):
-        assert made.learned(messages, [j == i for j in range(5)]) == [said[i] + "<|end|>"]
 
 
 @pytest.mark.parametrize("text", [QWEN3, CHATML, ADJACENT], ids=["qwen3", "chatml", "adjacent"])
