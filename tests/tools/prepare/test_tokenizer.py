@@ -5,7 +5,7 @@ import json
 import pathlib
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -280,7 +280,7 @@ def test_a_line_of_any_length_is_trained_on(tmp_path):
 # What evaluations divide by
 
 
-def write_texts(folder: pathlib.Path, texts: list[str]) -> pathlib.Path:
+def write_texts(folder: pathlib.Path, texts: Sequence[str]) -> pathlib.Path:
     rows = [json.dumps({"text": text}) + "\n" for text in texts]
     (folder / "a.jsonl").write_text("".join(rows))
     return folder / "a.jsonl"

@@ -105,19 +105,21 @@ def test_ids_of_a_sentencepiece_model_are_those_of_the_text_between_special_toke
 
 LEAVES_OUT = LOOP + "{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}{% endfor %}"
 ENDS_EARLY = LOOP + "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}"
-COUNTS = LOOP + "{{ m.content | length }}{% endfor %}"
-
+COUNTS = (LOOP + "{{ m.content | length }}{% endfor %}").encode()
 
 REFUSED = [  # a template, what it does wrong with a conversation
-    ("{{ raise_exception('no') }}", "row 1: the chat template fails: TemplateError: no"),
-    ("{{ messages[9].content.upper() }}", "row 1: the chat template fails: UndefinedError"),
-    ("{% include '/etc/passwd' %}", "the chat template fails: TypeError: no loader"),
-    ("{{ cycler.__init__.__globals__.os.system('touch ran') }}", "fails: SecurityError"),
-    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "fails: SecurityError"),
-    ("{{ messages.append(1) }}", "the chat template fails: SecurityError"),
-    (LEAVES_OUT, r"row 1: message 2 \(assistant\): .* leaves out text"),
-    (ENDS_EARLY, r"ends the assistant's turn before <\|im_end\|>"),
-    (COUNTS, "spells out a special token, and the chat template renders the message differently"),
+    (b"{{ raise_exception('no') }}", "row 1: the chat template fails: TemplateError: no"),
+    (b"{{ messages[9].content.upper() }}", "row 1: the chat template fails: UndefinedError"),
+    (b"{% include '/etc/passwd' %}", "row 1: the chat template fails: TypeError: no loader"),
+    (b"{{ cycler.__init__.__globals__.os.system('touch ran') }}", "row 1: .*: SecurityError"),
+    (b"{{ ''.__class__.__mro__[1].__subclasses__() }}", "row 1: .*: SecurityError"),
+    (b"{{ messages.append(1) }}", "row 1: the chat template fails: SecurityError"),
+    (LEAVES_OUT.encode(), r"row 1: message 2 \(assistant\): .* leaves out text"),
+    (ENDS_EARLY.encode(), r"row 1: .* ends the assistant's turn before <\|im_end\|>"),
+    (COUNTS, "row 1: spells out a special token, and the chat template renders the message diff"),
+    (b"{% for m in messages %}", "t.jinja: the chat template fails, line 1: TemplateSyntaxError"),
+    (b"\xff\xfe", "t.jinja: chat template cannot be read: is not UTF-8"),
+    (None, "t.jinja: chat template cannot be read: No such file"),
 ]
 
 
@@ -126,32 +128,16 @@ REFUSED = [  # a template, what it does wrong with a conversation
 def test_what_a_template_does_wrong_is_one_line(
     tokenizer, tmp_path, monkeypatch, template, problem
 ):
+    """What is none is refused before anything is made."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "t.jinja").write_text(template)
-    talks = [talk("<|im_end|>" if template == COUNTS else "a", "b", "c", "d")]
-    more = {"chat_template": "t.jinja", "validation": None}
-    with refuses("chat.jsonl: ", problem) as refused:
-        prepare_here(make_config(**sections_of(tokenizer, tmp_path, talks, data=more)))
-    assert "\n" not in str(refused.value) and not (tmp_path / "ran").exists()
-
-
-NO_TEMPLATES = [
-    (b"{% for m in messages %}", "the chat template fails, line 1: TemplateSyntaxError"),
-    (b"\xff\xfe", "chat template cannot be read: is not UTF-8"),
-    (None, "chat template cannot be read: No such file"),
-]
-
-
-@pytest.mark.parametrize("template, problem", NO_TEMPLATES)
-def test_a_template_that_is_none_is_refused_before_anything_is_made(
-    tokenizer, tmp_path, template, problem
-):
     if template is not None:
         (tmp_path / "t.jinja").write_bytes(template)
-    more = {"chat_template": str(tmp_path / "t.jinja")}
-    with refuses("t.jinja: ", problem):
-        prepare_here(make_config(**sections_of(tokenizer, tmp_path, [talk("a", "b")], data=more)))
-    assert not (tmp_path / "out").exists()
+    talks = [talk("<|im_end|>" if template == COUNTS else "a", "b", "c", "d")]
+    more = {"chat_template": "t.jinja", "validation": None}
+    with refuses(f"chat.jsonl: {problem}" if "row" in problem else problem) as refused:
+        prepare_here(make_config(**sections_of(tokenizer, tmp_path, talks, data=more)))
+    assert "\n" not in str(refused.value) and not (tmp_path / "ran").exists()
+    assert (tmp_path / "out").exists() == ("row" in problem)
 
 
 def test_a_tokenizer_that_cannot_serve_is_refused(tokenizer, tmp_path, monkeypatch):
