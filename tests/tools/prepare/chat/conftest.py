@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import config
-from tests.conftest import words
+from tests.conftest import REPO, words
 from tools.prepare.prepare import prepare
 
 CHATML = """{% for message in messages %}
@@ -34,26 +34,7 @@ LLAMA3 = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}
 """
-QWEN3 = """{%- for message in messages %}
-    {%- set content = message.content if message.content is string else '' %}
-    {%- if message.role in ('user', 'system') %}
-        {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
-    {%- elif message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\n' }}
-        {%- generation %}
-        {{- content }}
-        {%- for call in message.tool_calls or [] %}
-            {{- '\n<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>' }}
-        {%- endgeneration %}
-        {{- '\n' }}
-    {%- elif message.role == 'tool' %}
-        {{- '<|im_start|>user\n<tool_response>\n' + content + '\n</tool_response><|im_end|>\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
-"""
+QWEN3 = (REPO / "configs/qwen3.jinja").read_text()
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3}
 SPECIAL = ["<|begin_of_text|>", "<|im_start|>", "<|im_end|>"]
 SPECIAL += ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]

@@ -29,10 +29,8 @@ LOOP = "{% for m in messages %}"
 @pytest.mark.quick
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_ids_and_mask_are_those_of_transformers(tokenizer, theirs, name):
-    given = [*conversations(6), talk("  a \n\n", "\n b\n\n", "ö ✓", "c")]
-    if name == "qwen3":
-        given.append(TOOLS)
-    for messages in given:
+    blank = talk("  a \n\n", "\n b\n\n", "ö ✓", "c")
+    for messages in [*conversations(6), TOOLS if name == "qwen3" else blank]:
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         rendered = theirs.apply_chat_template(messages, chat_template=TEMPLATES[name], **options)
         for template in (f"{name}.jinja", f"{name}-bare.jinja"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import REPO, refuses
+from tests.tools.prepare.chat.conftest import QWEN3
 from tests.tools.prepare.test_tokenizer import byte_level
 from tools.prepare.chat.conversations import Chat
 from tools.prepare.chat.messages import checked
@@ -112,7 +113,6 @@ CALLS = (
     "{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}{{ tools or '' }}"
 )
-QWEN3 = (REPO / "configs/qwen3.jinja").read_text()
 # With tags, and with no text between two turns and between two blocks
 BLOCK = "{% generation %}{{ m.content }}<|end|>{% endgeneration %}"
 SAID = "{% if m.role == 'assistant' %}" + BLOCK + "{% else %}{{ m.content }}{% endif %}"
