@@ -68,8 +68,7 @@ class Hub(contextlib.AbstractContextManager):
 class Request(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+    def log_message(self, format: str, *args: object) -> None: ...
 
     def do_GET(self) -> None:
         hub: Hub = self.server.hub  # pyrefly: ignore[missing-attribute]
