@@ -13,19 +13,13 @@ from tests.distributed import run_on_ranks
 from tests.test_repo import BLOCK
 
 
-def data_set_of_the_page() -> Any:
+def test_data_set_of_a_fork_trains_the_same_on_two_ranks(tmp_path):
+    """Four steps on one rank; two on two ranks, resumed on one."""
     page = (REPO / "docs/fork.md").read_text()
     (code,) = [text for label, text in BLOCK.findall(page) if label == "python fork-data"]
     names: dict[str, Any] = {"Dataset": Dataset, "Sample": Sample, "config": config, "np": np}
     exec(code, names)
-    return names["Sums"]
-
-
-def test_data_set_of_a_fork_trains_the_same_on_two_ranks(tmp_path):
-    """Four steps on one rank; two on two ranks, resumed on one."""
-    sums = data_set_of_the_page()
-
-    def train(ranks: int, name: str, steps: int) -> None:
+    for ranks, name, steps in ((1, "one", 4), (2, "two", 2), (1, "two", 4)):
         cfg = make_config(
             train={"steps": steps},
             optim={"schedule_steps": 4},
@@ -33,14 +27,9 @@ def test_data_set_of_a_fork_trains_the_same_on_two_ranks(tmp_path):
             checkpoint={},
             eval={},
         )
-        with mock.patch("train.open_dataset", sums):
-            run_on_ranks(ranks, lambda world: train_run(cfg, world))
-
-    train(1, "one", 4)
-    train(2, "two", 2)
-    train(1, "two", 4)
-    expected = rows(tmp_path / "one")
-    for row, other in zip(rows(tmp_path / "two"), expected, strict=True):
+        with mock.patch("train.open_dataset", names["Sums"]):
+            run_on_ranks(ranks, lambda world, cfg=cfg: train_run(cfg, world))
+    for row, other in zip(rows(tmp_path / "two"), rows(tmp_path / "one"), strict=True):
         assert row["batch_digest"] == other["batch_digest"]
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert row["epochs"] is None

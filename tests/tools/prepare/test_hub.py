@@ -1,5 +1,4 @@
-"""Datasets of a Hugging Face hub, against tests/hub.py: the same text whatever fails, or one clear
-line."""
+"""Datasets of a Hugging Face hub, against tests/hub.py: the same text whatever fails, or one clear line."""
 
 import gzip
 import hashlib
@@ -10,7 +9,7 @@ import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,39 +25,31 @@ TEXTS = [words(i, 5 + i % 80) + "é猫" for i in range(900)]
 CARD = b"""---
 configs:
 - config_name: en
-  data_files:
-  - split: train
-    path: en/train-*
-  - split: validation
-    path: en/val*
+  data_files: [{split: train, path: en/train-*}, {split: validation, path: en/val*}]
 - config_name: tables
   data_files: tables/*
 ---
 """
-# Answers each line of stdin, {"data": options, "files": those that were listed before}
 CHILD = """
 import json, sys, time
 import config
-from tools.prepare.source import ByteRange, SourceFile, documents, list_files
+from tools.prepare.source import ByteRange, documents, list_files
 
 time.sleep = lambda seconds: None  # between the tries of the hub's library
-for line in sys.stdin:
-    request = json.loads(line)
-    answer = {}
+answers = []
+for revision, data in json.load(sys.stdin):
+    answers.append(answer := {"texts": []})
     try:
-        d = config.Data(**request["data"])
-        answer["files"], answer["commit"] = request["files"], None
-        if not answer["files"]:
-            answer["files"], answer["commit"] = list_files(d, request["revision"])
-        files = [SourceFile(*file) for file in answer["files"]]
-        answer["texts"] = []
-        for text in documents(d, map(ByteRange, files)):
+        d = config.Data(**data)
+        answer["files"], answer["commit"] = list_files(d, revision)
+        for text in documents(d, map(ByteRange, answer["files"])):
             answer["texts"].append(text)
+        answer["last"] = [*documents(d, [ByteRange(answer["files"][-1])])]  # as another process reads it
     except config.ConfigError as error:
         answer["refused"] = str(error)
     except OSError as error:
         answer["failed"] = f"{error.filename}: {error.strerror}"
-    print(json.dumps(answer), flush=True)
+print(json.dumps(answers))
 """
 
 
@@ -79,157 +70,125 @@ EN = {
     "en/val.jsonl": lines(["held out"]),
     "tables/a.xml": b"<a/>",
 }
+FIRST, SECOND = lines(TEXTS[:500]), lines(TEXTS[500:])
+FAULTS = {"lost": LOST, "busy": 503}  # of the second file, 1.jsonl
 # by repository; `datasets` takes the files of a repository for of one kind
 REPOSITORIES = {
-    "gz": {"0.json.gz": gzip.compress(lines(TEXTS[:500])), "1.json.gz": gzip.compress(lines(TEXTS[500:]))},
-    "zst": {"a.jsonl.zst": pyarrow.compress(lines(TEXTS), "zstd", asbytes=True)},
+    "gz": {"0.json.gz": gzip.compress(FIRST), "1.json.gz": gzip.compress(SECOND)},
+    "zst": {"a.jsonl.zst": pyarrow.compress(FIRST + SECOND, "zstd", asbytes=True)},
     "parquet": {"0.parquet": table(TEXTS[:600]), "1.parquet": table(TEXTS[600:])},
     "csv": {"a.csv": b"text\n" + "\n".join(TEXTS).encode()},
     "xml": {"a.xml": b"<a/>"},
-}  # fmt: skip
+    "wrong-type": {"a.jsonl": b'{"text": 3}'},
+    "wrong-json": {"a.jsonl": lines(["a"]) + b'{"text": "\xff"}'},
+    "cut": {"a.parquet": table(TEXTS)[:-9]},
+    **{name: {"0.jsonl": FIRST, "1.jsonl": SECOND} for name in FAULTS},
+}
+
+
+CONVERTED = "me/xml@refs/convert/parquet"
+REFUSED = [
+    ("me/missing", {}, "RepositoryNotFoundError"),
+    ("me/xml", {}, "has hf://datasets/me/xml@.*/a.xml; of a dataset, .*try --data.source="),
+    ("me/texts", {"subset": "tables"}, "try --data.source=me/texts@refs/convert/parquet"),
+    ("me/texts", {"subset": "fr"}, "BuilderConfig 'fr' not found"),
+    ("me/texts", {"subset": "en", "split": "dev"}, "split = dev: me/texts has train, validation"),
+    ("me/texts@v1", {"subset": "en"}, "RevisionNotFoundError"),
+    (CONVERTED, {}, "data.subset must select one of en, fr"),
+    (CONVERTED, {"subset": "en", "split": "dev"}, f"split = dev: {CONVERTED} has train"),
+    ("me/wrong-type", {}, "a.jsonl: row 1: field 'text' must be text"),
+    ("me/wrong-json", {}, "a.jsonl: row 2: is not valid JSON"),
+    ("me/cut", {}, "a.parquet: rows from 1: cannot be read: Arrow"),
+]
+READ = [
+    ("me/texts", {"subset": "en"}),
+    *((f"me/{kind}", {}) for kind in ("gz", "zst", "parquet", "csv")),
+]
+FAILED = [(f"me/{name}", {}) for name in FAULTS]
+SUBSETS = [(CONVERTED, {"subset": subset}) for subset in ("en", "fr")]
+MOVED = "me/moved"
+
+
+def fault(request: Any) -> int | None:
+    repository = re.match("/datasets/me/([a-z]+)/resolve/.*/1.jsonl", request.path)
+    return FAULTS.get(repository[1]) if repository else None
+
+
+def answers_of(hub: Hub, home: pathlib.Path, requests: list, **options: Any) -> list[dict]:
+    """{"texts", "files", "commit"} of each (revision, options of [data]): what was read before it failed, and why."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        cwd=REPO,
+        input=json.dumps(requests).encode(),
+        stdout=subprocess.PIPE,
+        env=os.environ | hub.environment(home, **options),
+        check=True,
+    )
+    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Hub]:
-    with Hub() as running:
-        running.commit("datasets/me/texts", EN, token="secret")
+def answer(tmp_path_factory) -> Callable[..., dict]:
+    """(a source, its options, a revision) -> what one process read, of all of them."""
+    home = tmp_path_factory.mktemp("home")
+    with Hub() as hub:
+        hub.commit("datasets/me/texts", EN, token="secret")
         for name, files in REPOSITORIES.items():
-            running.commit(f"datasets/me/{name}", files)
+            hub.commit(f"datasets/me/{name}", files)
         converted = {f"{name}/train/0000.parquet": table([name]) for name in ("en", "fr")}
-        running.commit("datasets/me/xml", converted, branch="refs/convert/parquet")
-        yield running
+        hub.commit("datasets/me/xml", converted, branch="refs/convert/parquet")
+        first = hub.commit(f"datasets/{MOVED}", {"a.jsonl": lines(["first"])})
+        hub.commit(f"datasets/{MOVED}", {"a.jsonl": lines(["second"])})
+        hub.fault = fault
+        given = [*READ, *FAILED, *SUBSETS, *(row[:2] for row in REFUSED), (MOVED, {})]
+        requests = [(None, {"source": source, **data}) for source, data in given]
+        requests.append((first, {"source": MOVED}))
+        *answers, pinned = answers_of(hub, home, requests, token="secret")
+        offline = answers_of(hub, home, [(None, {"source": "me/gz"})], offline=True)[0]
+    by_key = {repr(key): found for key, found in zip(given, answers, strict=True)}
+    by_key |= {"pinned": pinned, "first": first, "offline": offline}
+    return lambda *key: by_key[key[0] if len(key) == 1 else repr(key)]
 
 
-class Client:
-    """A process that reads datasets of the hub."""
-
-    def __init__(self, server: Hub, home: pathlib.Path, **options: Any):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD],
-            cwd=REPO,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | server.environment(home, **options),
-        )
-
-    def read(
-        self,
-        source: str = "me/texts",
-        files: list | None = None,
-        revision: str | None = None,
-        **data: str,
-    ) -> dict[str, Any]:
-        """{"texts", "files", "commit"}; what was read before it failed, and why."""
-        assert self.process.stdin and self.process.stdout
-        if source == "me/texts":
-            data = {"subset": "en", **data}
-        request = {
-            "data": {"source": source, **data},
-            "files": files,
-            "revision": revision,
-        }
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-    def close(self) -> None:
-        assert self.process.stdin
-        self.process.stdin.close()
-        self.process.wait(10)
-
-
-@pytest.fixture(scope="module")
-def client(server, tmp_path_factory) -> Iterator[Client]:
-    client = Client(server, tmp_path_factory.mktemp("client"), token="secret")
-    yield client
-    client.close()
-
-
-@pytest.mark.parametrize("source", ["me/texts", "me/gz", "me/zst", "me/parquet", "me/csv"])
-def test_a_dataset_is_streamed_by_the_hash_of_its_files_names(client, source):
-    answer = client.read(source)
-    assert sorted(answer["texts"]) == sorted(TEXTS)
-    root = f"hf://datasets/{source}@{answer['commit']}/"
-    names = [path.removeprefix(root) for path, _, _ in answer["files"]]
+@pytest.mark.parametrize("source, data", READ)
+def test_a_dataset_is_streamed_by_the_hash_of_its_files_names(answer, source, data):
+    found = answer(source, data)
+    assert sorted(found["texts"]) == sorted(TEXTS)
+    root = f"hf://datasets/{source}@{found['commit']}/"
+    names = [path.removeprefix(root) for path, _, _ in found["files"]]
     assert names == sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
     first = {"en/train-1.jsonl": 400, "1.json.gz": 500, "1.parquet": 600}.get(names[0], 0)
-    assert answer["texts"][0] == TEXTS[first]
-    # the last file alone, as another process reads it
-    last = client.read(source, answer["files"][-1:])
-    assert last["texts"] == answer["texts"][-len(last["texts"]) :] != []
+    assert found["texts"][0] == TEXTS[first]
+    assert found["last"] == found["texts"][-len(found["last"]) :] != []
 
 
-def test_a_moved_branch_changes_nothing(client, server):
-    begun = client.read(split="validation")
-    moved = server.commit("datasets/me/texts", {**EN, "en/val.jsonl": lines(["another"])})
-    assert client.read(files=begun["files"])["texts"] == ["held out"]
-    again = client.read(split="validation")
-    assert (again["texts"], again["commit"]) == (["another"], moved)
-    pinned = client.read(split="validation", revision=begun["commit"])
-    assert pinned["texts"] == ["held out"]
+def test_a_commit_is_read_though_its_branch_has_moved(answer):
+    assert answer(MOVED, {})["texts"] == ["second"]
+    assert answer("pinned")["texts"] == ["first"] and answer("pinned")["commit"] == answer("first")
 
 
-def test_a_lost_network_fails_to_be_retried(client, server):
-    """In the second file."""
-    whole = client.read()
-    path, _, _ = whole["files"][1]
-    name = path.rpartition("/")[2]
-    for fault in (LOST, 503):
-        server.fault = lambda request, fault=fault: fault if name in request.path else None
-        failed = client.read(files=whole["files"])
-        assert failed["failed"].startswith(f"{path}: rows from 1: cannot be read: ")
-        assert failed["texts"] == whole["texts"][: len(failed["texts"])] != []
-        server.fault = lambda request: None
-        assert client.read(files=whole["files"])["texts"] == whole["texts"]
+@pytest.mark.parametrize("source, data", FAILED)
+def test_a_lost_network_fails_to_be_retried(answer, source, data):
+    failed = answer(source, data)
+    path, _, _ = failed["files"][1]
+    assert failed["failed"].startswith(f"{path}: rows from 1: cannot be read: ")
+    assert failed["texts"] == TEXTS[:500]
 
 
-@pytest.mark.parametrize(
-    "source, data, problem",
-    [
-        ("me/missing", {}, "RepositoryNotFoundError"),
-        ("me/xml", {}, "has hf://datasets/me/xml@.*/a.xml; of a dataset, .*try --data.source="),
-        ("me/texts", {"subset": "tables"}, "try --data.source=me/texts@refs/convert/parquet"),
-        ("me/texts", {"subset": "fr"}, "BuilderConfig 'fr' not found"),
-        ("me/texts", {"split": "dev"}, "split = dev: me/texts has train, validation"),
-        ("me/texts@v1", {"subset": "en"}, "RevisionNotFoundError"),
-    ],
-)
-def test_what_cannot_be_read_is_refused_with_the_remedy(client, source, data, problem):
-    refused = client.read(source, **data)["refused"]
+@pytest.mark.parametrize("source, data, problem", REFUSED)
+def test_what_cannot_be_read_is_refused_with_the_remedy(answer, source, data, problem):
+    refused = answer(source, data)["refused"]
     assert re.search(problem, refused), refused
-    assert "[data] s" in refused and "\n" not in refused
+    assert "\n" not in refused and ("[data] s" in refused or "row" in problem)
 
 
-def test_other_files_are_read_as_the_hub_converted_them(client):
+@pytest.mark.parametrize("source, data", SUBSETS)
+def test_other_files_are_read_as_the_hub_converted_them(answer, source, data):
     """One subset of them, whose files lie in a folder of its name."""
-    for subset in ("en", "fr"):
-        assert client.read("me/xml@refs/convert/parquet", subset=subset)["texts"] == [subset]
-    for data, problem in (
-        ({}, "data.subset must select one of en, fr"),
-        ({"subset": "en", "split": "dev"}, "split = dev: me/xml@refs/convert/parquet has train"),
-    ):
-        assert problem in client.read("me/xml@refs/convert/parquet", **data)["refused"]
+    assert answer(source, data)["texts"] == [data["subset"]]
 
 
-def test_wrong_text_of_a_dataset_is_not_retried(client, server):
-    for content, problem in (
-        (b'{"text": 3}', "row 1: field 'text' must be text"),
-        (lines(["a"]) + b'{"text": "\xff"}', "row 2: is not valid JSON"),
-    ):
-        server.commit("datasets/me/wrong", {"a.jsonl": content})
-        assert f"a.jsonl: {problem}" in client.read("me/wrong")["refused"]
-    server.commit("datasets/me/wrong", {"a.parquet": table(TEXTS)[:-9]})
-    assert "a.parquet: rows from 1: cannot be read: Arrow" in client.read("me/wrong")["refused"]
-
-
-def test_a_private_dataset_and_a_machine_without_a_network(server, tmp_path):
-    for options, problem in (
-        ({}, "RepositoryNotFoundError: 401"),
-        ({"offline": True}, "OfflineModeIsEnabled"),
-    ):
-        stranger = Client(server, tmp_path, **options)
-        refused = stranger.read()["refused"]
-        stranger.close()
-        assert problem in refused and "log in with `hf auth login`" in refused
-        assert "hf download --repo-type dataset me/texts --local-dir FOLDER" in refused
+def test_a_machine_without_a_network_is_told_where_to_download(answer):
+    refused = answer("offline")["refused"]
+    assert "OfflineModeIsEnabled" in refused and "log in with `hf auth login`" in refused
+    assert "hf download --repo-type dataset me/gz --local-dir FOLDER" in refused

@@ -8,27 +8,25 @@ import pathlib
 import shutil
 import signal
 import sys
-import types
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
 import config
-import system
 from data.folder import manifest_of
-from data.tokens import TokenStream, stream_of
+from data.tokens import stream_of
 from tests.conftest import make_config, refuses, words
 from tools.prepare import parts
 from tools.prepare.parts import TokenWriter, hold_out_end, parts_of
-from tools.prepare.prepare import Preparation, main, prepare
+from tools.prepare.prepare import main, prepare
 from tools.prepare.row_format import Texts
 from tools.prepare.source import ByteRange, SourceFile, documents, list_files
 
 TEXTS = [words(i, 60 + 37 * i % 50) for i in range(200)]
 WRONG = '{"text": 5}\n'
-Text = tuple[config.Data, int]
 
 
 @pytest.fixture(autouse=True)
@@ -53,15 +51,19 @@ def source(tmp_path) -> pathlib.Path:
 
 
 @pytest.fixture
-def configure(source, prepared, tmp_path) -> Callable[..., Text]:
-    """Of `source`, with the tokenizer of `prepared`, into tmp_path/out."""
+def data_of(source, prepared, tmp_path) -> Callable[..., config.Data]:
+    """Of `source`, with the tokenizer of `prepared`, into a folder of tmp_path."""
 
-    def configured(**options: Any) -> Text:
-        given = {"source": str(source), "path": str(tmp_path / "out"), "tokenizer": str(prepared)}
-        cfg = make_config(model={"vocab_size": 320}, data=given | options)
-        return cfg.data, 320
+    def configured(name: str = "out", **options: Any) -> config.Data:
+        given = {"source": str(source), "path": str(tmp_path / name), "tokenizer": str(prepared)}
+        return make_config(data=given | options).data
 
     return configured
+
+
+def prepare_data(data: config.Data, cores: int = 1, **task: Any) -> pathlib.Path:
+    (folder,) = prepare(data, 320, cores, **task)
+    return folder
 
 
 def streams(folder: pathlib.Path) -> dict[str, list[list[int]]]:
@@ -80,18 +82,18 @@ def contents(folder: pathlib.Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def by_hand(prepared) -> Callable[..., dict[str, list[list[int]]]]:
-    """What a plain loop makes of texts, of which so many are the first part's."""
+    """What a plain loop makes of TEXTS, of which 45 are the first part's."""
     import sentencepiece
 
     model = sentencepiece.SentencePieceProcessor(model_file=str(prepared / "tokenizer.model"))
 
-    def plain(texts: list[str], first_part: int, max_tokens: float = float("inf")) -> dict:
+    def plain(max_tokens: float = float("inf")) -> dict:
         found: dict[str, list[list[int]]] = {"train": [], "heldout": []}
-        for number, text in enumerate(texts):
+        for number, text in enumerate(TEXTS):
             if sum(map(len, found["train"])) >= max_tokens:
                 break
             digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-            is_held_out = int.from_bytes(digest, "big") % 25 == 0 and number < first_part
+            is_held_out = int.from_bytes(digest, "big") % 25 == 0 and number < 45
             ids = [model.bos_id(), *model.encode(text), model.eos_id()]
             found["heldout" if is_held_out else "train"].append(ids)
         return found
@@ -99,85 +101,57 @@ def by_hand(prepared) -> Callable[..., dict[str, list[list[int]]]]:
     return plain
 
 
-def test_progress_is_in_tokens_parts_and_text_a_second(configure, monkeypatch, capfd):
-    monkeypatch.setattr("tools.prepare.prepare.LOG_SECONDS", 0.001)
-    data, vocab_size = configure()
-    (folder,) = prepare(data, vocab_size)
-    preparation = Preparation(folder, data)
-    *done, last = [part for part in preparation.parts if part.split == "train"]
-    for suffix in (".json", ".bin"):
-        last.path(suffix).unlink()
-    waits = iter([False, True])
-    is_over: Any = types.SimpleNamespace(wait=lambda seconds: next(waits))
-    preparation.print_progress(is_over)
-    tokens = sum(length for _, _, length, *_ in manifest_of(folder)["token_files"]["train"][:-1])
-    speed = sum(part.size for part in done) / 0.001 / 1e6
-    expected = f"{tokens:,} tokens, {len(done)} of {len(done) + 1} parts, {speed:.1f} MB/s"
-    assert expected in capfd.readouterr().err
-
-
 # Bytes are a function of the text
 
 
 @pytest.mark.quick
-def test_documents_are_those_of_a_plain_loop(configure, by_hand):
-    (folder,) = prepare(*configure())
-    assert streams(folder) == by_hand(TEXTS, 45)
+def test_documents_are_those_of_a_plain_loop(data_of, by_hand):
+    folder = prepare_data(data_of())
+    assert streams(folder) == by_hand()
     manifest = manifest_of(folder)
     assert manifest["rows"] == 200 and manifest["complete"] and len(manifest["files"]) == 3
     assert len(manifest["token_files"]["train"]) == 5
 
 
-@pytest.mark.parametrize("cores", [2, 3])
-def test_bytes_do_not_depend_on_the_number_of_processes(cores, configure, tmp_path):
-    (alone,) = prepare(*configure(path=str(tmp_path / "alone")), cores=1)
-    (together,) = prepare(*configure(), cores=cores)
-    assert contents(alone) == contents(together)
+def test_bytes_do_not_depend_on_the_number_of_processes(data_of):
+    assert contents(prepare_data(data_of("alone"))) == contents(prepare_data(data_of(), 3))
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
-def test_tasks_prepare_the_parts_in_any_order(order, configure, tmp_path):
-    (alone,) = prepare(*configure(path=str(tmp_path / "alone")), cores=1)
-    folder = tmp_path
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_tasks_prepare_the_parts_in_any_order(order, data_of, tmp_path):
     for number in order:
-        (folder,) = prepare(*configure(), cores=1, task=(number, 3))
+        folder = prepare_data(data_of(), task=(number, 3))
         assert not manifest_of(folder)["complete"]
-    assert len([*folder.glob("*.json")]) == 1 + 5
-    prepare(*configure(), cores=1)
-    assert contents(alone) == contents(folder)
+    assert len([*(tmp_path / "out").glob("*.json")]) == 1 + 5
+    assert contents(prepare_data(data_of())) == contents(prepare_data(data_of("alone")))
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("limit", [3700, 5000, 9000])
 @pytest.mark.parametrize("characters", [1, 1 << 18])
-def test_max_tokens_end_the_text_at_a_document(limit, characters, configure, by_hand, monkeypatch):
+def test_max_tokens_end_the_text_at_a_document(limit, characters, data_of, by_hand, monkeypatch):
     monkeypatch.setattr(parts, "CHUNK_CHARACTERS", characters)
-    (folder,) = prepare(*configure(max_tokens=limit), cores=1)
-    assert streams(folder) == by_hand(TEXTS, 45, limit)
+    folder = prepare_data(data_of(max_tokens=limit))
+    assert streams(folder) == by_hand(limit)
     needed = len(manifest_of(folder)["token_files"]["train"])
     assert len([*folder.glob("train-*.json")]) == needed
 
 
-def test_a_task_prepares_no_part_behind_max_tokens(configure):
-    (folder,) = prepare(*configure(max_tokens=5000), cores=1, task=(0, 2))
-    assert [path.stem for path in sorted(folder.glob("train-*.json"))] == [
-        "train-00000",
-        "train-00002",
-    ]
+def test_a_task_prepares_no_part_behind_max_tokens(data_of):
+    folder = prepare_data(data_of(max_tokens=5000), task=(0, 2))
+    assert sorted(path.stem[-5:] for path in folder.glob("train-*.json")) == ["00000", "00002"]
 
 
-def test_two_at_once_write_equal_bytes(configure, tmp_path):
-    (alone,) = prepare(*configure(path=str(tmp_path / "alone")), cores=1)
+def test_two_at_once_write_equal_bytes(data_of):
     pids = []
     for _ in range(2):
         pids.append(os.fork())
         if not pids[-1]:
-            prepare(*configure(), cores=1, task=(0, 1))
+            prepare_data(data_of(), task=(0, 1))
             os._exit(0)
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
-    (folder,) = prepare(*configure(), cores=1)
-    assert contents(alone) == contents(folder)
+    assert contents(prepare_data(data_of())) == contents(prepare_data(data_of("alone")))
 
 
 # Which parts there are
@@ -185,21 +159,14 @@ def test_two_at_once_write_equal_bytes(configure, tmp_path):
 
 @pytest.mark.quick
 def test_parts_follow_from_the_sizes_alone(tmp_path):
-    sizes = {
-        "a.txt": 30,
-        "b.jsonl": 60,
-        "c.json.gz": 500,
-        "d.jsonl": 450,
-        "e.txt": 0,
-        "f.parquet": 201,
-    }
+    sizes = {"a.txt": 30, "b.jsonl": 60, "c.gz": 500, "d.jsonl": 450, "e.txt": 0, "f.parquet": 201}
     source = [SourceFile(name, size) for name, size in sizes.items()]
     found = []
     for part in parts_of(tmp_path, "train", source, 100):
         found.append([(file.path, begin, end) for file, begin, end in part.ranges])
     assert found == [
-        [("a.txt", 0, None), ("b.jsonl", 0, None), ("c.json.gz", 0, None)],
-        *[[("d.jsonl", begin, begin + 112)] for begin in (0,)],
+        [("a.txt", 0, None), ("b.jsonl", 0, None), ("c.gz", 0, None)],
+        [("d.jsonl", 0, 112)],
         [("d.jsonl", 112, 225)],
         [("d.jsonl", 225, 337)],
         [("d.jsonl", 337, None)],
@@ -209,15 +176,13 @@ def test_parts_follow_from_the_sizes_alone(tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n"])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+@pytest.mark.parametrize("name, end", [("a.jsonl", "\n"), ("b.jsonl", "\n\n"), ("a.parquet", "")])
 def test_each_row_of_a_divided_file_is_in_one_range(name, end, tmp_path):
     texts = [words(i, i % 7) + str(i) for i in range(40)]
     path = tmp_path / name
-    path.write_text("".join(json.dumps({"text": text}) + end for text in texts).removesuffix("\n"))
+    path.write_text(end.join(json.dumps({"text": text}) for text in texts))
     if name == "a.parquet":
-        arrow = pytest.importorskip("pyarrow")
-        table = arrow.table({"text": texts})
+        table = pytest.importorskip("pyarrow").table({"text": texts})
         pytest.importorskip("pyarrow.parquet").write_table(table, path, row_group_size=3)
     data = make_config(data={"source": str(path)}).data
     ((file,), _) = list_files(data)
@@ -230,116 +195,103 @@ def test_each_row_of_a_divided_file_is_in_one_range(name, end, tmp_path):
 # What is held out
 
 
+HELD_OUT = [  # whole_documents, sizes of the documents, the first token that is held out
+    (False, [60] * 200, 12_000 - 120),
+    (False, [50, 100, 350], 495),
+    (True, [70] * 200, 14_000 - 140),
+    (True, [90] * 200, 18_000 - 180),
+    (True, [8000, 400], 8000),
+    (True, [9000], 0),
+    (False, [1], 0),
+]
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "whole_documents, sizes, first",
-    [
-        (False, [60] * 200, 12_000 - 120),
-        (False, [50, 100, 350], 495),
-        (True, [60] * 200, 12_000 - 120),
-        (True, [70] * 200, 14_000 - 140),
-        (True, [90] * 200, 18_000 - 180),
-        (True, [8000, 400], 8000),
-        (True, [9000], 0),
-        (False, [1], 0),
-    ],
-)
+@pytest.mark.parametrize("whole_documents, sizes, first", HELD_OUT)
 def test_without_a_document_by_hash_the_end_of_the_first_part_is_held_out(
     whole_documents, sizes, first, tmp_path
 ):
     train, heldout = (TokenWriter(tmp_path / f"{split}.bin", "uint16") for split in "ab")
     ids = np.arange(sum(sizes), dtype=np.uint16)
-    for end, size in zip(itertools.accumulate(sizes), sizes):
+    ends = [*itertools.accumulate(sizes)]
+    for end, size in zip(ends, sizes):
         train.append(ids[end - size : end].tobytes(), 10 * size)
     hold_out_end(train, heldout, whole_documents)
     train.publish(counts_bytes=False)
     heldout.publish(counts_bytes=True)
     assert np.fromfile(tmp_path / "a.bin", np.uint16).tolist() == ids[:first].tolist()
     assert np.fromfile(tmp_path / "b.bin", np.uint16).tolist() == ids[first:].tolist()
-    ends = [*itertools.accumulate(sizes)]
-    in_train = sorted({*(end for end in ends if end <= first), first} - {0})
-    assert train.ends.tolist() == in_train
+    assert train.ends.tolist() == sorted({*(end for end in ends if end <= first), first} - {0})
     assert heldout.ends.tolist() == [end - first for end in ends if end > first]
     assert np.fromfile(tmp_path / "b.sizes.bin", "<i8").sum() == 10 * (sum(sizes) - first)
 
 
-def test_with_validation_text_of_ones_own_nothing_else_is_held_out(configure, tmp_path):
+def test_with_validation_text_of_ones_own_nothing_else_is_held_out(data_of, tmp_path):
     own = tmp_path / "own.jsonl"
     own.write_text(as_rows(TEXTS[50:130]))
-    (folder,) = prepare(*configure(validation=str(own)), cores=1)
-    found = streams(folder)
-    assert (len(found["train"]), len(found["heldout"])) == (200, 80)
+    folder = prepare_data(data_of(validation=str(own)))
+    assert [*map(len, streams(folder).values())] == [200, 80]
     assert len(manifest_of(folder)["token_files"]["heldout"]) == 2
     own.write_text(as_rows(TEXTS[50:131]))
     with refuses("own.jsonl was changed"):
-        prepare(*configure(validation=str(own)))
-
-
-@pytest.mark.parametrize("text", ["", "wrong"])
-def test_validation_text_without_a_token_is_refused(text, configure, tmp_path):
-    (tmp_path / "own.jsonl").write_text(WRONG if text else as_rows([""]))
-    expected = (
-        "own.jsonl: row 1: .*must be text" if text else "own.jsonl: holds nothing to evaluate on"
-    )
-    with refuses(expected):
-        prepare(*configure(validation=str(tmp_path / "own.jsonl")))
+        prepare_data(data_of(validation=str(own)))
 
 
 # Wrong rows, changed files
 
 
+NO_TOKENS = [(WRONG, "own.jsonl: row 1: .*must"), ('{"text": ""}', "holds nothing to evaluate on")]
+
+
+@pytest.mark.parametrize("text, problem", NO_TOKENS)
+def test_validation_text_without_a_token_is_refused(text, problem, data_of, tmp_path):
+    (tmp_path / "own.jsonl").write_text(text)
+    with refuses(problem):
+        prepare_data(data_of(validation=str(tmp_path / "own.jsonl")))
+
+
 @pytest.mark.parametrize("cores", [1, 2])
-def test_wrong_rows_are_all_named_and_a_mended_file_alone_is_prepared_again(
-    cores, configure, source, tmp_path
-):
-    (straight,) = prepare(*configure(path=str(tmp_path / "straight")), cores=1)
-    for name in ("b", "c"):
-        lines = (source / f"{name}.jsonl").read_text().splitlines(True)
-        lines[10] = WRONG
-        (source / f"{name}.jsonl").write_text("".join(lines))
+def test_wrong_rows_are_all_named_and_a_mended_file_alone_is_prepared_again(cores, data_of, source):
+    files = [source / "b.jsonl", source / "c.jsonl"]
+    right = [file.read_text() for file in files]
+    for file, text in zip(files, right):
+        lines = text.splitlines(True)
+        file.write_text("".join([*lines[:10], WRONG, *lines[11:]]))
     with refuses(r"b\.jsonl: row 11: .*must be text", r"c\.jsonl: row 11: "):
-        prepare(*configure(), cores=cores)
-    folder = tmp_path / "out"
-    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("train-*.json")}
+        prepare_data(data_of(), cores)
+    folder = source.parent / "out"
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("train-*.json")}
     assert len(before) == 3
-    (source / "b.jsonl").write_text(as_rows(TEXTS[:45]))
-    (source / "c.jsonl").write_text(as_rows(TEXTS[45:60]))
-    prepare(*configure(), cores=cores)
-    assert streams(folder) == streams(straight)
-    for name, time in before.items():
-        assert (folder / name).stat().st_mtime_ns == time
+    for file, text in zip(files, right):
+        file.write_text(text)
+    assert streams(prepare_data(data_of(), cores)) == streams(prepare_data(data_of("straight")))
+    assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
 @pytest.mark.parametrize("cores", [1, 3])
-def test_a_part_behind_max_tokens_may_be_wrong(cores, configure, source, by_hand):
+def test_a_part_behind_max_tokens_may_be_wrong(cores, data_of, source, by_hand):
     path = source / "h.jsonl"
     lines = path.read_text().splitlines(True)
     path.write_text("".join([*lines[:50], WRONG, *lines[50:]]))
-    (folder,) = prepare(*configure(max_tokens=5000), cores=cores)
-    assert streams(folder) == by_hand(TEXTS, 45, 5000)
+    assert streams(prepare_data(data_of(max_tokens=5000), cores)) == by_hand(5000)
 
 
-@pytest.mark.parametrize("wrong", [2, 3])
-def test_at_most_one_row_in_a_hundred_is_left_out(wrong, configure, source, by_hand, capfd):
-    for name in "bch"[:wrong]:
-        with (source / f"{name}.jsonl").open("a") as file:
-            file.write(WRONG)
-    if wrong == 3:
-        with refuses("3 of 203 rows are wrong"):
-            prepare(*configure(bad_rows="skip"))
-        return
-    (folder,) = prepare(*configure(bad_rows="skip"), cores=1)
-    assert streams(folder) == by_hand(TEXTS, 45)
+def test_at_most_one_row_in_a_hundred_is_left_out(data_of, source, by_hand, capfd):
+    for name in "bc":
+        path = source / f"{name}.jsonl"
+        path.write_text(path.read_text() + WRONG)
+    folder = prepare_data(data_of(bad_rows="skip"))
+    assert streams(folder) == by_hand()
     assert "b.jsonl: row 46: field 'text' must be text, not int; left out" in capfd.readouterr().err
     assert (manifest_of(folder)["rows"], manifest_of(folder)["wrong"]) == (202, 2)
+    path.write_text(path.read_text() + WRONG)
+    with refuses("3 of 203 rows are wrong"):
+        prepare_data(data_of("other", bad_rows="skip"))
 
 
-def test_a_byte_that_was_changed_is_found_by_its_hash(configure, tmp_path, capfd):
-    data, _ = configure()
+def test_a_byte_that_was_changed_is_found_by_its_hash(data_of, tmp_path, capfd):
     path = tmp_path / "c.toml"
-    path.write_text(
-        config.to_toml(make_config(data=config.to_dict(data), model={"vocab_size": 320}))
-    )
+    path.write_text(config.to_toml(make_config(data=config.to_dict(data_of()))))
     assert main([str(path)]) == main([str(path)]) == 0
     assert "out is prepared: comparing its hashes" in capfd.readouterr().err
     with (tmp_path / "out/train-00002.bin").open("r+b") as file:
@@ -351,105 +303,66 @@ def test_a_byte_that_was_changed_is_found_by_its_hash(configure, tmp_path, capfd
 # Killed
 
 
-class Killed(BaseException):
-    """Nothing catches it, as nothing catches SIGKILL."""
+def killed_at(operation: int, folder: str, work: Callable[[], Any]) -> bool:
+    """Whether a process that works was killed before so many changes of files below a folder."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    left = operation
 
+    def audit(name: str, arguments: tuple) -> None:
+        nonlocal left
+        changes = name in ("os.rename", "os.mkdir", "os.remove", "os.rmdir")
+        if name == "open":
+            changes = bool((arguments[2] or 0) & os.O_ACCMODE)
+        if changes and str(arguments[0]).startswith(folder):
+            left -= 1
+            if not left:
+                os._exit(9)  # buffers are lost, and nothing is cleaned up
 
-class Operations:
-    """Counts changes of files below a folder, and syncs; kills before one."""
-
-    def __init__(self) -> None:
-        self.folder = "none"
-        self.left = 0  # operations up to the one that is killed
-        sys.addaudithook(self.audit)  # which cannot be taken away
-
-    def audit(self, name: str, arguments: tuple) -> None:
-        if name not in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"):
-            return
-        changes = name != "open" or (arguments[2] or 0) & os.O_ACCMODE
-        if changes and str(arguments[0]).startswith(self.folder):
-            self.count()
-
-    def count(self) -> None:
-        self.left -= 1
-        if self.left == 0 and self.folder != "none":
-            self.folder = "none"
-            raise Killed
-
-
-@pytest.fixture(scope="module")
-def operations() -> Operations:
-    return Operations()
+    sys.addaudithook(audit)
+    work()
+    os._exit(0)
 
 
 def test_killed_between_any_two_file_operations_it_resumes_to_equal_bytes(
-    operations, configure, tmp_path, monkeypatch
+    data_of, tmp_path, monkeypatch
 ):
-    # which resumes is another process than was killed
-    monkeypatch.setattr(system, "process_name", lambda: f"host-{operations.folder == 'none'}")
-    monkeypatch.setattr(os, "fsync", lambda handle: operations.count())
     monkeypatch.setattr(Texts, "part_bytes", 20_000)
-    (straight,) = prepare(*configure(path=str(tmp_path / "straight")), cores=1)
-    text = configure(path=str(tmp_path / "killed/out"))
+    straight = contents(prepare_data(data_of("straight")))
+    killed = data_of("killed/out")
     for operation in itertools.count(1):
-        operations.folder = str(tmp_path / "killed")
-        operations.left = operation
-        try:
-            (folder,) = prepare(*text, cores=1)
+        if not killed_at(operation, str(tmp_path / "killed"), lambda: prepare_data(killed)):
             break
-        except Killed:
-            (folder,) = prepare(*text, cores=1)
-            assert contents(folder) == contents(straight)
-            shutil.rmtree(tmp_path / "killed")
-    operations.folder = "none"
-    assert operation > 50
+        assert contents(prepare_data(killed)) == straight
+        shutil.rmtree(tmp_path / "killed")
+    assert operation > 30
 
 
-def test_a_killed_process_of_the_pool_ends_preparing(configure, monkeypatch):
-    def killing(pool: Any) -> Any:
+def test_a_killed_process_of_the_pool_ends_preparing(data_of, monkeypatch):
+    def pool_of_a_killed(*arguments: Any) -> ProcessPoolExecutor:
+        pool = ProcessPoolExecutor(*arguments)
         pool.submit(signal.raise_signal, signal.SIGKILL)
         return pool
 
-    monkeypatch.setattr(
-        "tools.prepare.prepare.ProcessPoolExecutor",
-        lambda *a: killing(processes_pool(*a)),
-    )
+    monkeypatch.setattr("tools.prepare.prepare.ProcessPoolExecutor", pool_of_a_killed)
     with pytest.raises(OSError, match="a process that tokenizes was killed"):
-        prepare(*configure(), cores=2)
-
-
-def processes_pool(*arguments: Any) -> Any:
-    from concurrent.futures import ProcessPoolExecutor
-
-    return ProcessPoolExecutor(*arguments)
+        prepare_data(data_of(), 2)
 
 
 # Reading
 
 
 @pytest.mark.quick
-def test_a_window_may_lie_in_several_parts(configure):
-    (folder,) = prepare(*configure(), cores=1)
+def test_a_window_may_lie_in_several_parts(data_of):
+    folder = prepare_data(data_of())
     stream = stream_of(folder, manifest_of(folder), "train", 320)
     texts = streams(folder)["train"]
     ids = [*itertools.chain(*texts)]
     begins = [0, *itertools.accumulate(map(len, texts))]
     draw = np.random.default_rng(0)
-    for start, size in zip(draw.integers(0, len(ids) - 4000, 200), draw.integers(1, 4000, 200)):
+    for start, size in draw.integers(1, 4000, (200, 2)) + [[4000, 0]]:
         stop = int(start + size)
         assert stream.read(int(start), stop).tolist() == ids[start:stop]
         inside = [begin for begin in begins if start < begin < stop]
         assert stream.documents(int(start), stop) == [*zip([start, *inside], [*inside, stop])]
-
-
-def test_parts_that_are_missing_or_cut_are_named(configure):
-    (folder,) = prepare(*configure(), cores=1)
-    path = folder / "train-00002.bin"
-    os.truncate(path, path.stat().st_size - 2)
-    (folder / "train-00003.bin").unlink()
-    stream: TokenStream = stream_of(folder, manifest_of(folder), "train", 320)
-    end = stream.file_ends[2]
-    with refuses("train-00002.bin: ends before token"):
-        stream.read(end - 5, end)
-    with refuses("train-00003.bin: is missing"):
-        stream.read(end, end + 1)

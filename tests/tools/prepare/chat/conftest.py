@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import config
-from tests.conftest import words
+from tests.conftest import REPO, words
 from tools.prepare.prepare import prepare
 
 CHATML = """{% for message in messages %}
@@ -18,62 +18,26 @@ CHATML = """{% for message in messages %}
 {% generation %}
 {{- message.content + '<|im_end|>' -}}
 {% endgeneration %}
-{{ '\n' -}}
 {% else %}
-{{- message.content + '<|im_end|>\n' -}}
+{{- message.content + '<|im_end|>' -}}
 {% endif %}
+{{ '\n' -}}
 {% endfor %}
-{% if add_generation_prompt %}
-{{- '<|im_start|>assistant\n' -}}
-{% endif %}
+{{- '<|im_start|>assistant\n' if add_generation_prompt -}}
 """
 LLAMA3 = """{{- bos_token }}
 {%- for message in messages %}
     {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}
     {%- if message['role'] == 'assistant' %}
         {%- generation %}{{- message['content'] | trim + '<|eot_id|>' }}{%- endgeneration %}
-    {%- else %}
-        {{- message['content'] | trim + '<|eot_id|>' }}
-    {%- endif %}
+    {%- else %}{{- message['content'] | trim + '<|eot_id|>' }}{%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
-{%- endif %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}
 """
-QWEN3 = """{%- if messages[0].role == 'system' %}
-    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- set content = message.content if message.content is string else '' %}
-    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
-    {%- elif message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\n' }}
-        {%- generation %}
-        {{- content }}
-        {%- for call in message.tool_calls or [] %}
-            {{- '\n<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>' }}
-        {%- endgeneration %}
-        {{- '\n' }}
-    {%- elif message.role == 'tool' %}
-        {{- '<|im_start|>user\n<tool_response>\n' + content + '\n</tool_response><|im_end|>\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-{%- endif %}
-"""
+QWEN3 = (REPO / "configs/qwen3.jinja").read_text()
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3}
-SPECIAL = [
-    "<|begin_of_text|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-]
+SPECIAL = ["<|begin_of_text|>", "<|im_start|>", "<|im_end|>"]
+SPECIAL += ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 
 
 def without_blocks(template: str) -> str:
@@ -85,12 +49,10 @@ def without_blocks(template: str) -> str:
 
 def talk(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
     """The user's and the assistant's texts in turn."""
-    turns = []
-    if system is not None:
-        turns.append({"role": "system", "content": system})
-    for i, text in enumerate(texts):
-        turns.append({"role": ("user", "assistant")[i % 2], "content": text})
-    return turns
+    turns = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
+    ]
+    return turns if system is None else [{"role": "system", "content": system}, *turns]
 
 
 def conversations(count: int) -> list[list[dict[str, Any]]]:
@@ -123,12 +85,8 @@ def tokenizer(tmp_path_factory) -> pathlib.Path:
     made.train_from_iterator([words(i, 50) for i in range(20)], trainer)
     made.add_tokens(["<tool_call>", "</tool_call>"])  # not special, as Qwen's
     made.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": SPECIAL[0],
-        "eos_token": "<|im_end|>",
-        "chat_template": CHATML,
-    }
+    settings = {"bos_token": SPECIAL[0], "eos_token": "<|im_end|>", "chat_template": CHATML}
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     for name, template in TEMPLATES.items():
         (folder / f"{name}.jinja").write_text(template)
@@ -147,23 +105,14 @@ def prepare_here(cfg: config.Config) -> pathlib.Path:
     return prepare(cfg.data, cfg.model.vocab_size, cores=1)[0]
 
 
-def sections_of(
-    tokenizer: pathlib.Path, folder: pathlib.Path, rows: list, **more: Any
-) -> dict[str, Any]:
-    """The sections of a run on these rows. One more conversation is the validation text, so that
-    none of them is held out."""
+def sections_of(tokenizer: pathlib.Path, folder: pathlib.Path, rows: list, **more: Any) -> dict:
+    """The sections of a run on these rows. One more conversation is the validation text, so that none of them is held
+    out."""
     for name, content in {"chat": rows, "valid": [talk("the cat", "sat")]}.items():
-        lines = []
-        for row in content:
-            lines.append(json.dumps(row if isinstance(row, dict) else {"messages": row}) + "\n")
-        (folder / f"{name}.jsonl").write_text("".join(lines))
-    data = {
-        "source": str(folder / "chat.jsonl"),
-        "validation": str(folder / "valid.jsonl"),
-        "tokenizer": str(tokenizer),
-        "messages_field": "messages",
-        "path": str(folder / "out"),
-        **more.pop("data", {}),
-    }
+        entries = [row if isinstance(row, dict) else {"messages": row} for row in content]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in entries))
+    data = {"source": str(folder / "chat.jsonl"), "validation": str(folder / "valid.jsonl")}
+    data |= {"tokenizer": str(tokenizer), "path": str(folder / "out"), "messages_field": "messages"}
+    data |= more.pop("data", {})
     train = {"steps": 4, "seq_len": 128, "global_batch_size": 4, "micro_batch_size": 1}
     return {"data": data, "train": train, **more}
