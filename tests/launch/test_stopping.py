@@ -99,8 +99,8 @@ def test_nothing_outlives_a_killed_launcher(launched, write_config):
     run = launched(write_config("r", **LONG), nproc=2)
     run.wait_for(run.has_trained)
     run.signal(signal.SIGKILL)
-    assert run.process.wait(10) == -signal.SIGKILL
-    deadline = time.monotonic() + 5
+    assert run.process.wait(60) == -signal.SIGKILL
+    deadline = time.monotonic() + 60
     while run.processes().keys() != {"launcher"}:
         assert time.monotonic() < deadline, run.processes()
         time.sleep(0.05)
