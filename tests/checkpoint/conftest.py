@@ -1,8 +1,12 @@
 """Checkpoints as tests make them: a real one of some ranks, and folders that only look like one."""
 
+import contextlib
 import json
+import os
 import pathlib
 import shutil
+from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -78,6 +82,20 @@ def make_checkpoint(cfg: config.Config, step: int, **state: object) -> pathlib.P
     (folder / "state.json").write_text(json.dumps(content))
     seal(folder)
     return folder
+
+
+@contextlib.contextmanager
+def unreadable(name: str, number: int) -> Iterator[None]:
+    """Files whose path ends so cannot be opened."""
+    opened = os.open
+
+    def failing(path, *arguments, **options):
+        if str(path).endswith(name):
+            raise OSError(number, os.strerror(number))
+        return opened(path, *arguments, **options)
+
+    with mock.patch.object(os, "open", failing):
+        yield
 
 
 def flip_last_byte(path: pathlib.Path) -> None:

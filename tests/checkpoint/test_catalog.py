@@ -17,7 +17,13 @@ from checkpoint.catalog import root_of
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.manifest import UnreadableCheckpoint
 from optim import Progress
-from tests.checkpoint.conftest import NoData, flip_last_byte, make_checkpoint, run_config
+from tests.checkpoint.conftest import (
+    NoData,
+    flip_last_byte,
+    make_checkpoint,
+    run_config,
+    unreadable,
+)
 from tests.conftest import make_config, refuses, seal
 from tests.distributed import distributed
 
@@ -193,14 +199,7 @@ def test_error_of_the_disk_is_not_corruption(tmp_path, error):
     cfg = run_config(tmp_path)
     for step in (10, 20):
         make_checkpoint(cfg, step)
-    opened = os.open
-
-    def failing(path, *arguments, **options):
-        if str(path).endswith("00000020/state.json"):
-            raise OSError(error, os.strerror(error))
-        return opened(path, *arguments, **options)
-
-    with mock.patch.object(os, "open", failing):
+    with unreadable("00000020/state.json", error):
         with pytest.raises(UnreadableCheckpoint, match=f"cannot be read: {os.strerror(error)}"):
             choose(cfg)
         assert verify.main(["verify", str(tmp_path / "r")]) == 1

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import io
 import logging
 import os
@@ -22,7 +23,7 @@ from checkpoint.manifest import UnreadableCheckpoint
 from checkpoint.save import SaveFailed, Saver, Writer, all_finite
 from parallel.ranks import all_gather_objects
 from parallel.torch_patches import IS_TORCH_2_11
-from tests.checkpoint.conftest import Run
+from tests.checkpoint.conftest import Run, unreadable
 from tests.conftest import hashes
 from tests.distributed import distributed
 
@@ -188,15 +189,8 @@ def test_file_that_one_rank_cannot_read_stops_all(world, tmp_path, name):
     run = Run(world, tmp_path)
     run.save(1)
     wanted = hashes(run.tensors())
-    opened = os.open
-
-    def stale(path, *arguments, **options):
-        if world.rank == 2 and str(path).endswith(name):
-            raise OSError(116, "Stale file handle")
-        return opened(path, *arguments, **options)
-
     refused = pytest.raises(UnreadableCheckpoint, match=f"{name}.*Stale file handle")
-    with mock.patch.object(os, "open", stale), refused:
+    with unreadable(name if world.rank == 2 else "no file", errno.ESTALE), refused:
         run.restored(1)
     assert run.restored(1) == wanted
 

