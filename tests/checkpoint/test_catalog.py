@@ -5,7 +5,6 @@ import errno
 import hashlib
 import os
 import pathlib
-import shutil
 import subprocess
 from unittest import mock
 
@@ -18,22 +17,25 @@ from checkpoint.catalog import root_of
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.manifest import UnreadableCheckpoint
 from optim import Progress
-from tests.checkpoint.conftest import flip_last_byte, make_checkpoint, no_data, run_config
+from tests.checkpoint.conftest import (
+    NoData,
+    flip_last_byte,
+    make_checkpoint,
+    run_config,
+    unreadable,
+)
 from tests.conftest import make_config, refuses, seal
 from tests.distributed import distributed
 
 PART = 64 * 2**20
 
 
-def saved(cfg: config.Config) -> list[int]:
-    return catalog.steps(root_of(cfg))
-
-
 def choose(cfg: config.Config) -> tuple[int, dict[int, list[str]]]:
-    return catalog.choose(root_of(cfg), saved(cfg), cfg.checkpoint, catalog.problems_of)
+    root = root_of(cfg)
+    return catalog.choose(root, catalog.steps(root), cfg.checkpoint, catalog.problems_of)
 
 
-def found(path: pathlib.Path) -> str:
+def newest_of(path: pathlib.Path) -> str:
     return newest.read_newest(path, lambda folder: folder.name)
 
 
@@ -50,23 +52,20 @@ def test_only_folders_with_the_exact_name_count(tmp_path):
     for name in ("step-99", "step-00000100.bak", "step-00000012.corrupt", ".step-00000013.tmp"):
         (root_of(cfg) / name).mkdir()
     (root_of(cfg) / "step-00000200").write_text("a file")
-    assert saved(cfg) == [9, 123456789]
+    assert catalog.steps(root_of(cfg)) == [9, 123456789]
     assert choose(cfg) == (123456789, {})
-    assert found(config.run_folder(cfg.run)) == "step-123456789"
+    assert newest_of(tmp_path / "r") == "step-123456789"
 
 
 @pytest.mark.quick
 def test_checkpoint_that_was_moved_and_linked_counts(tmp_path):
     cfg = run_config(tmp_path)
     elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
     for step in (10, 20):
         folder = make_checkpoint(cfg, step)
-        moved = elsewhere / folder.name
-        elsewhere.mkdir(exist_ok=True)
-        folder.rename(moved)
-        folder.symlink_to(moved)
-    assert choose(cfg) == (20, {})
-    assert found(tmp_path / "r") == "step-00000020"
+        folder.symlink_to(folder.rename(elsewhere / folder.name))
+    assert choose(cfg) == (20, {}) and newest_of(tmp_path / "r") == folder.name
     catalog.remove(root_of(cfg), 10)
     assert (names_in(cfg), catalog.problems_of(elsewhere / "step-00000010")) == ([folder.name], [])
     elsewhere.rename(tmp_path / "unmounted")
@@ -74,72 +73,57 @@ def test_checkpoint_that_was_moved_and_linked_counts(tmp_path):
         choose(cfg)
 
 
-def spoil(folder: pathlib.Path, how: str, content: str) -> None:
-    """Writes content into the file `how`, or removes it, or does what `how` says."""
-    path = folder / ".metadata"
-    entries = manifest.read_manifest(folder)
-    if how == "pipe":
-        path.unlink()
-        os.mkfifo(path)
-    elif how == "rename":
-        folder.rename(folder.with_name(content))
-    elif how == "space":
-        with (folder / content).open("a") as file:
-            file.write(" ")
-    elif how == "entry":  # under a manifest whose own hash is right
-        entries[".metadata"].update(eval(content))
-        (folder / "manifest.json").write_bytes(manifest.render_manifest(entries))
-    elif content:
-        (folder / how).write_text(content)
-        if how == "state.json":
-            seal(folder)
-    else:
-        (folder / how).unlink()
+def rendered(**metadata: object) -> str:
+    """A manifest whose own hash is right, with this entry of .metadata."""
+    entries = {"state.json": manifest.entry_of(b"x"), ".metadata": manifest.entry_of(b"x")}
+    entries[".metadata"].update(metadata)
+    return manifest.render_manifest(entries).decode()
 
 
 MISSING = "expected a regular file: No such file"
 CHANGED = "manifest.json: is not as it was written"
+# file, its new content (None: removed), key words of the problem
+DAMAGES = [
+    (".metadata", "y", ".metadata: bytes 0 to 0: expected SHA-256"),
+    (".metadata", "xx", ".metadata: expected 1 bytes, found 2"),
+    (".metadata", None, f".metadata: {MISSING}"),
+    (".metadata", "a pipe", ".metadata: expected a regular file"),
+    ("state.json", None, f"state.json: {MISSING}"),
+    ("state.json", "[1]", "state.json: expected an object"),
+    ("state.json", '{"step": "30", "config": {}}', "state.json: expected an object"),
+    ("state.json", '{"step": 31, "config": {}}', "expected step 30, found step 31"),
+    ("manifest.json", None, f"manifest.json: {MISSING}"),
+    ("manifest.json", "[" * 200000, CHANGED),
+    ("manifest.json", '{"files": [], "sha256": 1}', CHANGED),
+    ("manifest.json", f"{rendered()} ", CHANGED),
+    ("manifest.json", rendered(sha256=[]), CHANGED),
+    ("manifest.json", rendered(sha256=["a", "b"]), CHANGED),
+    ("manifest.json", rendered(size=10**400), CHANGED),
+]
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "how, content, words",
-    [
-        (".metadata", "y", ".metadata: bytes 0 to 0: expected SHA-256"),
-        (".metadata", "xx", ".metadata: expected 1 bytes, found 2"),
-        (".metadata", "", f".metadata: {MISSING}"),
-        ("state.json", "", f"state.json: {MISSING}"),
-        ("manifest.json", "", f"manifest.json: {MISSING}"),
-        ("pipe", "", ".metadata: expected a regular file"),
-        ("rename", "step-00000031", "expected step 31, found step 30"),
-        ("manifest.json", "[" * 200000, CHANGED),
-        ("manifest.json", '{"files": [], "sha256": 1}', CHANGED),
-        ("space", "manifest.json", CHANGED),
-        ("entry", "{'sha256': []}", CHANGED),
-        ("entry", "{'sha256': ['a', 'b']}", CHANGED),
-        ("entry", "{'size': 10**400}", CHANGED),
-        ("state.json", "[1]", "state.json: expected an object"),
-        ("state.json", '{"step": "30", "config": {}}', "state.json: expected an object"),
-    ],
-    ids=lambda value: value[:20],
-)
+@pytest.mark.parametrize(("name", "content", "words"), DAMAGES, ids=lambda value: str(value)[:20])
 def test_corrupt_checkpoint_is_named_and_the_previous_one_used(
-    tmp_path, capsys, how, content, words
+    tmp_path, capsys, name, content, words
 ):
     cfg = run_config(tmp_path)
-    for step in (10, 20):
-        make_checkpoint(cfg, step)
-    spoil(make_checkpoint(cfg, 30), how, content)
+    for step in (10, 20, 30):
+        folder = make_checkpoint(cfg, step)
+    (folder / name).unlink()
+    if content == "a pipe":
+        os.mkfifo(folder / name)
+    elif content:
+        (folder / name).write_text(content)
+    if content and name == "state.json":
+        seal(folder)
     start, corrupt = choose(cfg)
-    assert start == 20
-    assert words in str(corrupt)
+    assert start == 20 and words in str(corrupt)
     assert verify.main(["verify", str(tmp_path / "r")]) == 1
     printed = capsys.readouterr().out
-    assert words in printed
-    assert "2 good, 1 bad" in printed
+    assert words in printed and "2 good, 1 bad" in printed
     assert catalog.set_aside_unused(root_of(cfg), start, corrupt) == []
-    assert saved(cfg) == [10, 20]
-    assert names_in(cfg)[-1].endswith(".corrupt")
+    assert names_in(cfg) == ["step-00000010", "step-00000020", "step-00000030.corrupt"]
 
 
 def test_large_file_has_a_hash_for_each_64_mib(tmp_path, monkeypatch):
@@ -166,7 +150,6 @@ def test_large_file_has_a_hash_for_each_64_mib(tmp_path, monkeypatch):
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16, 50])
 def test_file_is_hashed_part_by_part_while_it_is_written(tmp_path, monkeypatch, size):
     monkeypatch.setattr(manifest, "PART", 8)
-    monkeypatch.setattr(manifest, "CHUNK", 4)
     content = bytes(range(size))
     hashed = manifest.HashedFile(tmp_path / "file")
     for begin in range(0, size, 11):
@@ -179,8 +162,7 @@ def test_file_is_hashed_part_by_part_while_it_is_written(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 16])
-def test_each_file_is_hashed_by_exactly_one_rank(saved, tmp_path, ranks):
-    folder = shutil.copytree(saved[2][0], tmp_path / "step-00000003")
+def test_each_file_is_hashed_by_exactly_one_rank(folder, ranks):
     for name in manifest.read_manifest(folder):
         flip_last_byte(folder / name)
         by_rank = [catalog.problems_of(folder, rank, ranks) for rank in range(ranks)]
@@ -194,18 +176,16 @@ def test_run_never_silently_starts_over(tmp_path):
     def resume(how: object) -> int:
         return choose(run_config(tmp_path, checkpoint={"resume": how}))[0]
 
-    cfg = run_config(tmp_path)
     for step in (10, 20):
-        flip_last_byte(make_checkpoint(cfg, step) / ".metadata")
+        flip_last_byte(make_checkpoint(run_config(tmp_path), step) / ".metadata")
     with refuses("00000020", "00000010", "no good checkpoint of 20, 10"):
-        choose(cfg)
-    make_checkpoint(cfg, 30)
-    make_checkpoint(cfg, 40)
+        resume("auto")
+    for step in (30, 40):
+        make_checkpoint(run_config(tmp_path), step)
     assert resume(30) == 30
-    with refuses("no good checkpoint of 10"):
-        resume(10)
-    with refuses("resume = 7", "it has 10, 20, 30, 40"):
-        resume(7)
+    for how, words in (10, "no good checkpoint of 10"), (7, "resume = 7: .* it has 10, 20, 30, 40"):
+        with refuses(words):
+            resume(how)
     with refuses('resume = "never"'):
         resume("never")
     with refuses("holds checkpoints", r"\[checkpoint\] is off"):
@@ -217,16 +197,9 @@ def test_run_never_silently_starts_over(tmp_path):
 def test_error_of_the_disk_is_not_corruption(tmp_path, error):
     """It ends the attempt; the next one reads again."""
     cfg = run_config(tmp_path)
-    make_checkpoint(cfg, 10)
-    make_checkpoint(cfg, 20)
-    opened = os.open
-
-    def failing(path, *arguments, **options):
-        if str(path).endswith("00000020/state.json"):
-            raise OSError(error, os.strerror(error))
-        return opened(path, *arguments, **options)
-
-    with mock.patch.object(os, "open", failing):
+    for step in (10, 20):
+        make_checkpoint(cfg, step)
+    with unreadable("00000020/state.json", error):
         with pytest.raises(UnreadableCheckpoint, match=f"cannot be read: {os.strerror(error)}"):
             choose(cfg)
         assert verify.main(["verify", str(tmp_path / "r")]) == 1
@@ -238,53 +211,43 @@ def test_error_of_the_disk_is_not_corruption(tmp_path, error):
 @distributed(ranks=1)
 def test_disk_that_cannot_hold_a_checkpoint_is_found_before_training(world, tmp_path, function):
     cfg = run_config(tmp_path, train={"steps": 4})
-    folder = config.run_folder(cfg.run)
-    folder.mkdir()
-    Checkpointer(cfg, world, no_data(cfg)).prepare_folder()
+    (tmp_path / "r").mkdir()
+    Checkpointer(cfg, world, NoData()).prepare_folder()
     assert names_in(cfg) == []  # of a good disk
     refused = mock.patch.object(os, function, side_effect=OSError(errno.ENOTSUP, "not supported"))
     with refused, pytest.raises(save.SaveFailed, match="its disk cannot .*: not supported"):
-        Checkpointer(cfg, world, no_data(cfg)).prepare_folder()
+        Checkpointer(cfg, world, NoData()).prepare_folder()
     make_checkpoint(cfg, 4)
     with refused:
-        Checkpointer(cfg, world, no_data(cfg)).prepare_folder()  # which saves no more
+        Checkpointer(cfg, world, NoData()).prepare_folder()  # which saves no more
+
+
+@pytest.mark.quick
+def test_verify_refuses_what_has_no_checkpoint(tmp_path, prepared):
+    assert (prepared / "manifest.json").exists()  # of prepared data
+    for folder in (tmp_path, prepared):
+        with refuses("is neither a checkpoint nor a run"):
+            verify.main(["verify", str(folder)])
+    denied = PermissionError(13, "Permission denied")
+    with mock.patch.object(pathlib.Path, "iterdir", side_effect=denied), refuses("cannot be read"):
+        verify.main(["verify", str(tmp_path)])
 
 
 @pytest.mark.quick
 def test_verify_counts(tmp_path, capsys):
-    with refuses("is neither a checkpoint nor a run"):
-        verify.main(["verify", str(tmp_path)])
-    denied = PermissionError(13, "Permission denied")
-    with mock.patch.object(pathlib.Path, "iterdir", side_effect=denied), refuses("cannot be read"):
-        verify.main(["verify", str(tmp_path)])
     folder = make_checkpoint(run_config(tmp_path), 10)
     (folder / "large").write_bytes(bytes(12_345_678))
+    (folder / "empty").touch()
     seal(folder)
     size = sum(file.stat().st_size for file in folder.iterdir() if file.name != "manifest.json")
     assert verify.main(["verify", str(folder)]) == 0
-    assert capsys.readouterr().out == f"{folder}: good, 3 files, {size:,} bytes\n1 good, 0 bad\n"
+    assert capsys.readouterr().out == f"{folder}: good, 4 files, {size:,} bytes\n1 good, 0 bad\n"
     flip_last_byte(folder / "large")
     flip_last_byte(folder / ".metadata")
     assert verify.main(["verify", str(folder)]) == 1
     first, metadata, large, last = capsys.readouterr().out.splitlines()
     assert (first, last) == (f"{folder}: BAD", "0 good, 1 bad")
-    assert ".metadata: bytes" in metadata
-    assert "large: bytes" in large
-
-
-@pytest.mark.quick
-def test_prepared_folder_is_no_bad_checkpoint(prepared):
-    """It has a manifest.json, too."""
-    assert (prepared / "manifest.json").exists()
-    with refuses("is neither a checkpoint nor a run"):
-        verify.main(["verify", str(prepared)])
-
-
-def test_empty_file_of_a_checkpoint_is_good(tmp_path):
-    folder = make_checkpoint(run_config(tmp_path), 10)
-    (folder / "empty").touch()
-    seal(folder)
-    assert catalog.problems_of(folder) == []
+    assert ".metadata: bytes" in metadata and "large: bytes" in large
 
 
 @pytest.mark.quick
@@ -310,7 +273,7 @@ def test_later_and_unfinished_checkpoints_are_moved_away(tmp_path):
 )
 def test_checkpoint_in_the_wrong_place_is_no_new_run(tmp_path, place):
     cfg = run_config(tmp_path)
-    misplaced = config.run_folder(cfg.run) / place
+    misplaced = tmp_path / "r" / place
     misplaced.parent.mkdir(parents=True, exist_ok=True)
     make_checkpoint(cfg, 6).rename(misplaced)
     with refuses("to resume from them: ") as refused:
@@ -321,17 +284,15 @@ def test_checkpoint_in_the_wrong_place_is_no_new_run(tmp_path, place):
 
 @pytest.mark.quick
 def test_leftover_that_cannot_be_removed_is_a_warning(tmp_path):
-    cfg = run_config(tmp_path)
-    leftover = catalog.temporary_of(root_of(cfg), 10)
+    root = root_of(run_config(tmp_path))
+    leftover = catalog.temporary_of(root, 10)
     (leftover / "busy").mkdir(parents=True)
-    with mock.patch.object(
-        os, "rmdir", side_effect=OSError(errno.EBUSY, "Device or resource busy")
-    ):
-        (warning,) = catalog.remove_unfinished(root_of(cfg))
+    busy = OSError(errno.EBUSY, "Device or resource busy")
+    with mock.patch.object(os, "rmdir", side_effect=busy):
+        (warning,) = catalog.remove_unfinished(root)
     assert warning == f"{leftover}: cannot be removed: Device or resource busy"
-    folder = save.make_folder(root_of(cfg), 10)  # the same step is saved next to it
-    assert folder.name == ".step-00000010.1.tmp"
-    assert catalog.remove_unfinished(root_of(cfg)) == []
+    assert save.make_folder(root, 10).name == ".step-00000010.1.tmp"  # saved next to it
+    assert catalog.remove_unfinished(root) == []
 
 
 @pytest.mark.quick
@@ -339,13 +300,13 @@ def test_leftover_that_cannot_be_removed_is_a_warning(tmp_path):
 def test_checkpoint_of_another_run_meanwhile_is_not_set_aside(world, tmp_path):
     cfg = run_config(tmp_path)
     make_checkpoint(cfg, 1)
-    late = Checkpointer(cfg, world, no_data(cfg))
+    late = Checkpointer(cfg, world, NoData())
     make_checkpoint(cfg, 2)
     with refuses("another run has used this folder"):
         late.prepare_folder()
     catalog.temporary_of(root_of(cfg), 3).mkdir()
     resumed = run_config(tmp_path, checkpoint={"resume": 1})
-    Checkpointer(resumed, world, no_data(resumed)).prepare_folder()
+    Checkpointer(resumed, world, NoData()).prepare_folder()
     assert names_in(cfg) == ["step-00000001", "step-00000002.superseded"]
 
 
@@ -353,29 +314,28 @@ def test_checkpoint_of_another_run_meanwhile_is_not_set_aside(world, tmp_path):
 @distributed(ranks=1)
 def test_progress_is_restored(world, tmp_path, monkeypatch):
     cfg = run_config(tmp_path)
-    assert Checkpointer(cfg, world, no_data(cfg)).restore(None, None) == Progress()
+    assert Checkpointer(cfg, world, NoData()).restore(None, None) == Progress()
     progress = Progress(10, tokens=77, skipped_steps=3, skipped_in_a_row=2)
     make_checkpoint(cfg, **dataclasses.asdict(progress))
     monkeypatch.setattr("checkpoint.checkpointer.restore", lambda *unused: None)
-    assert Checkpointer(cfg, world, no_data(cfg)).restore(None, None) == progress
-
-
-@distributed(ranks=1)
-def test_state_of_another_version_is_refused(world, tmp_path, monkeypatch):
-    cfg = run_config(tmp_path)
-    make_checkpoint(cfg, 10)
-    monkeypatch.setattr("checkpoint.checkpointer.restore", lambda *unused: None)
-    with refuses("step-00000010", "another version", "samples"):
-        Checkpointer(cfg, world, no_data(cfg)).restore(None, None)
+    assert Checkpointer(cfg, world, NoData()).restore(None, None) == progress
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(
+    ("state", "base", "words"),
+    [
+        ({}, None, "step-00000010: another version saved it.*samples"),
+        ({"base": "A"}, "B", "its weights have the hash B, .*was trained on a base with A"),
+    ],
+)
 @distributed(ranks=1)
-def test_adapters_are_restored_over_their_own_base_alone(world, tmp_path):
+def test_state_that_does_not_fit_is_refused(world, tmp_path, monkeypatch, state, base, words):
     cfg = run_config(tmp_path)
-    make_checkpoint(cfg, 10, base="A")
-    with refuses("its weights have the hash B", "was trained on a base with A"):
-        Checkpointer(cfg, world, no_data(cfg)).restore(None, None, base="B")
+    make_checkpoint(cfg, 10, **state)
+    monkeypatch.setattr("checkpoint.checkpointer.restore", lambda *unused: None)
+    with refuses(words):
+        Checkpointer(cfg, world, NoData()).restore(None, None, base)
 
 
 @pytest.mark.quick
@@ -383,7 +343,7 @@ def test_adapters_are_restored_over_their_own_base_alone(world, tmp_path):
 def test_save_is_due_at_intervals_at_the_end_and_when_stopping(world, tmp_path):
     def due(**checkpoint: int) -> list[int]:
         cfg = run_config(tmp_path, train={"steps": 7}, checkpoint=checkpoint)
-        checkpointer = Checkpointer(cfg, world, no_data(cfg))
+        checkpointer = Checkpointer(cfg, world, NoData())
         assert checkpointer.is_due(2, stopping=True)
         return [step for step in range(1, 8) if checkpointer.is_due(step, stopping=False)]
 

@@ -19,41 +19,37 @@ from tests.conftest import REPO, launch, make_config
 TINY = str(REPO / "configs/tiny.toml")
 
 
-def shell(*words: object, **variables: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **variables},
-    )
+def shell(*words: str, **variables: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, *words]
+    env = os.environ | variables
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, env=env)
 
 
-# program, its arguments, key words of what it prints
+# arguments of train.py, key words of what it prints
 COMMAND_LINES = [
-    ("train", [], "CONFIG"),
-    ("train", [TINY, "--=5", "--two"], "--=5, --two: unknown"),
-    ("train", [TINY, "other.toml"], "other.toml: unknown; CONFIG comes first"),
-    ("train", [TINY, "\u2013-train.steps=3"], "train.steps=3: unknown"),
-    ("train", [TINY, "x\x1b[31mred"], r"x\\x1b\[31mred: unknown"),
-    ("train", ["."], "cannot be read"),
-    ("train", [TINY, "--train.steps\r=3"], r"steps\\r = 3: unknown option; did you mean train.st"),
-    ("train", [TINY, "--data.source=a.txt\r"], r'source = "a.txt\\r": .*control characters'),
-    ("train", [TINY, f"--train.steps={'9' * 5000}"], "integer"),
-    ("train", [TINY, "--dry-run"], "--dry-run: unknown"),
-    ("train", ["--help", "optm"], "--help optm: .*did you mean optim"),
-    ("train", [TINY, "--help=zebra"], "--help zebra: .*there are run, model"),
-    ("train", ["tiny", "--train.steps=0"], r"\[train\] steps = 0"),
-    ("train", ["tini"], "tini: neither a file nor .*llama8b.*; did you mean tiny"),
+    ([], "CONFIG"),
+    ([TINY, "--=5", "--two"], "--=5, --two: unknown"),
+    ([TINY, "other.toml"], "other.toml: unknown; CONFIG comes first"),
+    ([TINY, "\u2013-train.steps=3"], "train.steps=3: unknown"),
+    ([TINY, "x\x1b[31mred"], r"x\\x1b\[31mred: unknown"),
+    (["."], "cannot be read"),
+    ([TINY, "--train.steps\r=3"], r"steps\\r = 3: unknown option; did you mean train.st"),
+    ([TINY, "--data.source=a.txt\r"], r'source = "a.txt\\r": .*control characters'),
+    ([TINY, f"--train.steps={'9' * 5000}"], "integer"),
+    ([TINY, "--dry-run"], "--dry-run: unknown"),
+    (["--help", "optm"], "--help optm: .*did you mean optim"),
+    ([TINY, "--help=zebra"], "--help zebra: .*there are run, model"),
+    (["tiny", "--train.steps=0"], r"\[train\] steps = 0"),
+    (["tini"], "tini: neither a file nor .*llama8b.*; did you mean tiny"),
 ]
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("program", "words", "message"), COMMAND_LINES)
-def test_wrong_command_line_exits_with_2_and_imports_no_torch(program, words, message, tmp_path):
+@pytest.mark.parametrize(("words", "message"), COMMAND_LINES)
+def test_wrong_command_line_exits_with_2_and_imports_no_torch(words, message, tmp_path):
     """And it prints no control character."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    done = shell("-m", program, *words, PYTHONPATH=f"{tmp_path}:{REPO}")
+    done = shell("-m", "train", *words, PYTHONPATH=f"{tmp_path}:{REPO}")
     assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
     assert "Traceback" not in done.stderr and not re.search("[\r\x1b]", done.stderr)
 
@@ -61,9 +57,9 @@ def test_wrong_command_line_exits_with_2_and_imports_no_torch(program, words, me
 def test_launcher_refuses_before_it_makes_anything(tmp_path):
     """The caller's folder is where paths begin."""
     (tmp_path / "mine.toml").write_text(config.to_toml(make_config()).replace("= 4\n", "= 0\n", 1))
-    done = launch("mine.toml", "--run.seed=x", "--run.speed=3", cwd=tmp_path, nproc=2)
+    done = launch("mine.toml", "--run.seed=x", "--run.speed=3", cwd=tmp_path, NPROC="two")
     assert done.returncode == 2 and "Traceback" not in done.stderr + done.stdout
-    assert done.stderr.count("\n") == 3, done.stderr  # three problems, a line each
+    assert done.stderr.count("\n") == 4, done.stderr  # four problems, a line each
     assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
     (tmp_path / "mine.toml").write_text(config.to_toml(make_config()))
     done = launch("mine.toml", "--data.source=nothing.jsonl", cwd=tmp_path)
@@ -116,11 +112,11 @@ def test_a_printed_command_works_from_the_folder_of_its_reader(folder, monkeypat
 
 
 def test_help_of_a_program_opens_with_its_commands():
-    shown = shell(REPO / "train.py", "--help").stdout
+    shown = shell("train.py", "--help").stdout
     assert shown.startswith("Trains") and shown.endswith(f"{help_text()}\n")
-    assert shell(REPO / "train.py", TINY, "--help").stdout == shown
+    assert shell("train.py", TINY, "--help").stdout == shown
     for words in (["--help", "lr"], ["--help=lr"]):
-        assert shell(REPO / "train.py", *words).stdout == f"{help_text('lr')}\n"
+        assert shell("train.py", *words).stdout == f"{help_text('lr')}\n"
 
 
 def test_run_train_may_be_called_through_a_link_and_with_any_cdpath(tmp_path):
@@ -132,38 +128,40 @@ def test_run_train_may_be_called_through_a_link_and_with_any_cdpath(tmp_path):
         assert done.returncode == 2 and "steps = 0" in done.stderr, done.stderr
 
 
-# what pip's configuration says, whether uv works, who installs
-INSTALLERS = [
-    ("global.timeout='60'", True, ["uv", "uv"]),
-    ("global.timeout='60'", False, ["uv", "pip", "uv", "pip"]),
-    (":env:.index-url='https://mirror/simple'", True, ["pip", "pip"]),
-    ("global.find-links='/wheels'", True, ["pip", "pip"]),
-]
-
-
-@pytest.mark.parametrize(("settings", "uv_works", "installers"), INSTALLERS)
-def test_uv_installs_unless_pip_is_told_where_packages_are(
-    settings, uv_works, installers, tmp_path
-):
-    for name in ("run_train.sh", "requirements.txt", "train.py"):
-        shutil.copy(REPO / name, tmp_path / name)
-    (tmp_path / "python3").write_text(f"""#!/bin/bash
+# stands in for Python, its pip and uv
+PYTHON = """#!/bin/bash
 case "$*" in
 *packages.version*) exit 1;;
 "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python";;
-"-m pip config list") echo "{settings}";;
-"-m pip install "*) echo pip >>{tmp_path}/calls;;
+"-m pip config list") echo "$SETTINGS";;
+"-m pip install "*) echo pip >>calls;;
 esac
-""")
-    (tmp_path / "uv").write_text(
-        f"#!/bin/bash\necho uv >>{tmp_path}/calls; exit {int(not uv_works)}\n"
-    )
-    for name in ("python3", "uv"):
+"""
+UV = "#!/bin/bash\necho uv >>calls; exit $UV_FAILS\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "uv_fails", "installers"),
+    [
+        ("global.timeout='60'", "0", "uv uv"),
+        ("global.timeout='60'", "1", "uv pip uv pip"),
+        (":env:.index-url='https://mirror/simple'", "0", "pip pip"),
+        ("global.find-links='/wheels'", "0", "pip pip"),
+    ],
+)
+def test_uv_installs_unless_pip_is_told_where_packages_are(
+    tmp_path, settings, uv_fails, installers
+):
+    for name in ("run_train.sh", "requirements.txt", "train.py"):
+        shutil.copy(REPO / name, tmp_path / name)
+    for name, script in ("python3", PYTHON), ("uv", UV):
+        (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run([tmp_path / "run_train.sh", "--setup"], env=env, capture_output=True)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SETTINGS": settings, "UV_FAILS": uv_fails}
+    command = [tmp_path / "run_train.sh", "--setup"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "calls").read_text().split() == installers
+    assert (tmp_path / "calls").read_text().split() == installers.split()
 
 
 @pytest.mark.quick

@@ -8,8 +8,7 @@ import pytest
 
 import config
 from config import ConfigError
-from model.build import meta_model
-from tests.conftest import has_extra, make_config, needs_extra, refuses, tables
+from tests.conftest import has_extra, make_config, refuses, tables
 
 pytestmark = pytest.mark.quick
 
@@ -44,12 +43,7 @@ VALUES = [
     ("data.format", ["alpaca"], ["tokens", "chat"], '"text" or "messages" or "alpaca" or'),
     ("data.sources", [[{"source": "a"}]], [[1], {"source": "a"}], "a table of source"),
     ("data.sources", [], [TWO_WRONG], "weight = 0: .*wieght = 1: .*source: is missing"),
-    (
-        "eval",
-        [{}],
-        [3, "on"],
-        r"a table, written \[eval\]; .*--eval.every_steps=VALUE .*--eval=off",
-    ),
+    ("eval", [{}], [3, "on"], r"a table, .*\[eval\]; .*--eval.every_steps=VALUE .*--eval=off"),
 ]
 
 
@@ -63,7 +57,8 @@ def test_values_up_to_the_edge_of_an_option(option, values, wrong, words):
 
 
 CHAT = "data.tokenizer=t.json data.document_mask=true"
-LORA = "model.init_from=x model.dim=96 model.head_dim=10 lora.rank=2"
+WIDE = "model.init_from=x model.dim=96 model.head_dim=10"
+LORA = f"{WIDE} lora.rank=2"
 KEEP = "checkpoint.save_every_steps=2 checkpoint.keep_last=1"
 NF4 = f"{LORA} model.dim=128 model.head_dim=32 model.ffn_dim=128 model.n_kv_heads=4"
 A = '{source="a"}'
@@ -127,6 +122,13 @@ RULES = [
     ("parallel.cpu_offload=true", "parallel.float8", "rowwise", "tensorwise", "cpu_offload"),
     (LORA, "parallel.float8", "none", "rowwise", "lora"),
     ("", "lora.rank", "", "2", "model.init_from"),
+    # the smallest side of the matrices, whose width is dim, 40, 20 or 80
+    (WIDE, "lora.rank", "20", "21", "smallest side of its matrices, 20"),
+    (f'{WIDE} lora.targets=["q_proj","o_proj"]', "lora.rank", "40", "41", "matrices, 40"),
+    (f'{WIDE} lora.targets=["v_proj"]', "lora.rank", "20", "21", "matrices, 20"),
+    (f'{WIDE} lora.targets=["up_proj","down_proj"]', "lora.rank", "80", "81", "matrices, 80"),
+    (f'{WIDE} lora.targets=["gate_proj","q_proj"]', "lora.rank", "40", "41", "matrices, 40"),
+    (f"{WIDE} model.dim=16", "lora.rank", "16", "17", "matrices, 16"),
     (NF4, "lora.base_dtype", "nf4", "", ""),
     (f"{NF4} model.dim=96", "lora.base_dtype", "float32", "nf4", "dim = 96"),
     (f"{NF4} model.ffn_dim=192 parallel.tp=2", "lora.base_dtype", "float32", "nf4", "tp = 96"),
@@ -155,23 +157,6 @@ def test_rules_up_to_their_edge(others, option, values, wrong, words):
             read(value)
         (problem,) = [text for text in error.value.problems if words in text]
         assert problem.startswith(f"command line: [{section}] {key} = ")
-
-
-@needs_extra("huggingface", "lora")
-@pytest.mark.parametrize("dim", [96, 16])
-def test_an_adapter_has_at_most_the_rank_of_its_smallest_matrix(dim):
-    """By the model's own matrices: wider than its projections, and narrower."""
-    sizes = {"dim": dim, "n_heads": 4, "head_dim": 10, "n_kv_heads": 2, "ffn_dim": 64}
-    limits = {}
-    for name, parameter in meta_model(make_config(model=sizes).model).blocks[0].named_parameters():
-        if parameter.dim() == 2:
-            limits[name.split(".")[-2]] = min(parameter.shape)
-    for projections in [*([name] for name in limits), [*limits]]:
-        limit = min(limits[name] for name in projections)
-        lora = {"targets": projections, "rank": limit}
-        make_config(model={**sizes, "init_from": "x"}, lora=lora)
-        with refuses(f"rank = {limit + 1}", f"smallest side of its matrices, {limit}"):
-            make_config(model={**sizes, "init_from": "x"}, lora={**lora, "rank": limit + 1})
 
 
 # ranks, global batch, micro-batch, [parallel], (dp_replicate, dp_shard, cp, tp) or key words

@@ -25,6 +25,7 @@ class Launch:
         self.path = path
         self.folder = path.parent / "outputs" / path.stem
         self.log = path.with_suffix(".log")
+        self.paused = path.with_suffix(".paused")
         self.process = subprocess.Popen(
             [repo / "run_train.sh", path, *words],
             stdout=self.log.open("w"),
@@ -58,10 +59,7 @@ class Launch:
                 continue
             if str(self.path) not in words or int(entry.name) == self.process.pid:
                 continue
-            variables = {}
-            for variable in environment:
-                name, _, value = variable.partition("=")
-                variables[name] = value
+            variables = dict(variable.partition("=")[::2] for variable in environment)
             if any("launch.agent" in word for word in words):
                 found["torchrun"] = int(entry.name)
             elif any(word.endswith("train.py") for word in words):
@@ -86,13 +84,16 @@ class Launch:
 
 
 @pytest.fixture
-def launched() -> Iterator[Callable[..., Launch]]:
-    """Starts launches; what still runs when the test ends is killed."""
+def launched(request) -> Iterator[Callable[..., Launch]]:
+    """Starts launches, which pause or fail if that is asked for; what still runs when the test ends is killed."""
     launches: list[Launch] = []
 
     def start(
-        path: pathlib.Path, *words: str, nproc: int = 1, repo: pathlib.Path = REPO, **env: str
+        path: pathlib.Path, *words: str, nproc: int = 1, pause: str = "", fault: str = "", **env
     ) -> Launch:
+        repo = request.getfixturevalue("pausing") if pause or fault else REPO
+        env |= {"PAUSE": pause, "PAUSED": str(path.with_suffix(".paused"))}
+        env |= {"FAULT": fault or "none 0 0", "FAULTED": str(path.with_suffix(".faulted"))}
         launches.append(Launch(path, *words, nproc=nproc, repo=repo, **env))
         return launches[-1]
 
@@ -133,16 +134,16 @@ def learning_rate(o, end, step, learning_rate=learning_rate):
     return learning_rate(o, end, step)
 """,
     "faults.py": """
-import os, pathlib, signal, threading, time
+import os, pathlib, signal, time
 import torch
 
 def pause(moment):
-    if os.environ.get("PAUSE") == moment:
+    if os.environ["PAUSE"] == moment:
         pathlib.Path(os.environ["PAUSED"]).touch()
         time.sleep(2)
 
 def begin_step(step):
-    kind, rank, at = os.environ.get("FAULT", "none 0 0").split()
+    kind, rank, at = os.environ["FAULT"].split()
     if (os.environ.get("RANK", "0"), str(step)) != (rank, at):
         return
     faulted = pathlib.Path(os.environ["FAULTED"])
@@ -153,8 +154,6 @@ def begin_step(step):
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "suspended":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif kind == "asleep":
-        threading.Event().wait()
     elif kind == "receiving":
         torch.distributed.recv(torch.zeros(1), src=1 - int(rank), tag=7)
     elif kind == "raising":
@@ -168,8 +167,7 @@ def begin_step(step):
 @pytest.fixture(scope="session")
 def pausing(tmp_path_factory) -> pathlib.Path:
     """A copy of the repository whose ranks pause or fail."""
-    without = ("tests", "docs", "benchmarks", ".github", ".ci")
-    copy = copy_tracked(tmp_path_factory.mktemp("repo"), without)
+    copy = copy_tracked(tmp_path_factory.mktemp("repo"), ("tests", "docs", "benchmarks"))
     for name, code in PAUSES.items():
         with (copy / name).open("a") as file:
             file.write(code)

@@ -1,6 +1,5 @@
 """The launcher: what it refuses, how many ranks it starts and with which environment, what it makes of their end."""
 
-import errno
 import json
 import os
 import pathlib
@@ -8,14 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
-import config
 from launch import launch
 from launch.agent import report_wait
 from launch.ranks import Ranks, first_host, requeue
-from run.folder import read_status
 from run.watchdog import EXITED, RankOutcome
 from system import lock
 from tests.conftest import REPO, make_config, refuses, rows
@@ -31,12 +29,7 @@ def environment(monkeypatch) -> Callable[..., None]:
         if name.startswith(("SLURM_", "PMI_", "OMPI_", "PET_")) or name in ("NPROC", "WORLD_SIZE"):
             monkeypatch.delenv(name)
     monkeypatch.setattr("system.DRIVERS", ())
-
-    def put(**variables: str) -> None:
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-
-    return put
+    return lambda **variables: [monkeypatch.setenv(*item) for item in variables.items()]
 
 
 # How many ranks, and where
@@ -82,12 +75,9 @@ def test_environment_that_makes_no_sense_is_refused(environment, name, value, wo
 
 
 def test_train_py_as_one_of_several_tasks_is_refused(write_config):
-    done = subprocess.run(
-        [sys.executable, REPO / "train.py", write_config("r")],
-        env={**os.environ, "OMPI_COMM_WORLD_SIZE": "2"},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, REPO / "train.py", write_config("r")]
+    env = {**os.environ, "OMPI_COMM_WORLD_SIZE": "2"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 2
     assert "OMPI_COMM_WORLD_SIZE=2" in done.stderr and "Traceback" not in done.stderr
 
@@ -113,25 +103,16 @@ def test_command_of_one_rank_is_train_py_and_of_several_torchrun(environment, mo
     assert subprocess.check_output(printing, text=True) == "gpu008\n"
 
 
+HOSTS = {"n1": "n1", "n1,n2": "n1", "n[1,3-4]": "n1", "n[007-009,012],cpu1": "n007"}
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "nodes, host",
-    [
-        ("n1", "n1"),
-        ("n1,n2", "n1"),
-        ("n[1,3-4]", "n1"),
-        ("n[007-009,012],cpu1", "n007"),
-        ("a-[2-3]-b[5]", "a-2-b5"),
-        ("", None),
-        ("[", None),
-    ],
-)
-def test_first_host_of_slurms_lists(nodes, host):
-    if host:
+def test_first_host_of_slurms_lists():
+    for nodes, host in (HOSTS | {"a-[2-3]-b[5]": "a-2-b5"}).items():
         assert first_host(nodes) == host
-        return
-    with refuses("SLURM_JOB_NODELIST"):
-        first_host(nodes)
+    for nodes in ("", "["):
+        with refuses("SLURM_JOB_NODELIST"):
+            first_host(nodes)
 
 
 @pytest.mark.quick
@@ -158,12 +139,10 @@ def test_ranks_share_the_cores_and_keep_what_the_user_has_set(environment, monke
 def test_torchrun_reports_that_it_waits_for_other_nodes():
     """In all versions it waits without a word."""
     soon = "import parallel.ranks; parallel.ranks.NOTICE_SECONDS = 0.1"
-    torchrun = [sys.executable, "-c", f"{soon}; from launch.agent import main; main()"]
-    nodes = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:29481"]
-    nodes += ["--rdzv-conf=join_timeout=10", "train.py"]
-    with subprocess.Popen(
-        [*torchrun, *nodes], cwd=REPO, stderr=subprocess.PIPE, text=True
-    ) as waits:
+    command = [sys.executable, "-c", f"{soon}; from launch.agent import main; main()"]
+    command += ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:29481"]
+    command += ["--rdzv-conf=join_timeout=10", "train.py"]
+    with subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True) as waits:
         assert waits.stderr
         assert any("waiting for torchrun on the other nodes" in line for line in waits.stderr)
         waits.kill()
@@ -177,16 +156,6 @@ def test_torchrun_whose_ranks_have_started_reports_no_wait(capfd):
 
 
 # What is refused before the ranks
-
-
-def test_invalid_input_is_named_at_once_and_leaves_nothing(write_config, tmp_path):
-    done = launch_run(
-        write_config("r"), "--optim.lr=-1", "--train.seq_lenn=5", NPROC="two", cwd=tmp_path
-    )
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    for words in ("NPROC=two", "lr", "seq_lenn"):
-        assert words in done.stderr
-    assert not (tmp_path / "outputs").exists()
 
 
 def test_configuration_of_a_pipe_serves_launcher_and_ranks(write_config, tmp_path):
@@ -222,27 +191,16 @@ def test_finished_run_is_left_alone_and_says_so(write_config, tmp_path):
     assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
     done = launch_run(path, "--checkpoint.resume=never")
     assert done.returncode == 2 and 'resume = "never"' in done.stderr
-    # stopped at its last step, it has yet to evaluate and to purge
-    status = read_status(folder)
-    (folder / "status.json").write_text(json.dumps(status | {"state": "preempted"}))
-    assert "asks for no more" not in launch_run(path).stdout
-    assert read_status(folder)["state"] == "finished"
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "make, words",
-    [
-        (lambda folder: folder.parent.write_text(""), "must be a folder"),
-        (lambda folder: (folder.parent.mkdir(), folder.parent.chmod(0o555)), "written to"),
-    ],
-)
-def test_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch, make, words):
-    folder = tmp_path / "outputs/r"
-    make(folder)
-    monkeypatch.setattr(os, "access", lambda path, mode: bool(path.stat().st_mode & 0o200))
-    with refuses("output_dir", words):
-        launch.check_folder(folder)
+def test_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with refuses("output_dir", "must be a folder"):
+        launch.check_folder(tmp_path / "file/r")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with refuses("output_dir", "written to"):
+        launch.check_folder(tmp_path / "outputs/r")
 
 
 @pytest.mark.quick
@@ -261,8 +219,14 @@ def test_device_cuda_needs_a_gpu_for_each_rank():
 # What the launcher makes of the ranks' end
 
 
-def error_file(rank: int, **values: object) -> dict:
-    return {"rank": rank, "step": 7, "phase": "step", "progress": 9, "time": 1.0, **values}
+def outcome_of(rank: int, text: str = "", **values: object) -> tuple[dict, str]:
+    """A rank's error file: its first line, and the text below."""
+    line = {"rank": rank, "step": 7, "phase": "step", "progress": 9, "time": 1.0, **values}
+    return line, text
+
+
+def ended(exit_code: int, text: str = "") -> list[tuple[dict, str]]:
+    return [outcome_of(0, text, phase=EXITED, progress=99, exit_code=exit_code)]
 
 
 class FakeRanks:
@@ -286,7 +250,7 @@ class FakeRanks:
         return [sys.executable, "-c", "\n".join([*lines, end])]
 
 
-def outcome(
+def launch_of(
     folder: pathlib.Path, *attempts: tuple[list[tuple[dict, str]], int], restarts: int = 0
 ) -> tuple[int, dict]:
     """(exit code, status) of a launch whose ranks end so."""
@@ -297,54 +261,37 @@ def outcome(
     return code, json.loads(status.read_text()) if status.exists() else {}
 
 
-ENDED = {"phase": EXITED, "progress": 99}
-KILLED = [(error_file(0), ""), (error_file(1), "killed by SIGKILL")]
+KILLED = [outcome_of(0), outcome_of(1, "killed by SIGKILL")]
+FIRST = "failed first on rank 1, step 7, phase step:\n"
+TIMEOUT = "Timeout (0:00:06)!\nThread 0x1\n"
+CLOSED = outcome_of(0, "closed")
+SILENT = "no error from rank 1, step 7, phase step: killed, stopped, or unable to answer"
+UNKNOWN = "the ranks ended with exit code"
+# error files, exit code of the ranks, exit code of the launch, what it prints last
+ENDS = [
+    (ended(0), 0, 0, ""),
+    (ended(75), 0, 75, ""),
+    (ended(0, TIMEOUT), 1, 0, ""),  # it ended well, whatever torch did afterwards
+    ([outcome_of(1, "wrong", exit_code=2), outcome_of(0)], 1, 2, f"{FIRST}wrong"),
+    (KILLED, 137, 1, f"{FIRST}killed by SIGKILL"),
+    # the least progress, then the earliest
+    ([CLOSED, outcome_of(1, "cause", progress=8), outcome_of(2, "x")], 1, 1, f"{FIRST}cause"),
+    ([outcome_of(0, "closed", time=2.0), outcome_of(1, "cause")], 1, 1, f"{FIRST}cause"),
+    # who exceeds a timeout waits for who is silent
+    ([outcome_of(0, TIMEOUT), outcome_of(1)], 1, 1, SILENT),
+    ([], 134, 134, f"{UNKNOWN} 134: see above"),
+    ([], -9, 137, f"{UNKNOWN} 137: is the host out of memory?"),
+    # before they took the folder
+    ([outcome_of(0, "no GPU", phase="start", exit_code=2)], 1, 2, "phase start:\nno GPU"),
+    ([outcome_of(0, phase="start")], -15, 75, "stopped before the run began"),
+]
 
 
-@pytest.mark.parametrize(
-    "files, returned, code, last",
-    [
-        ([(error_file(0, **ENDED, exit_code=0), "")], 0, 0, ""),
-        ([(error_file(0, **ENDED, exit_code=75), "")], 0, 75, ""),
-        # it ended well, whatever torch did afterwards
-        ([(error_file(0, **ENDED, exit_code=0), "Timeout (0:01:00)!\n")], 1, 0, ""),
-        ([(error_file(1, exit_code=2), "wrong"), (error_file(0), "")], 1, 2, "phase step:\nwrong"),
-        (KILLED, 137, 1, "failed first on rank 1, step 7, phase step:\nkilled by SIGKILL"),
-        # the least progress, then the earliest
-        (
-            [
-                (error_file(0), "closed"),
-                (error_file(1, progress=8), "cause"),
-                (error_file(2), "closed"),
-            ],
-            1,
-            1,
-            "failed first on rank 1, step 7, phase step:\ncause",
-        ),
-        (
-            [(error_file(0, time=2.0), "closed"), (error_file(1), "cause")],
-            1,
-            1,
-            "failed first on rank 1, step 7, phase step:\ncause",
-        ),
-        # who exceeds a timeout waits for who is silent
-        (
-            [(error_file(0), "Timeout (0:00:06)!\nThread 0x1\n"), (error_file(1), "")],
-            1,
-            1,
-            "no error from rank 1, step 7, phase step: killed, stopped, or unable to answer",
-        ),
-        ([], 134, 134, "the ranks ended with exit code 134: see above"),
-        ([], -9, 137, "the ranks ended with exit code 137: is the host out of memory?"),
-        # before they took the folder
-        ([(error_file(0, phase="start", exit_code=2), "no GPU")], 1, 2, "phase start:\nno GPU"),
-        ([(error_file(0, phase="start"), "")], -15, 75, "stopped before the run began"),
-    ],
-)
+@pytest.mark.parametrize(("files", "returned", "code", "last"), ENDS)
 def test_exit_code_is_that_of_the_root_cause_and_it_comes_last(
     tmp_path, capsys, files, returned, code, last
 ):
-    found, status = outcome(tmp_path, (files, returned))
+    found, status = launch_of(tmp_path, (files, returned))
     assert found == code
     assert capsys.readouterr().err.rstrip().endswith(last)
     if code in (0, 75) or "no GPU" in last:
@@ -353,58 +300,46 @@ def test_exit_code_is_that_of_the_root_cause_and_it_comes_last(
         assert (status["state"], status["exit_code"]) == ("failed", code)
 
 
+FINAL = outcome_of(0, "out of memory", exit_code=1, retryable=False)
+INVALID = outcome_of(0, "wrong", exit_code=2, retryable=False)
+
+
 @pytest.mark.parametrize(
-    "first, started_again",
+    ("first", "started_again"),
     [
         ((KILLED, 137), True),
-        (([(error_file(0, exit_code=1, retryable=False), "out of memory")], 1), False),
-        (([(error_file(0, exit_code=2, retryable=False), "wrong")], 1), False),
-        (([(error_file(0, **ENDED, exit_code=75), "")], 0), False),
+        (([FINAL], 1), False),
+        (([INVALID], 1), False),
+        ((ended(75), 0), False),
     ],
 )
 def test_what_a_restart_may_help_is_started_again(tmp_path, first, started_again):
     """From the newest checkpoint: `resume = 7` counted in the first attempt."""
-    last = ([(error_file(0, **ENDED, exit_code=0), "")], 0)
-    code, _ = outcome(tmp_path, first, first, last, restarts=2)
+    code, _ = launch_of(tmp_path, first, first, (ended(0), 0), restarts=2)
     assert (code == 0) == started_again
 
 
+PREEMPTED = "PreemptTime=2026-01-01T00:00:00"
+# SIGUSR1 (10) is SLURM's warning of the time limit, SIGTERM (15) scancel's
+REQUEUES = [  # signal, steps trained, what scontrol shows, exit code of requeue, line, is it called
+    (10, 3, "", 0, "requeued", True),
+    (10, 3, "", 1, "could not be requeued", True),
+    (10, 0, "", 0, "no step was trained", False),
+    (15, 3, "", 0, "submit it again", False),
+    (15, 3, "PreemptTime=None", 0, "submit it again", False),
+    (15, 3, PREEMPTED, 0, "requeued", True),
+]
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "signal, trained, shown, fails, line, requeues",
-    [
-        (10, 3, "", 0, "requeued", True),  # SIGUSR1: SLURM's warning of the time limit
-        (10, 3, "", 1, "could not be requeued", True),
-        (10, 0, "", 0, "no step was trained", False),
-        (15, 3, "", 0, "submit it again", False),  # scancel
-        (15, 3, "PreemptTime=None", 0, "submit it again", False),
-        (15, 3, "PreemptTime=2026-01-01T00:00:00", 0, "requeued", True),
-    ],
-)
+@pytest.mark.parametrize(("signal", "trained", "shown", "fails", "line", "requeues"), REQUEUES)
 def test_job_is_requeued_ahead_of_its_limit_and_when_preempted(
     monkeypatch, capsys, signal, trained, shown, fails, line, requeues
 ):
-    commands = []
-
-    def run(command: str) -> tuple[int, str]:
-        commands.append(command)
-        return (0, shown) if "show" in command else (fails, "")
-
-    monkeypatch.setattr(subprocess, "getstatusoutput", run)
-    requeue("7", RankOutcome(**error_file(0, step=4 + trained, start=4, signal=signal)))
-    assert f"job 7 stopped; {line}" in capsys.readouterr().err.replace(
-        "unless SLURM requeues it, ", ""
-    )
-    assert ("scontrol requeue 7" in commands) == requeues
-
-
-@pytest.mark.quick
-def test_full_disk_as_a_launch_begins_is_a_line_and_no_invalid_input(monkeypatch, capsys):
-    def full(argv: list[str]) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device", "outputs/r/.attempt-1")
-
-    monkeypatch.setattr(sys, "argv", ["launch", "x.toml"])
-    with pytest.raises(SystemExit) as ended:
-        config.run_tool(full)
-    assert ended.value.code == 1
-    assert "outputs/r/.attempt-1: No space left on device" in capsys.readouterr().err
+    scontrol = mock.Mock(side_effect=lambda words: (0, shown) if "show" in words else (fails, ""))
+    monkeypatch.setattr(subprocess, "getstatusoutput", scontrol)
+    values, _ = outcome_of(0, step=4 + trained, start=4, signal=signal)
+    requeue("7", RankOutcome(**values))
+    printed = capsys.readouterr().err.replace("unless SLURM requeues it, ", "")
+    assert f"job 7 stopped; {line}" in printed
+    assert (mock.call("scontrol requeue 7") in scontrol.mock_calls) == requeues

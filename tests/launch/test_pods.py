@@ -26,38 +26,23 @@ def free_port() -> str:
 
 def operator_environment(pod: int, port: str) -> dict[str, str]:
     """What Kubeflow's training operator sets in a PyTorchJob's pod, one process in each of two."""
-    return {
-        "PYTHONUNBUFFERED": "1",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": port,
-        "WORLD_SIZE": "2",
-        "RANK": str(pod),
-        "PET_NPROC_PER_NODE": "1",
-        "PET_NNODES": "2",
-        "PET_NODE_RANK": str(pod),
-        "PET_MASTER_ADDR": "localhost",
-        "PET_MASTER_PORT": port,
-    }
+    plain = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(pod)}
+    return plain | trainer_environment(pod, port) | {"PYTHONUNBUFFERED": "1"}
 
 
 def trainer_environment(pod: int, port: str) -> dict[str, str]:
     """What Kubeflow's Trainer sets in a TrainJob's pod, and docs/cluster.md in a JobSet's."""
-    every = operator_environment(pod, port)
-    return {name: value for name, value in every.items() if name.startswith("PET_")}
+    nodes = {"PET_NPROC_PER_NODE": "1", "PET_NNODES": "2", "PET_NODE_RANK": str(pod)}
+    return nodes | {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": port}
 
 
 def start_pods(
     program: list[str], environment: Callable, path: pathlib.Path
 ) -> list[subprocess.Popen]:
     port = free_port()
-    return [
-        subprocess.Popen(
-            [sys.executable, *program, REPO / "train.py", path],
-            env={**os.environ, **environment(pod, port)},
-            cwd=REPO,
-        )
-        for pod in range(2)
-    ]
+    command = [sys.executable, *program, REPO / "train.py", path]
+    variables = [os.environ | environment(pod, port) for pod in range(2)]
+    return [subprocess.Popen(command, env=env, cwd=REPO) for env in variables]
 
 
 @pytest.mark.parametrize(
@@ -74,14 +59,11 @@ def test_two_pods_train_as_one_process_does(write_config, program, environment):
     assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in expected], 1e-5)
 
 
-@pytest.mark.parametrize(
-    "program, environment, code",
-    [(TORCHRUN, operator_environment, 1), ([], operator_environment, 75)],
-)
-def test_pods_that_are_stopped_save_and_are_no_success(write_config, program, environment, code):
+@pytest.mark.parametrize("program, code", [(TORCHRUN, 1), ([], 75)])
+def test_pods_that_are_stopped_save_and_are_no_success(write_config, program, code):
     """Kubernetes starts again only what failed."""
     path = write_config("pods", **LONG)
-    pods = start_pods(program, environment, path)
+    pods = start_pods(program, operator_environment, path)
     folder = path.parent / "outputs/pods"
     deadline = time.monotonic() + 120
     while not (folder / "metrics.jsonl").exists() or not rows(folder):
@@ -89,7 +71,7 @@ def test_pods_that_are_stopped_save_and_are_no_success(write_config, program, en
         time.sleep(0.05)
     for pod in pods:
         pod.send_signal(signal.SIGTERM)
-    assert [pod.wait(60) for pod in pods] == [code, code]
+    assert [pod.wait(120) for pod in pods] == [code, code]
     status = read_json(folder / "status.json")
     assert status["state"] == "preempted"
     assert (folder / f"checkpoints/step-{status['step']:08d}").exists()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -16,9 +17,9 @@ from tests.conftest import REPO, launch, make_config, rows
 
 pytestmark = [pytest.mark.first, pytest.mark.slow]
 
-STEPS, SAVE_EVERY = 60, 20
 # a node's own name does not lead gloo to it: slurm_cluster.sh
 OURS = {"PYTHON": sys.executable, "NPROC": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+NOT_GIVEN = ("OMP_NUM_THREADS", "MAX_RESTARTS")
 NO_CLUSTER = 77  # what slurm_cluster.sh exits with where there can be none
 
 
@@ -29,45 +30,21 @@ class Cluster:
     def run(self, *words: object, **env: str) -> str:
         """A command on the login node; its output."""
         command = [REPO / "tests/slurm_cluster.sh", "in", self.folder, *map(str, words)]
-        ours = ("OMP_NUM_THREADS", "MAX_RESTARTS")
-        inherited = {name: value for name, value in os.environ.items() if name not in ours}
+        inherited = {name: value for name, value in os.environ.items() if name not in NOT_GIVEN}
+        env = inherited | OURS | env
         done = subprocess.run(
-            command,
-            cwd=REPO,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env={**inherited, **OURS, **env},
+            command, cwd=REPO, capture_output=True, text=True, timeout=60, env=env
         )
         assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
         return done.stdout
 
-    def submit(
-        self,
-        path: pathlib.Path,
-        *overrides: str,
-        nodes: int = 2,
-        time_limit: str = "1:0:0",
-        threads: int | None = 1,
-    ) -> "Job":
+    def submit(self, path: pathlib.Path, nodes: int = 2, threads: str | None = "1") -> "Job":
         """threads: both nodes are this machine, and their ranks share its cores; None leaves it to run_train.sh."""
-        log, env = (
-            self.folder / f"{path.stem}.log",
-            {"OMP_NUM_THREADS": str(threads)} if threads else {},
-        )
-        number = self.run(
-            "sbatch",
-            "--parsable",
-            f"--nodes={nodes}",
-            f"--time={time_limit}",
-            f"--output={log}",
-            "run_train.sh",
-            path,
-            *overrides,
-            **env,
-        )
-        cfg = config.load(str(path), list(overrides))
-        return Job(self, number.strip(), log, config.run_folder(cfg.run))
+        log = self.folder / f"{path.stem}.log"
+        options = ["--parsable", f"--nodes={nodes}", "--time=1:0:0", f"--output={log}"]
+        env = {"OMP_NUM_THREADS": threads} if threads else {}
+        number = self.run("sbatch", *options, "run_train.sh", path, **env)
+        return Job(self, number.strip(), log, config.run_folder(config.load(str(path)).run))
 
 
 class Job:
@@ -94,13 +71,12 @@ class Job:
         metrics = self.folder / "metrics.jsonl"
         return metrics.read_text().count("\n") if metrics.exists() else 0
 
-    def until(self, condition, seconds: float = 600) -> None:
-        deadline = time.monotonic() + seconds
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 600
         while not condition():
-            assert time.monotonic() < deadline, (
-                f"job {self.number} {self.shows('JobState')}:\n{self.log()}"
-            )
-            time.sleep(0.25)  # a look at a job costs a tenth of it
+            problem = f"job {self.number} {self.shows('JobState')}:\n{self.log()}"
+            assert time.monotonic() < deadline, problem
+            time.sleep(0.25)
 
     def until_over(self) -> str:
         """Waits for the job's end, returns its state."""
@@ -113,20 +89,21 @@ class Job:
         found = {}
         for folder in pathlib.Path("/proc").glob("[0-9]*"):
             try:
-                environment = dict(
-                    word.split("=", 1)
-                    for word in (folder / "environ").read_text().split("\0")
-                    if word
-                )
+                variables = (folder / "environ").read_text().split("\0")
                 words = (folder / "cmdline").read_text().split("\0")
-                running = any(word.endswith("/train.py") for word in words[1:3])  # python [-u]
             except (OSError, ValueError):  # gone, or none of ours
                 continue
+            environment = dict(variable.partition("=")[::2] for variable in variables)
+            running = any(word.endswith("/train.py") for word in words[1:3])  # python [-u]
             # not another suite's cluster
             ours = environment.get("SLURM_CONF") == f"{self.cluster.folder}/slurm.conf"
             if running and ours and environment.get("SLURM_JOB_ID") == self.number:
                 found[environment["SLURMD_NODENAME"]] = int(folder.name)
         return found
+
+    def hold(self, number: int = signal.SIGSTOP) -> None:
+        for process in self.ranks().values():
+            os.kill(process, number)
 
 
 @pytest.fixture(scope="module")
@@ -145,18 +122,15 @@ def configured(tmp_path_factory, corpus, prepared):
     """Writes a configuration on the prepared corpus; its runs go below its folder."""
     folder = tmp_path_factory.mktemp("runs")
 
-    def write(name: str, steps: int = STEPS, data: pathlib.Path = prepared) -> pathlib.Path:
-        path = folder / f"{name}.toml"
-        path.write_text(
-            config.to_toml(
-                make_config(
-                    data={"source": str(corpus), "path": str(data)},
-                    run={"name": name, "output_dir": str(folder / "outputs")},
-                    train={"steps": steps},
-                    checkpoint={"save_every_steps": SAVE_EVERY},
-                )
-            )
+    def write(name: str, steps: int = 60) -> pathlib.Path:
+        cfg = make_config(
+            data={"source": str(corpus), "path": str(prepared)},
+            run={"name": name, "output_dir": str(folder / "outputs")},
+            train={"steps": steps},
+            checkpoint={"save_every_steps": 20},
         )
+        path = folder / f"{name}.toml"
+        path.write_text(config.to_toml(cfg))
         return path
 
     return write
@@ -175,22 +149,22 @@ def plain(configured) -> list[dict]:
 def limited(cluster, configured) -> Job:
     """A job whose time limit comes so near, once it trains, that SLURM warns it when it looks next, which it does every
     30 seconds. Its ranks are held meanwhile, so that they are not done by then; the other tests run in that time."""
-    job, began = cluster.submit(configured("limited")), time.monotonic()
+    began = time.monotonic()
+    job = cluster.submit(configured("limited"))
     job.until(lambda: job.step() >= 5)
-    for process in job.ranks().values():
-        os.kill(process, signal.SIGSTOP)
+    job.hold()
     # 300 seconds ahead of it the warning is due: now, however long the machine took until here
     minutes = 5 + int(time.monotonic() - began) // 60
     cluster.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={minutes}")
     return job
 
 
-def assert_equal(job: Job, plain: list[dict], steps: int = STEPS) -> None:
+def assert_equal(job: Job, plain: list[dict]) -> None:
     """The job finished its run, with each step once, and the losses of the plain one."""
     assert job.until_over() == "COMPLETED", job.log()
     assert job.status()["state"] == "finished"
     found = rows(job.folder)
-    assert [row["step"] for row in found] == list(range(1, steps + 1))
+    assert [row["step"] for row in found] == list(range(1, 61))
     assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in plain], rel=1e-5)
     assert [row["batch_digest"] for row in found] == [row["batch_digest"] for row in plain]
 
@@ -203,25 +177,14 @@ def test_a_killed_process_is_started_again(limited, cluster, configured, plain):
     assert "resuming after step" in job.log() and job.shows("Restarts") == "0"
 
 
-def test_data_is_not_prepared_inside_a_job(limited, cluster, configured, tmp_path):
-    path = configured("unprepared", data=tmp_path / "nothing")
-    job = cluster.submit(path, "--run.seed=3", nodes=1)
-    assert job.until_over() == "FAILED" and job.shows("ExitCode") == "2:0"
-    assert f"run_train.sh -m prepare {path} --run.seed=3 prepares it" in job.log()
-    assert not job.folder.exists() and not (tmp_path / "nothing").exists()
-
-
 def test_two_nodes_train_as_one_process_does(limited, cluster, configured, plain):
     """In a job that is requeued once."""
     job = cluster.submit(configured("two"))
     job.until(lambda: job.step() >= 5)
-    ranks = job.ranks().values()
-    for process in ranks:  # not done before SLURM's signal is there
-        os.kill(process, signal.SIGSTOP)
+    job.hold()  # not done before SLURM's signal is there
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)
     job.until(lambda: "SIGUSR1: stopping" in job.log())
-    for process in ranks:
-        os.kill(process, signal.SIGCONT)
+    job.hold(signal.SIGCONT)
     assert_equal(job, plain)
     assert job.shows("Restarts") == "1" and job.log().count("resuming after step") == 1
 
@@ -264,9 +227,7 @@ def test_scancel_saves_and_requeues_nothing(limited, endless, cluster):
 
 def test_the_time_limit_saves_and_requeues(limited, cluster, plain):
     limited.until(lambda: "SIGUSR1: stopping" in limited.log())
-    # for its next life
     cluster.run("scontrol", "update", f"JobId={limited.number}", "TimeLimit=60")
-    for process in limited.ranks().values():
-        os.kill(process, signal.SIGCONT)
+    limited.hold(signal.SIGCONT)
     assert_equal(limited, plain)
     assert limited.shows("Restarts") == "1" and limited.log().count("resuming after step") == 1

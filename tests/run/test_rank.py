@@ -1,10 +1,11 @@
 """A rank's process: its device, its process group, and what an error of it means."""
 
-import argparse
 import os
+import pathlib
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,13 +16,13 @@ from checkpoint.manifest import UnreadableCheckpoint
 from checkpoint.save import SaveFailed
 from config import ConfigError
 from model.build import meta_model
+from parallel.mesh import World
 from parallel.parallelize import parallelize
 from run import rank
 from run.begin import begin_rank
 from run.rank import describe, pick_device, shared_options
 from tests.conftest import make_config, refuses
 from tests.distributed import distributed
-from tests.gloo import run_on_ranks
 
 # Devices
 
@@ -63,7 +64,7 @@ def test_device_is_a_gpu_of_its_own_or_none_was_meant(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
-    if expected.startswith(("cpu", "cuda:")):
+    if expected in ("cpu", "cuda:1"):
         assert str(pick_device(device, 1)) == expected
         return
     with refuses(expected):
@@ -71,14 +72,11 @@ def test_device_is_a_gpu_of_its_own_or_none_was_meant(
 
 
 @pytest.mark.parametrize("sections", [{"parallel": {"cp": 2}}, {"data": {"document_mask": True}}])
-@pytest.mark.parametrize("width, supported", [(8, False), (14, False), (16, True)])
-def test_heads_too_narrow_for_flex_attention_are_refused_on_a_gpu(sections, width, supported):
-    cfg = make_config(model={"dim": 128, "head_dim": width}, **sections)
-    if supported:
-        config.check_for_gpus(cfg)
-        return
-    with refuses(f"head_dim: heads are {width} wide", "16 or more"):
-        config.check_for_gpus(cfg)
+def test_heads_too_narrow_for_flex_attention_are_refused_on_a_gpu(sections):
+    config.check_for_gpus(make_config(model={"dim": 128, "head_dim": 16}, **sections))
+    for width in (8, 14):
+        with refuses(f"head_dim: heads are {width} wide", "16 or more"):
+            config.check_for_gpus(make_config(model={"dim": 128, "head_dim": width}, **sections))
 
 
 # The process group
@@ -100,37 +98,37 @@ def test_nodes_may_keep_copies_elsewhere_and_nothing_else(sections, may_differ):
     assert ours != shared_options(make_config(**sections), torch.device("cuda"))
 
 
-def timeouts() -> set[float]:
-    """Seconds, of all process groups that a run makes."""
-    cfg = make_config(run={"start_timeout_seconds": 7200.0}, parallel={"dp_replicate": 2, "cp": 2})
-    with rank.distributed(cfg) as world:
-        parallelize(meta_model(cfg.model), cfg, world)
-        groups = [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1]
-        assert len(groups) >= 4
-        backends = [group._get_backend(torch.device("cpu")) for group in groups]
-        return {backend.options._timeout.total_seconds() for backend in backends}
+def connect(cfg: config.Config, folder: pathlib.Path) -> World:
+    """The process group of a run in place of the test's, which ends as the test's does."""
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/store", int(os.environ["WORLD_SIZE"]))
+    init = dist.init_process_group
+    with_store = lambda *a, **kw: init(*a, **(kw | {"store": store}))  # noqa: E731
+    with mock.patch.object(dist, "init_process_group", with_store):
+        return rank.distributed(cfg).__enter__()
 
 
-def test_all_process_groups_have_the_runs_timeout():
+@distributed(ranks=4)
+def test_all_process_groups_have_the_runs_timeout(world, tmp_path):
     """Also those of the mesh, which would have torch's 30 minutes."""
-    assert run_on_ranks(4, timeouts) == [{7260.0}] * 4
-
-
-def determinism(deterministic: bool) -> tuple[bool, int, bool]:
-    with rank.distributed(make_config(run={"deterministic": deterministic, "seed": 5})):
-        return (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.initial_seed(),
-            # NaN into each new buffer
-            # pyrefly: ignore[missing-attribute]  # torch adds it at run time
-            torch.utils.deterministic.fill_uninitialized_memory,
-        )
+    cfg = make_config(run={"start_timeout_seconds": 7200.0}, parallel={"dp_replicate": 2, "cp": 2})
+    parallelize(meta_model(cfg.model), cfg, connect(cfg, tmp_path))
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1]
+    assert len(groups) >= 4
+    for group in groups:
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        assert timeout.total_seconds() == 7260
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_deterministic_algorithms_are_used_on_request(deterministic):
-    (found,) = run_on_ranks(1, determinism, deterministic)
-    assert found == (deterministic, 5, not deterministic)
+@distributed(ranks=1)
+def test_deterministic_algorithms_are_used_on_request(world, tmp_path, deterministic):
+    connect(make_config(run={"deterministic": deterministic, "seed": 5}), tmp_path)
+    assert torch.are_deterministic_algorithms_enabled() == deterministic
+    assert torch.initial_seed() == 5
+    # NaN into each new buffer
+    # pyrefly: ignore[missing-attribute]  # torch adds it at run time
+    assert torch.utils.deterministic.fill_uninitialized_memory != deterministic
 
 
 # Errors
@@ -173,19 +171,15 @@ def test_errors_are_described_by_what_a_person_can_do(
 def test_rank_reads_what_the_launcher_resolved(monkeypatch, write_config, tmp_path, by_hand):
     """By hand, under torchrun, it reads the file itself; after a restart it resumes from the newest checkpoint."""
     path = write_config("r", train={"steps": 5}, checkpoint={"resume": 3})
-    folder = tmp_path / ".attempt-1"
-    folder.mkdir()
-    (folder / "config.toml").write_text(path.read_text().replace("steps = 5", "steps = 6"))
+    (tmp_path / "config.toml").write_text(path.read_text().replace("steps = 5", "steps = 6"))
     monkeypatch.setattr("run.begin.die_with_parent", lambda parent: None)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     monkeypatch.setattr(sys, "argv", ["train.py", str(path), "--optim.lr=0.25"])
     monkeypatch.delenv("TRAINER_ATTEMPT", raising=False)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1" if by_hand else "0")
     if not by_hand:
-        monkeypatch.setenv("TRAINER_ATTEMPT", str(folder))
-    args, cfg = begin_rank("usage")
-    assert isinstance(args, argparse.Namespace) and cfg.checkpoint
-    if by_hand:
-        assert (cfg.train.steps, cfg.optim.lr, cfg.checkpoint.resume) == (5, 0.25, "auto")
-    else:
-        assert (cfg.train.steps, cfg.optim.lr, cfg.checkpoint.resume) == (6, 3e-3, 3)
+        monkeypatch.setenv("TRAINER_ATTEMPT", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1" if by_hand else "0")
+    _, cfg = begin_rank("usage")
+    assert cfg.checkpoint
+    found = (cfg.train.steps, cfg.optim.lr, cfg.checkpoint.resume)
+    assert found == ((5, 0.25, "auto") if by_hand else (6, 3e-3, 3))
