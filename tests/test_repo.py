@@ -58,8 +58,8 @@ def test_every_block_says_what_it_is():
     """A command that no test would run is noticed by its label."""
     needs = "needs-(a-gpu|a-cluster|a-tracker|lm-eval)"
     known = (
-        rf"bash (run|dry-run|fork|fork-refused|{needs})|diff (fork|fork-convolution|fork-spikes)|"
-        r"python (quoted \S+|fork-source|fork-data|fork-loss|fork-noise|full-state)|text output|"
+        rf"bash (run|dry-run|fork|fork-refused|{needs})|diff (fork|fork-convolution)|"
+        r"python (quoted \S+|fork-source|fork-loss|full-state)|text output|"
         "toml table|yaml kubernetes"
     )
     for page, label, _ in blocks(""):
