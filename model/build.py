@@ -47,12 +47,12 @@ def meta_model(m: config.Model, lora: config.Lora | None = None) -> Llama:
 
     Raises ConfigError for a parameter that a constructor gives a value to: it would be lost.
     """
-    with torch.device("meta"), WrittenStorages() as written:
+    with torch.device("meta"), UnwrittenStorages() as unwritten:
         model = build_model(m, lora)
     names = []
     for path, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
-            if parameter in written and not initializes_itself(module):
+            if parameter not in unwritten and not initializes_itself(module):
                 names.append(f"{path}.{attribute}".removeprefix("."))
     if names:
         raise ConfigError(
@@ -70,8 +70,8 @@ def initializes_itself(module: nn.Module) -> bool:
     return reset is not None and reset.__module__.startswith("torch.nn")
 
 
-class WrittenStorages(TorchDispatchMode):
-    """What operators have given values to, other than by torch.empty()."""
+class UnwrittenStorages(TorchDispatchMode):
+    """The storages that torch.empty() made, and that no operator has written to since."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,11 +79,15 @@ class WrittenStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None):
         result = operator(*args, **(kwargs or {}))
-        is_empty = operator.is_view or "empty" in operator.__name__
+        if not isinstance(result, Tensor) or operator.is_view:
+            return result
+        is_empty = "empty" in operator.__name__
         if operator is torch.ops.aten._to_copy.default:  # .to(dtype)
-            is_empty = args[0] not in self
-        if isinstance(result, Tensor) and not is_empty:
+            is_empty = args[0] in self
+        if is_empty:
             self.tensors[storage_id(result)] = result
+        else:
+            self.tensors.pop(storage_id(result), None)
         return result
 
     def __contains__(self, tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ from model.build import meta_model
 from model.init import constant, normal
 from model.llama import Attention, Block, Llama, RMSNorm
 from optim import local_tensor
-from parallel.verify import refuse_hooks, refuse_unsaved_state
+from parallel.verify import refuse_hooks, refuse_unread_mask, refuse_unsaved_state
 from tests.conftest import build, make_config, mesh_for, refuses, token_ids
 from tests.distributed import distributed
 
@@ -58,6 +58,11 @@ def own_gate(block: Block) -> None:
     block.init = {"gate": constant(0.0)}
 
 
+def gate_of_a_number(block: Block) -> None:
+    block.gate = nn.Parameter(torch.tensor([0.5]))
+    block.init = {"gate": constant(0.0)}
+
+
 @pytest.mark.parametrize(
     "name, change, parameter",
     [
@@ -68,6 +73,7 @@ def own_gate(block: Block) -> None:
         ("Llama", lambda model: model.apply(init_data).to(torch.bfloat16), r"blocks\.0.*q_proj"),
         ("Attention", replace_weight, r"blocks\.0\.attention\.o_proj\.weight"),
         ("Block", own_gate, r"blocks\.0\.gate, blocks\.1\.gate: "),
+        ("Block", gate_of_a_number, r"blocks\.0\.gate, blocks\.1\.gate: "),
     ],
 )
 def test_value_given_in_a_constructor_is_refused(name, change, parameter):
@@ -126,6 +132,28 @@ def test_own_attend_is_refused_under_context_parallelism(world):
     changed = after_init("Attention", lambda attention: setattr(attention, "attend", capped))
     with changed, refuses("cp = 2", r"blocks\.0\.attention\.attend", "model/attention.py"):
         build(cfg, mesh_for(cfg, world))
+
+
+def near(documents: Tensor | None) -> Callable[..., Tensor]:
+    return lambda b, h, q, k: (q >= k) & (q - k < 8)
+
+
+def windowed(model: Llama, documents: Tensor | None, length: int = 32) -> Tensor:
+    ids = torch.arange(length)
+    return near(documents)(0, 0, ids[:, None], ids)[None, None]
+
+
+def test_mask_rule_that_is_not_read_is_refused():
+    model = meta_model(make_config().model)
+    refuse_unread_mask(model)
+    in_the_rule = mock.patch("parallel.verify.mask_mod", near)
+    in_the_mask = mock.patch.object(Llama, "build_mask", windowed)
+    with in_the_rule, refuses("build_mask", "returns None", "mask_mod", "is not causal"):
+        refuse_unread_mask(model)
+    with in_the_mask, refuses("build_mask", "returns a mask", "mask_mod", "is causal"):
+        refuse_unread_mask(model)
+    with in_the_rule, in_the_mask:
+        refuse_unread_mask(model)
 
 
 def share_feed_forward(model: Llama) -> None:
