@@ -32,5 +32,5 @@ def seed_micro_batch(seed: int, step: int, number: int, world: World) -> None:
 
 def seed_update(seed: int, step: int, world: World) -> None:
     """Call before gradients are clipped: what changes them and the weights from then on must update
-    all replicas alike. Each rank draws the same: docs/fork.md has noise for shards."""
+    all replicas alike. Each rank draws the same; noise for shards: docs/fork.md, Random numbers."""
     seed_generators(world.device, seed, "step", step, "update")

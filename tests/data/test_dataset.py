@@ -1,6 +1,5 @@
-"""A fork's own data set: three methods, as docs/fork.md has it."""
+"""A fork's own data set: three methods (docs/fork.md, "Your own data")."""
 
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -8,17 +7,32 @@ import pytest
 
 import config
 from data.dataset import Dataset, Sample
-from tests.conftest import REPO, make_config, rows, train_run
+from tests.conftest import make_config, rows, train_run
 from tests.distributed import run_on_ranks
-from tests.test_repo import BLOCK
+
+
+class Sums(Dataset):
+    """Sums of two numbers, as bytes, without an end."""
+
+    def __init__(self, cfg: config.Config):
+        self.seq_len = cfg.train.seq_len
+        self.seed = cfg.run.seed
+
+    def sample(self, number: int) -> Sample:
+        draw = np.random.default_rng([self.seed, number])
+        a, b = draw.integers(0, 1000, (2, self.seq_len))
+        text = "".join(f"{x}+{y}={x + y}\n" for x, y in zip(a, b))
+        return Sample(np.frombuffer(text.encode(), np.uint8)[: self.seq_len + 1].astype(np.int64))
+
+    def validation(self) -> list[list[Sample]]:
+        return [[self.sample(2**40 + number) for number in range(64)]]
+
+    def identities(self) -> list[dict]:
+        return [{"data": "sums", "seed": self.seed, "tokenizer": "bytes"}]
 
 
 def test_data_set_of_a_fork_trains_the_same_on_two_ranks(tmp_path):
     """Four steps on one rank; two on two ranks, resumed on one."""
-    page = (REPO / "docs/fork.md").read_text()
-    (code,) = [text for label, text in BLOCK.findall(page) if label == "python fork-data"]
-    names: dict[str, Any] = {"Dataset": Dataset, "Sample": Sample, "config": config, "np": np}
-    exec(code, names)
     for ranks, name, steps in ((1, "one", 4), (2, "two", 2), (1, "two", 4)):
         cfg = make_config(
             train={"steps": steps},
@@ -27,7 +41,7 @@ def test_data_set_of_a_fork_trains_the_same_on_two_ranks(tmp_path):
             checkpoint={},
             eval={},
         )
-        with mock.patch("train.open_dataset", names["Sums"]):
+        with mock.patch("train.open_dataset", Sums):
             run_on_ranks(ranks, lambda world, cfg=cfg: train_run(cfg, world))
     for row, other in zip(rows(tmp_path / "two"), rows(tmp_path / "one"), strict=True):
         assert row["batch_digest"] == other["batch_digest"]

@@ -69,6 +69,19 @@ PAGE = (REPO / "docs/fork.md").read_text()
 CHANGES: dict[str, Any] = {"torch": torch}
 exec(CODE, CHANGES)
 
+
+def soft_cap(logits, targets, shard):
+    logits = 30 * torch.tanh(logits.float() / 30)
+    return shard.logsumexp(logits) - shard.pick(logits, targets)
+
+
+def weighted(logits, targets, shard, weights=1.0):
+    logits = logits.float()
+    return weights * (shard.logsumexp(logits) - shard.pick(logits, targets))
+
+
+CHANGES |= {"soft_cap": soft_cap, "weighted": weighted}
+
 # Further tensors by token, and the loss of one token, from its logits (V), target, and those.
 LOSSES: dict[str, tuple[tuple[str, ...], Any]] = {
     "token_loss": ((), F.cross_entropy),

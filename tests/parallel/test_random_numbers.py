@@ -2,24 +2,23 @@
 resume, and for all ranks that hold parts of the same samples."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import config
 import train
 from model.init import normal
+from model.llama import named_parameters
 from optim import local_tensor
-from parallel import materialize
+from parallel.materialize import draw, shard_shape_and_offset
 from parallel.random_numbers import seed_micro_batch, seed_update
 from parallel.ranks import all_gather_objects
 from tests import forks
 from tests.conftest import (
-    REPO,
     build,
     full,
     gradients_of,
@@ -31,7 +30,6 @@ from tests.conftest import (
 from tests.distributed import distributed
 from tests.parallel.test_activation_checkpoint import built
 from tests.reference import fresh_model
-from tests.test_repo import BLOCK
 
 FORKS = [forks.with_dropout, forks.with_noisy_gate]
 # builds a compiled graph's forward and backward as always, without kernels
@@ -137,12 +135,16 @@ def test_resuming_on_another_mesh_repeats_random_numbers(world, write_config, fo
         assert [row[key] for row in resumed] == pytest.approx([row[key] for row in whole], rel=1e-6)
 
 
-def noise_of_the_page() -> Callable:
-    page = (REPO / "docs/fork.md").read_text()
-    (code,) = [text for label, text in BLOCK.findall(page) if label == "python fork-noise"]
-    names: dict[str, Any] = {**vars(materialize), "local_tensor": local_tensor, "normal": normal}
-    exec(code, names)
-    return names["add_noise"]
+def add_noise(model: nn.Module, std: float, seed: int, step: int) -> None:
+    """Adds noise to every gradient (https://arxiv.org/abs/1511.06807)."""
+    for name, p in named_parameters(model):
+        if p.grad is None:  # frozen
+            continue
+        gradient = local_tensor(p.grad)
+        noise = torch.empty_like(gradient)
+        _, shard_offset = shard_shape_and_offset(p)
+        draw(noise, shard_offset, p.shape, normal(std), seed, f"{name}, noise of step {step}")
+        gradient.add_(noise)
 
 
 @pytest.mark.quick
@@ -155,7 +157,7 @@ def test_noise_on_gradients_does_not_depend_on_the_mesh(world, mesh):
     for of in (plain, model):
         for p in of.parameters():
             p.grad = torch.zeros_like(p) if p.requires_grad else None
-        noise_of_the_page()(of, 0.1, 7, 3)
+        add_noise(of, 0.1, 7, 3)
     ours = gradients_of(model)
     for name, p in plain.named_parameters():
         if p.grad is not None:
