@@ -6,10 +6,9 @@ import random
 from fractions import Fraction
 
 import pytest
-import torch
 
 from config import LONGEST_PERIOD
-from data.order import Mixture, WindowOrder, integer_weights, permute, rank_samples
+from data.order import Mixture, WindowOrder, integer_weights, rank_samples
 from tests.conftest import make_config, refuses
 from tests.data import order_model
 
@@ -27,17 +26,6 @@ def test_three_epochs_are_those_of_the_model(tokens, seq_len):
         located = [ours.locate(epoch * len(every) + i) for i in every]
         assert located == [(3, epoch, window) for window in expected]
         assert sorted(expected) == every and (expected != every or len(every) < 6)
-
-
-@pytest.mark.parametrize("n", [10_007, 16_384])
-def test_permutation_looks_random(n):
-    """|element - index|, and |difference of neighbors|: mean n/3, with a standard error of 0.24 n / sqrt(n)."""
-    order = torch.tensor([permute(index, n, "1/2/0/0") for index in range(n)]).double()
-    for distances in ((order - torch.arange(n)).abs(), order.diff().abs()):
-        assert abs(distances.mean() - n / 3) < 5 * 0.24 * math.sqrt(n)
-        assert (distances == 1).sum() < 12  # 2 expected
-    for key in ("1/3/0/0", "2/2/0/0", "1/2/1/0", "1/2/0/1"):  # one element in n agrees
-        assert sum(permute(index, n, key) == order[index] for index in range(n)) < 10
 
 
 @pytest.mark.quick
