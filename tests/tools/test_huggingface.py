@@ -204,22 +204,16 @@ def test_what_cannot_be_converted_is_named_and_nothing_is_written(
 # The tokenizer
 
 
-def test_several_eos_tokens_are_kept(folder, tmp_path):
-    """As Llama 3 Instruct has them, whose tokenizer names one."""
+def test_tokenizer_json_alone_and_several_eos_tokens_are_kept(folder, tmp_path):
+    """As Llama 3 Instruct has them, whose tokenizer names one EOS token."""
     copy = shutil.copytree(folder, tmp_path / "hf")
     (copy / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": [2, 7]}')
-    assert run("import", copy, tmp_path / "checkpoint") == 0
-    assert run("export", tmp_path / "checkpoint", tmp_path / "out") == 0
-    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == [2, 7]
-
-
-def test_tokenizer_json_alone_is_copied(folder, tmp_path):
-    copy = shutil.copytree(folder, tmp_path / "hf")
     (copy / "tokenizer.model").unlink()
     word_level(copy, {"?": 0, "the cat": 1})
     assert run("import", copy, tmp_path / "checkpoint") == 0
     assert run("export", tmp_path / "checkpoint", tmp_path / "out") == 0
     out = contents(tmp_path / "out")
+    assert json.loads(out["config.json"])["eos_token_id"] == [2, 7]
     assert out["tokenizer.json"] == contents(copy)["tokenizer.json"]
     ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("the cat")["input_ids"]
     ours = Tokenizer(copy / "tokenizer.json")

@@ -168,16 +168,11 @@ def test_each_machine_fetches_once(world, files, tmp_path):
     dist.barrier()
 
 
-@pytest.mark.parametrize(
-    "base, name, revision",
-    [
-        (f"me/base@{'1' * 40}", "me/base", "1" * 40),
-        ("/folder/of@mine", "/folder/of@mine", None),
-    ],
-)
-def test_an_adapter_names_its_base_as_peft_does(base, name, revision):
-    rendered = hf_config.render_adapter(config.Lora(), base)
-    assert (rendered["base_model_name_or_path"], rendered["revision"]) == (name, revision)
+def test_an_adapter_names_its_base_as_peft_does():
+    for base in (("me/base", "1" * 40), ("/folder/of@mine", None)):
+        name = "@".join(filter(None, base))
+        rendered = hf_config.render_adapter(config.Lora(), name)
+        assert (rendered["base_model_name_or_path"], rendered["revision"]) == base
 
 
 def test_without_the_package_the_error_names_it(monkeypatch):
