@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import config
 from config import ConfigError
 from model.llama import after_weight_update, named_parameters, plain_name
+from parallel.materialize import local_tensor
 
 NORM_ROW = 4096  # elements whose squares are summed in float32
 
@@ -276,11 +277,6 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
             dist.all_reduce(square, group=group)
         squares.append(square)
     return torch.stack(squares).sum().sqrt().float()
-
-
-def local_tensor(t: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, or the tensor itself if it is none."""
-    return t.to_local() if isinstance(t, DTensor) else t
 
 
 def _sharded_over(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:

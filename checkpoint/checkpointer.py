@@ -19,7 +19,8 @@ from checkpoint.load import restore, tensors_of
 from checkpoint.save import SaveFailed, Saver, try_disk
 from config import ConfigError
 from data.dataset import Dataset
-from optim import Progress, local_tensor
+from optim import Progress
+from parallel.materialize import local_tensor
 from parallel.mesh import World
 from parallel.ranks import all_gather_objects, check_same_on_all_ranks, on_each_rank, on_rank_zero
 

@@ -29,7 +29,7 @@ from checkpoint import catalog
 from checkpoint.load import first_cause
 from checkpoint.manifest import MANIFEST, METADATA, STATE, HashedFile, entry_of, render_manifest
 from config import Problems
-from optim import local_tensor
+from parallel.materialize import local_tensor
 from parallel.ranks import all_gather_objects, on_each_rank, on_rank_zero
 from parallel.torch_patches import IS_TORCH_2_11
 

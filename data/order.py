@@ -19,12 +19,6 @@ from config import LONGEST_PERIOD
 MASK64 = (1 << 64) - 1
 
 
-def name_hash(name: str) -> bytes:
-    """The sort key of a source's files, from the name within the source: files are read in the order of
-    a hash, so that a corpus of many files is shuffled."""
-    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
-
-
 class SamplePosition(NamedTuple):
     """The window that a sample is."""
 

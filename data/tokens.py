@@ -159,15 +159,6 @@ class TokenStream:
                 total += int(sizes[number]) * (stop - begin) / int(ends[number] - begin)
         return total
 
-    def document_ends(self) -> np.ndarray:
-        """The position after the last token of each document. Reads all files of ends."""
-        ends = [np.empty(0, np.int64)]
-        for file, file_end in zip(self.files, self.file_ends):
-            assert file.ends, "conversations have a file of ends"
-            of_file = mapped(file.ends)
-            ends.append(of_file[of_file <= file.length] + (file_end - file.length))
-        return np.concatenate(ends)
-
     def _ranges(self, start: int, stop: int) -> Iterator[tuple[TokenFile, int, int]]:
         """(file, first token, one past the last) of each file with some of these tokens. Positions
         count from the file's first token."""

@@ -76,8 +76,8 @@ def is_checkpointed(recompute: str | int, layer: int) -> bool:
 def checkpoint_selectively(
     block: Block, recompute: str, compiled: bool, always_save: Collection = ()
 ) -> nn.Module:
-    """Wraps a block. compiled: whether it will be compiled. always_save: operators whose output both
-    modes save."""
+    """Wraps a block. compiled: whether it will be compiled. always_save: further operators whose output
+    is saved (tools/planner)."""
     silence_advice_on_policies()
     every = KEEP_EVERY[recompute]
     matmuls = set(LINEAR_MATMULS)

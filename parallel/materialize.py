@@ -157,10 +157,12 @@ def is_finite(tensor: Tensor) -> bool:
 def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, local tensor) of each parameter."""
     for name, parameter in named_parameters(model):
-        if isinstance(parameter, DTensor):
-            yield name, parameter.to_local()
-        else:
-            yield name, parameter
+        yield name, local_tensor(parameter)
+
+
+def local_tensor(t: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, or the tensor itself if it is none."""
+    return t.to_local() if isinstance(t, DTensor) else t
 
 
 def shard_shape_and_offset(tensor: Tensor) -> tuple[tuple[int, ...], ShardOffset]:
