@@ -157,11 +157,7 @@ class Recorder:
             self._begin_row()
 
     def _train_row(
-        self,
-        progress: Progress,
-        batch: Any,
-        sums: dict[str, torch.Tensor],
-        scalars: dict[str, Any],
+        self, progress: Progress, batch: Any, sums: dict[str, torch.Tensor], scalars: dict[str, Any]
     ) -> dict[str, Any]:
         """The row of the steps since the last one. Waits for the device. Collective."""
         world = self.world

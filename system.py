@@ -27,14 +27,7 @@ STOPPED = 75  # EX_TEMPFAIL: start again to resume
 MACOS_FILES = 10_240  # OPEN_MAX of macOS: how many files a process may open
 
 # Signals that ask to stop. XCPU: the soft limit of CPU time is reached.
-SIGNALS = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGXCPU,
-)
+SIGNALS = [signal.Signals[f"SIG{name}"] for name in ["TERM", "INT", "HUP", "USR1", "USR2", "XCPU"]]
 
 
 def printable(text: str) -> str:

@@ -27,13 +27,7 @@ from evaluate import Evaluation, evaluate_newest
 from metrics import Recorder
 from model.build import meta_model
 from model.llama import Llama
-from optim import (
-    UpdateGuard,
-    build_optimizer,
-    clip_gradients,
-    learning_rate,
-    set_learning_rate,
-)
+from optim import UpdateGuard, build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from parallel.fsdp import set_communication, unshard_first_units
 from parallel.materialize import materialize, open_pretrained
 from parallel.mesh import World, storage_device

@@ -22,13 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader, metadata
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from checkpoint.catalog import NO_OPTIMIZER
-from checkpoint.manifest import (
-    METADATA,
-    CorruptCheckpoint,
-    open_file,
-    read_file,
-    read_manifest,
-)
+from checkpoint.manifest import METADATA, CorruptCheckpoint, open_file, read_file, read_manifest
 from config import ConfigError, Problems
 from model.llama import after_weight_update, named_parameters
 from parallel.ranks import on_each_rank

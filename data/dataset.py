@@ -78,20 +78,12 @@ class PreparedSource:
     """A source's folder, checked and opened: its training and validation streams, the order of its
     training windows, and its identity."""
 
-    def __init__(
-        self,
-        folder: pathlib.Path,
-        data: config.Data,
-        number: int,
-        vocab_size: int,
-        seq_len: int,
-        seed: int,
-    ):
+    def __init__(self, folder: pathlib.Path, data: config.Data, number: int, cfg: config.Config):
         """data: this source's options. number: its position in the mixture. Raises ConfigError and
         OSError."""
         self.data = data
         self.number = number
-        self.seq_len = seq_len
+        vocab_size, seq_len, seed = cfg.model.vocab_size, cfg.train.seq_len, cfg.run.seed
         self.manifest = manifest_of(folder)
         check_matches_options(folder, self.manifest, identity(data, vocab_size))
         if not self.manifest["complete"]:
@@ -109,15 +101,15 @@ class PreparedSource:
             self.validation = stream_of(*args, "heldout", vocab_size)
         self.order = WindowOrder(seed, number, seq_len, self.stream.length)
 
-    def require_size(self, mixture: Mixture, batch_size: int) -> None:
-        """Raises ConfigError if there is too little text for the source's share of one batch.
-        batch_size: in samples."""
+    def require_size(self, mixture: Mixture, train: config.Train) -> None:
+        """Raises ConfigError if there is too little text for the source's share of one batch."""
         samples = self.order.epoch_length
+        batch_size = train.global_batch_size
         share = mixture.weights[self.number] / mixture.period * batch_size
         if samples < share:
             raise ConfigError(
                 f"[data] source = {self.data.source}: has {samples} samples of train.seq_len = "
-                f"{self.seq_len}, but one batch of train.global_batch_size = {batch_size} takes "
+                f"{train.seq_len}, but one batch of train.global_batch_size = {batch_size} takes "
                 f"{share:.3g} of them: choose a smaller batch, a shorter train.seq_len or, if too much "
                 "is held out for validation, another text for that (data.validation)"
             )
@@ -164,16 +156,12 @@ class PreparedDataset(Dataset):
         self.sources: list[PreparedSource] = []
         folders = source_folders(cfg.data, cfg.model.vocab_size)
         for number, (folder, options) in enumerate(folders):
-            source = PreparedSource(
-                folder, options, number, cfg.model.vocab_size, self.seq_len, cfg.run.seed
-            )
+            source = PreparedSource(folder, options, number, cfg)
             if train:
-                source.require_size(self.mixture, cfg.train.global_batch_size)
+                source.require_size(self.mixture, cfg.train)
             self.sources.append(source)
-            self.tokenizer_files = [
-                *sorted(folder.glob("tokenizer*")),
-                *folder.glob("chat_template.jinja"),
-            ]
+            templates = folder.glob("chat_template.jinja")
+            self.tokenizer_files = [*sorted(folder.glob("tokenizer*")), *templates]
         self.source_names = [str(entry.source) for entry in cfg.data.sources]
         if len(set(self.source_names)) < len(self.source_names):
             self.source_names = [folder.name for folder, _ in folders]

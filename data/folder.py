@@ -53,10 +53,14 @@ def prepare_command() -> str:
 
 
 def source_folders(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, config.Data]]:
-    """Each source's folder and options. vocab_size: the model's."""
+    """Each source's folder and options, with the tokenizer that is trained for a mixture. vocab_size:
+    the model's."""
     root = pathlib.Path(data.path or "prepared")
+    trained = common_tokenizer(data, vocab_size)
     folders = []
-    for source in sources_of(data, vocab_size):
+    for source in separated(data):
+        if trained:
+            source = replace(source, tokenizer=config.option.Path(str(trained)))
         name = re.sub("[^A-Za-z0-9._-]+", "-", source.source).strip("-.")
         folder = root / f"{name[-100:]}-{short_hash(identity(source, vocab_size))}"
         if (pathlib.Path(source.source) / MANIFEST).exists():
@@ -65,17 +69,6 @@ def source_folders(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Pat
             folder = root
         folders.append((folder, source))
     return folders
-
-
-def sources_of(data: config.Data, vocab_size: int) -> list[config.Data]:
-    """The options of each source, with the tokenizer that is trained for a mixture."""
-    trained = common_tokenizer(data, vocab_size)
-    sources = separated(data)
-    if trained:
-        sources = [
-            replace(source, tokenizer=config.option.Path(str(trained))) for source in sources
-        ]
-    return sources
 
 
 def separated(data: config.Data) -> list[config.Data]:

@@ -159,11 +159,7 @@ class Attention(nn.Module):
         self.attend = attention
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | BlockMask | None = None,
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None
     ) -> Tensor:
         batch, length, _ = x.shape
         # -1 heads: with tensor parallelism, only the local ones
@@ -226,21 +222,13 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(m, out_std)
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | BlockMask | None = None,
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None
     ) -> Tensor:
         x = self.add_attention(x, cos, sin, mask)
         return self.add_feed_forward(x)
 
     def add_attention(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | BlockMask | None,
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None
     ) -> Tensor:
         return x + self.attention(self.attention_norm(x), cos, sin, mask)
 

@@ -21,12 +21,7 @@ DIFF_BYTES = 2**16  # the rest of a larger diff is cut: each launch stores one
 
 def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
     """The machines, versions and code of a launch. hosts: the host of each rank."""
-    gpu = None
-    gpu_memory_gib = None
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        gpu = properties.name
-        gpu_memory_gib = properties.total_memory / 2**30
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -37,8 +32,8 @@ def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hosts": sorted(set(hosts)),
         "machine": platform.machine(),
-        "gpu": gpu,
-        "gpu_memory_gib": gpu_memory_gib,
+        "gpu": gpu and gpu.name,
+        "gpu_memory_gib": gpu and gpu.total_memory / 2**30,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "ranks": len(hosts),

@@ -55,7 +55,6 @@ def main(args: Namespace, cfg: Config, train: Callable, evaluate: Callable) -> N
     watchdog.enter("start", cfg.run.start_timeout_seconds)
     work = evaluate if args.eval_only else train
     run = None
-    code = FINISHED
     try:
         if not attempt and "RANK" not in os.environ:  # neither our launcher nor torchrun started it
             check_not_one_of_several()
@@ -64,16 +63,9 @@ def main(args: Namespace, cfg: Config, train: Callable, evaluate: Callable) -> N
             run = Run(cfg, world, watchdog, attempt)
             work(cfg, world, run)
             run.end()
-            if run.stops:
-                code = STOPPED
-            watchdog.enter(
-                EXITED,
-                EXIT_SECONDS,
-                run.step,
-                exit_code=code,
-                start=run.start,
-                signal=run.stop_flag.signal,
-            )
+            code = STOPPED if run.stops else FINISHED
+            outcome = {"exit_code": code, "start": run.start, "signal": run.stop_flag.signal}
+            watchdog.enter(EXITED, EXIT_SECONDS, run.step, **outcome)
     except BaseException as error:
         exit_failed(error, run, watchdog)
     # Under the launcher every rank exits with 0, since torchrun kills the others when one fails.
