@@ -25,7 +25,8 @@ METADATA = ".metadata"  # DCP's: which tensor lies where
 LIMIT = 256 * 2**20  # bytes of a file that is read at once; a million parts take a third of it
 PART = 64 * 2**20  # bytes per SHA-256: all cores and ranks verify parts of one file in parallel
 CHUNK = 2**20  # bytes per read
-THREADED = 8 * 2**20  # bytes from which on a thread hashes; a thread costs as much as 100 kB
+# Pieces of this many bytes are hashed in a thread. Starting one costs as much as hashing 100 kB.
+THREADED = 8 * 2**20
 
 
 class CorruptCheckpoint(ConfigError):

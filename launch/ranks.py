@@ -20,8 +20,8 @@ TRAIN = str(pathlib.Path(__file__).parent.parent / "train.py")
 # address that does not reach the machine (a VPN, /etc/hosts).
 ONE_NODE = ["--standalone", "--nnodes=1", "--local-addr=localhost"]
 EXPANDABLE = "expandable_segments:True"
-# srun starts this on each node. The head is announced by SLURM's name of the node, which the other
-# nodes can resolve. By default torchrun would announce the address that the node's name has locally.
+# srun starts this on each node. torchrun announces the node by SLURM's name, which the other nodes can
+# resolve. By default it would announce the address that the node's own name has locally.
 ON_NODE = 'PET_LOCAL_ADDR="${SLURMD_NODENAME-}" exec "$@"'
 # Variables that another launcher may have left, and that torchrun or a rank would read.
 LAUNCHER_VARIABLES = re.compile(

@@ -26,8 +26,7 @@ def seed_micro_batch(seed: int, step: int, number: int, world: World) -> None:
     it. The tp and cp ranks of a data-parallel rank draw the same numbers. tp needs this for values
     that all of its ranks compute alike, or as partial sums.
     """
-    key = ("step", step, "micro-batch", number, "rank", world.dp_rank)
-    seed_generators(world.device, seed, *key)
+    seed_generators(world.device, seed, "step", step, "micro-batch", number, "rank", world.dp_rank)
 
 
 def seed_update(seed: int, step: int, world: World) -> None:
