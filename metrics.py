@@ -167,9 +167,8 @@ class Recorder:
         figures = self._figures()  # item() has waited for the device, so the time is complete
         ranks = all_gather_objects((counted, figures))
         # tp ranks hold equal sums. cp ranks hold the sums of their part of the sequence.
-        totals = {}
-        for name in counted:
-            totals[name] = sum(counted[name] for counted, _ in ranks[:: world.tp])
+        counts = [counted for counted, _ in ranks[:: world.tp]]
+        totals = {name: sum(count[name] for count in counts) for name in counted}
         # All cp and tp ranks of a data rank have the same samples.
         digest = sum(counted["batch digest"] for counted, _ in ranks[:: world.cp * world.tp])
         seconds = max(figures["step_seconds"] for _, figures in ranks)
@@ -343,12 +342,8 @@ def as_json(row: dict) -> str:
 def console_line(row: dict, steps: int, shows_time_left: bool = True) -> str:
     """A training row as text of at most 100 columns for up to 9,999,999 steps. Its loss is the mean
     over the steps since the last line."""
-    loss = "   none"
-    if row["loss_mean"] is not None:
-        loss = f"{row['loss_mean']:7.4f}"
-    unit = "tokens/s/device"
-    if row["mfu"] is not None:
-        unit = f"tok/s/GPU  mfu {row['mfu']:5.1%}"
+    loss = "   none" if row["loss_mean"] is None else f"{row['loss_mean']:7.4f}"
+    unit = "tokens/s/device" if row["mfu"] is None else f"tok/s/GPU  mfu {row['mfu']:5.1%}"
     line = (
         f"step {row['step']:>{len(str(steps))}}/{steps}  loss {loss}  "
         f"grad {row['grad_norm']:5.2f}  {row['tokens_per_second_per_device']:>6,.0f} {unit}  "

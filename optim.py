@@ -284,11 +284,8 @@ def _sharded_over(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
     if not isinstance(gradient, DTensor):
         return ()
     mesh = gradient.device_mesh
-    groups = []
-    for dim, placement in enumerate(gradient.placements):
-        if mesh.size(dim) > 1 and not placement.is_replicate():
-            groups.append(mesh.get_group(dim))
-    return tuple(groups)
+    dims = [dim for dim, p in enumerate(gradient.placements) if not p.is_replicate()]
+    return tuple(mesh.get_group(dim) for dim in dims if mesh.size(dim) > 1)
 
 
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:

@@ -32,13 +32,9 @@ SIGNALS = [signal.Signals[f"SIG{name}"] for name in ["TERM", "INT", "HUP", "USR1
 
 def printable(text: str) -> str:
     """Text that is safe on a terminal: escapes control characters except newlines and tabs."""
-    safe = []
-    for character in text:
-        if character.isprintable() or character in "\n\t":
-            safe.append(character)
-        else:
-            safe.append(character.encode("unicode_escape").decode())
-    return "".join(safe)
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def print_line(text: str) -> None:

@@ -154,10 +154,8 @@ def check_same_data(
         return
     old = by_source(trained_on)
     new = by_source(identities)
-    changes = []
-    for key in sorted(old | new):
-        if old.get(key) != new.get(key):
-            changes.append(f"{key} was {old.get(key)}, is {new.get(key)}")
+    changed = [key for key in sorted(old | new) if old.get(key) != new.get(key)]
+    changes = [f"{key} was {old.get(key)}, is {new.get(key)}" for key in changed]
     if changes:
         raise ConfigError(
             f"{folder}: was trained on other data: {'; '.join(changes)}; choose another run.name, "

@@ -78,9 +78,7 @@ class Saver:
         temporary: pathlib.Path | None = None
 
         def publish(folder: pathlib.Path, by_rank: list[tuple[bool, dict]]) -> None:
-            entries: dict[str, dict] = {}
-            for _, entries_of_rank in by_rank:
-                entries |= entries_of_rank
+            entries = {name: entry for _, files in by_rank for name, entry in files.items()}
             write_manifest(folder, self.extra_files, state, entries)
             try:
                 before_publishing()

@@ -80,10 +80,8 @@ def checkpoint_selectively(
     is saved (tools/planner)."""
     silence_advice_on_policies()
     every = KEEP_EVERY[recompute]
-    matmuls = set(LINEAR_MATMULS)
-    for layer in block.modules():
-        if isinstance(layer, Linear):
-            matmuls.update(layer.matmuls)
+    linears = [layer for layer in block.modules() if isinstance(layer, Linear)]
+    matmuls = LINEAR_MATMULS.union(*(linear.matmuls for linear in linears))
     contexts = partial(
         save_expensive_ops, matmuls, saved_matmuls(block, every), every, compiled, always_save
     )

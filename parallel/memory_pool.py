@@ -90,6 +90,4 @@ class ReduceScatter(DefaultReduceScatter):
 
 def becomes_gradient(shard: nn.Parameter, dtype: torch.dtype) -> bool:
     """Whether a gradient reduced in this dtype becomes the shard's .grad as it is (rule 2)."""
-    if not shard.requires_grad:
-        return True  # no gradient
-    return shard.grad is None and shard.dtype == dtype
+    return not shard.requires_grad or (shard.grad is None and shard.dtype == dtype)
