@@ -20,9 +20,9 @@
 # requirements.txt. Else uv, or pip, installs requirements.txt into .venv, and again when that file changes.
 # MAX_RESTARTS=... is how often the processes are restarted after a failure: by default 3 times under SLURM, else 0.
 # Under SLURM, prepare environment and data first: ./run_train.sh --setup; ./run_train.sh -m prepare CONFIG
-# A job takes whole nodes; a part of one: sbatch --oversubscribe --cpus-per-task=16 --gpus-per-node=2 ...
-# It saves 300 seconds before its time limit (--signal=B:USR1@SECONDS: more where saving takes longer), and requeues
-# itself. After scancel it saves too, if SLURM's KillWait (30 seconds unless set) leaves the time, and is not requeued.
+# A job takes whole nodes. For a part of one: sbatch --oversubscribe --cpus-per-task=16 --gpus-per-node=2 ...
+# It saves 300 seconds before its time limit and requeues itself. If saving takes longer: --signal=B:USR1@SECONDS.
+# After scancel it also saves, if SLURM's KillWait (30 seconds by default) leaves enough time, but is not requeued.
 if [ -z "${BASH_VERSION:-}" ]; then exec bash "$0" "$@"; fi # `sh run_train.sh`, where sh is not bash
 set -euo pipefail
 
