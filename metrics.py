@@ -90,9 +90,6 @@ class Recorder:
         self.loss = torch.zeros(())  # the sum over the steps; the first step moves it to the device
         self.valid_tokens = 0
 
-    def _is_due(self, step: int) -> bool:
-        return step % self.cfg.log.every_steps == 0 or step in (1, self.cfg.train.steps)
-
     def log_start(self, model: Llama, units: str, warnings: list[str]) -> None:
         """Logs warnings, the model's size, the mesh, where training starts, notes on the data, and the
         table of units."""
@@ -148,7 +145,8 @@ class Recorder:
         if batch.valid_tokens:  # without targets there is no loss, but perhaps a block's terms
             self.loss = self.loss + sums["loss"]
             self.valid_tokens += batch.valid_tokens
-        if stopping or self._is_due(step):
+        is_due = step % self.cfg.log.every_steps == 0 or step in (1, self.cfg.train.steps)
+        if stopping or is_due:
             row = self._train_row(progress, batch, sums, scalars)
             if self.rows:
                 self.rows.write(row)

@@ -105,10 +105,10 @@ def die_with_parent(parent: int | None = None) -> None:
         if os.getppid() != parent:  # the parent died before the call
             os._exit(1)
     elif parent is None:
-        threading.Thread(target=_end_with_parent, args=[os.getppid()], daemon=True).start()
+        threading.Thread(target=_poll_parent, args=[os.getppid()], daemon=True).start()
 
 
-def _end_with_parent(parent: int) -> None:
+def _poll_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
