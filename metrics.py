@@ -26,8 +26,8 @@ from parallel.ranks import all_gather_objects, on_rank_zero
 
 log = logging.getLogger("train")
 
-# Dense bfloat16 TFLOP/s by the data sheets, by a substring of CUDA's name of the device; the longest
-# that matches counts.
+# Dense bfloat16 TFLOP/s from the data sheets. The keys are substrings of CUDA's device names. The
+# longest match counts.
 PEAK_TFLOPS = {
     "A100": 312,
     "A800": 312,
@@ -47,14 +47,14 @@ PEAK_TFLOPS = {
     "RTX 5090": 209,
     "MI300X": 1307,
 }
-# bytes of rows that wait in memory while they cannot be written: tens of thousands
-ROWS_KEPT = 2**24
+# Bytes of rows (tens of thousands) that wait in memory while they cannot be written.
+BUFFER_BYTES = 2**24
 NO_TARGETS = "no validation loss: no token of the validation text has a loss"
 
 
 class Recorder:
-    """Counts the steps and reports them. All ranks must call it alike; rank 0 writes rows and
-    console."""
+    """Counts the steps and reports them. All ranks must call each method together. Rank 0 writes rows
+    and console."""
 
     def __init__(
         self,
@@ -65,15 +65,14 @@ class Recorder:
         dataset: Dataset,
         seconds: dict[str, float],
     ):
-        """progress: as of the step that training resumes after; seconds: Run.seconds, of which
-        "data", the wait for the loader, is part of the steps, and "evaluation" and "save" are
-        not."""
+        """progress: at the step that training resumes after. seconds: Run.seconds. Its phase "data",
+        the wait for the loader, counts as part of the steps, but "evaluation" and "save" do not."""
         self.cfg = cfg
         self.world = world
         self.folder = folder
         self.start = progress.step
         remaining_steps = max(0, cfg.train.steps - progress.step)
-        # read when all steps are trained
+        # How many samples will have been read when all steps are trained.
         self.samples = progress.samples + remaining_steps * cfg.train.global_batch_size
         remaining = dataset.by_source(progress.samples, self.samples)
         self.samples_by_source = add_counts(progress.samples_by_source, remaining)
@@ -84,19 +83,16 @@ class Recorder:
         self._begin_row()
 
     def _begin_row(self) -> None:
-        """Begins to count the steps of the next row."""
+        """Resets the counts for the next row."""
         self.began = time.perf_counter()
         self.seconds_before = self.seconds.copy()
         self.steps = 0
-        self.loss = torch.zeros(())  # the sum over the steps, on the device from the first step on
+        self.loss = torch.zeros(())  # the sum over the steps; the first step moves it to the device
         self.valid_tokens = 0
 
-    def _is_due(self, step: int) -> bool:
-        return step % self.cfg.log.every_steps == 0 or step in (1, self.cfg.train.steps)
-
     def log_start(self, model: Llama, units: str, warnings: list[str]) -> None:
-        """Logs the warnings; the model's size, its parallelism, where it starts from, and whether it
-        ends in its warm-up; notes on the data; the table of units."""
+        """Logs warnings, the model's size, the mesh, where training starts, notes on the data, and the
+        table of units."""
         cfg = self.cfg
         world = self.world
         steps = cfg.train.steps
@@ -122,7 +118,7 @@ class Recorder:
         if self.rows is None:
             return
         warmup = cfg.optim.warmup_steps
-        if warmup > steps:  # as in a short trial of a configuration
+        if warmup > steps:  # a short trial of a configuration
             share = f"{100 * steps / warmup:.3g} %"
             lines.append(f"the run ends in its warm-up of {warmup:,} steps, at {share} of the peak")
         for text in warnings:
@@ -141,41 +137,37 @@ class Recorder:
         """Counts a step. If a row is due, waits for the device, gathers every rank's figures and
         writes the row.
 
-        progress: after the step; batch: a data.loader.Batch; sums, scalars (or dictionaries of
-        them): as training_step() returns them; stopping: whether the run stops after this step.
+        progress: after the step. batch: a data.loader.Batch. sums, scalars: from training_step().
+        stopping: whether the run stops after this step.
         """
         step = progress.step
         self.steps += 1
-        if batch.valid_tokens:  # else the sum holds no loss, only a block's terms, if any
+        if batch.valid_tokens:  # without targets there is no loss, but perhaps a block's terms
             self.loss = self.loss + sums["loss"]
             self.valid_tokens += batch.valid_tokens
-        if stopping or self._is_due(step):
+        is_due = step % self.cfg.log.every_steps == 0 or step in (1, self.cfg.train.steps)
+        if stopping or is_due:
             row = self._train_row(progress, batch, sums, scalars)
             if self.rows:
                 self.rows.write(row)
-                is_first = step == self.start + 1  # which takes longer than those that follow
+                is_first = step == self.start + 1  # the first step takes longer
                 log.info(console_line(row, self.cfg.train.steps, shows_time_left=not is_first))
             self._begin_row()
 
     def _train_row(
-        self,
-        progress: Progress,
-        batch: Any,
-        sums: dict[str, torch.Tensor],
-        scalars: dict[str, Any],
+        self, progress: Progress, batch: Any, sums: dict[str, torch.Tensor], scalars: dict[str, Any]
     ) -> dict[str, Any]:
         """The row of the steps since the last one. Waits for the device. Collective."""
         world = self.world
-        # names that no block's term of the loss has
+        # These names have spaces, so that no block's term of the loss has them.
         counted = {"losses since the row": self.loss.item(), "batch digest": batch.digest}
         counted |= {name: value.item() for name, value in sums.items()}
-        figures = self._figures()  # item() waited until the device is done: before the clock
+        figures = self._figures()  # item() has waited for the device, so the time is complete
         ranks = all_gather_objects((counted, figures))
-        # tp ranks have the same sums, cp ranks those of their part of the sequence
-        totals = {}
-        for name in counted:
-            totals[name] = sum(counted[name] for counted, _ in ranks[:: world.tp])
-        # the ranks of a tp or cp group have the same samples
+        # tp ranks hold equal sums. cp ranks hold the sums of their part of the sequence.
+        counts = [counted for counted, _ in ranks[:: world.tp]]
+        totals = {name: sum(count[name] for count in counts) for name in counted}
+        # All cp and tp ranks of a data rank have the same samples.
         digest = sum(counted["batch digest"] for counted, _ in ranks[:: world.cp * world.tp])
         seconds = max(figures["step_seconds"] for _, figures in ranks)
         rate = config.tokens_per_step(self.cfg.train) / world.size / seconds
@@ -184,9 +176,9 @@ class Recorder:
             "kind": "train",
             "step": progress.step,
             "steps": self.steps,
-            # of this step: the loss and a block's terms, over its tokens
+            # The loss and blocks' terms, as means over this step's tokens.
             **{name: ratio(totals[name], batch.valid_tokens) for name in sums},
-            # of all steps since the last row, over their tokens
+            # The mean over the tokens of all steps since the last row.
             "loss_mean": ratio(totals["losses since the row"], self.valid_tokens),
             **{name: as_numbers(value) for name, value in scalars.items()},  # grad_norm, lr
             "tokens": progress.tokens,
@@ -199,8 +191,8 @@ class Recorder:
         return row
 
     def _figures(self) -> dict[str, float]:
-        """This rank's time per step since the last row, without evaluations and saves, and its
-        memory."""
+        """This rank's peak memory, and its time per step since the last row, without evaluations and
+        saves."""
         spent = {name: self.seconds[name] - self.seconds_before[name] for name in self.seconds}
         seconds = time.perf_counter() - self.began
         seconds -= spent.get("evaluation", 0) + spent.get("save", 0)
@@ -211,11 +203,11 @@ class Recorder:
         }
 
     def start_is_evaluated(self) -> bool:
-        """Whether a launch before has evaluated the step that this one resumes after. Collective."""
+        """Whether an earlier launch has evaluated the step that this one resumes after. Collective."""
         return on_rank_zero(lambda: self.rows is not None and self.rows.is_evaluated)
 
     def log_evaluation(self, step: int, result: dict | None) -> None:
-        """result: that of an Evaluation, None if it was stopped."""
+        """result: from Evaluation.result(); None if it was stopped."""
         if self.rows is None or result is None:
             return
         self.rows.write({"kind": "eval", "step": step, **result})
@@ -238,24 +230,24 @@ class Recorder:
 
 
 class Rows:
-    """Writes metrics.jsonl, flushing each row, and TensorBoard's files, on rank 0. If it cannot,
-    training continues: rows of metrics.jsonl stay in the file's buffer for the next flush."""
+    """Writes metrics.jsonl, flushing each row, and TensorBoard's files, on rank 0. If writing fails,
+    training continues, and the rows stay in the file's buffer until the next flush."""
 
     def __init__(self, folder: pathlib.Path, tensorboard: bool, start: int):
         """start: the step that training resumes after."""
         path = folder / "metrics.jsonl"
-        # has a lock: saves sync in their own thread
-        self.file = path.open("ab", buffering=ROWS_KEPT)
+        # A buffered file has a lock, which it needs: saves call sync() from their thread.
+        self.file = path.open("ab", buffering=BUFFER_BYTES)
         self.is_evaluated = drop_rows(path, start)
         self.board: Any = None
         if tensorboard:
-            # a package that a run without it need not have
+            # Imported here, because a run without TensorBoard need not have the package.
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(folder / "tensorboard", purge_step=start + 1)
 
     def write(self, row: dict) -> None:
-        """Writes a row: to TensorBoard each finite number of it, by its kind and name."""
+        """Writes a row. TensorBoard gets its finite numbers, by kind and name."""
         try:
             self.file.write(as_json(row).encode() + b"\n")
             self.file.flush()
@@ -266,7 +258,7 @@ class Rows:
                 is_number = isinstance(value, int | float) and math.isfinite(value)
                 if is_number and key not in ("step", "steps", "batch_digest"):
                     self.board.add_scalar(f"{row['kind']}/{key}", value, row["step"])
-        except Exception as error:  # it re-raises whatever its writer thread raised
+        except Exception as error:  # TensorBoard raises whatever its writer thread raised
             self.board = None
             log.warning("TensorBoard: %s; it gets no more rows of this launch", error)
 
@@ -276,11 +268,11 @@ class Rows:
             self.file.flush()
             system.sync_handle(self.file.fileno())
         except OSError as error:
-            error.filename = self.file.name  # it knows only the handle
+            error.filename = self.file.name  # errors of fsync() have no file name
             raise
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # as write(), which has warned
+        with contextlib.suppress(OSError):  # write() has warned
             self.file.close()
         if self.board:
             with contextlib.suppress(OSError):
@@ -288,8 +280,8 @@ class Rows:
 
 
 def drop_rows(path: pathlib.Path, start: int) -> bool:
-    """Drops the rows of steps after `start`, so that (kind, step) stays unique. Returns whether the
-    evaluation of `start` is in the file. Raises OSError."""
+    """Drops the rows of steps after `start`, so that (kind, step) stays unique. Returns whether the file
+    has the evaluation of `start`. Raises OSError."""
     is_evaluated = False
     if not path.exists():
         return is_evaluated
@@ -306,22 +298,22 @@ def drop_rows(path: pathlib.Path, start: int) -> bool:
 
 
 def rows_backwards(path: pathlib.Path) -> Iterator[tuple[int, dict]]:
-    """(where its line ends, row) of a metrics.jsonl, the last one first: a resume reads no more of a
-    million rows than it drops."""
-    if not path.stat().st_size:  # which cannot be mapped
+    """(offset of the line's end, row) of each line of a metrics.jsonl, from the last to the first. So a
+    resume reads only the rows that it drops."""
+    if not path.stat().st_size:  # an empty file cannot be mapped
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         end = text.rfind(b"\n") + 1  # a kill may have truncated the last line
         while end:
             begin = text.rfind(b"\n", 0, end - 1) + 1
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn line
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # an invalid line
                 row = json.loads(text[begin:end])
                 yield end, {"step": row["step"], "kind": row["kind"]}
             end = begin
 
 
 def read_rows(path: pathlib.Path) -> Iterator[dict]:
-    """Rows of a metrics.jsonl. Skips invalid lines, such as a last one that a kill truncated."""
+    """The rows of a metrics.jsonl. Skips invalid lines, such as a last line that a kill truncated."""
     with path.open("rb") as file:
         for line in file:
             with contextlib.suppress(ValueError):
@@ -329,31 +321,27 @@ def read_rows(path: pathlib.Path) -> Iterator[dict]:
 
 
 def ratio(total: float, count: int) -> float | None:
-    """total / count; None for a count of 0: without a target there is no mean."""
+    """total / count, or None if count is 0: without targets there is no mean."""
     return total / count if count else None
 
 
 def as_numbers(value: Any) -> Any:
-    """A scalar tensor as a number, also inside of dictionaries."""
+    """A scalar tensor as a number. Dictionaries of scalars may be nested."""
     if isinstance(value, dict):
         return {key: as_numbers(inner) for key, inner in value.items()}
     return float(value)
 
 
 def as_json(row: dict) -> str:
-    """One line of JSON; non-finite numbers become null."""
+    """One line of JSON. Non-finite numbers become null."""
     return json.dumps(json.loads(json.dumps(row), parse_constant=lambda name: None))
 
 
 def console_line(row: dict, steps: int, shows_time_left: bool = True) -> str:
-    """At most 100 columns for up to 9,999,999 steps. Its loss is the mean over the steps since the
-    last line."""
-    loss = "   none"
-    if row["loss_mean"] is not None:
-        loss = f"{row['loss_mean']:7.4f}"
-    unit = "tokens/s/device"
-    if row["mfu"] is not None:
-        unit = f"tok/s/GPU  mfu {row['mfu']:5.1%}"
+    """A training row as text of at most 100 columns for up to 9,999,999 steps. Its loss is the mean
+    over the steps since the last line."""
+    loss = "   none" if row["loss_mean"] is None else f"{row['loss_mean']:7.4f}"
+    unit = "tokens/s/device" if row["mfu"] is None else f"tok/s/GPU  mfu {row['mfu']:5.1%}"
     line = (
         f"step {row['step']:>{len(str(steps))}}/{steps}  loss {loss}  "
         f"grad {row['grad_norm']:5.2f}  {row['tokens_per_second_per_device']:>6,.0f} {unit}  "
@@ -365,7 +353,7 @@ def console_line(row: dict, steps: int, shows_time_left: bool = True) -> str:
 
 
 def shown_epochs(epochs: float | dict[str, float] | None) -> str:
-    """0.62 epochs in; of a mixture 1.2 epochs of web, 0.31 epochs of code in; None: nothing."""
+    """As in "0.62 epochs in ", or "1.2 epochs of web, 0.31 epochs of code in " for a mixture."""
     if epochs is None:
         return ""
     if not isinstance(epochs, dict):
@@ -383,16 +371,15 @@ def duration(seconds: float) -> str:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bfloat16 FLOP/s by the data sheet; None, and so no MFU, for an unknown device."""
+    """The device's dense bfloat16 FLOP/s by the data sheet. None, and so no MFU, if it is unknown."""
     if device.type != "cuda":
         return None
     return data_sheet_peak(torch.cuda.get_device_name(device))
 
 
 def data_sheet_peak(name: str) -> float | None:
-    """The dense bfloat16 peak of a device by its name of CUDA, such as "NVIDIA A100-SXM4-80GB", in
-    FLOP/s."""
-    if {"Laptop", "MIG", "Ti", "D"} & {*name.split()}:  # another chip, or a slice, of the same name
+    """Dense bfloat16 FLOP/s by CUDA's device name, such as "NVIDIA A100-SXM4-80GB", or None."""
+    if {"Laptop", "MIG", "Ti", "D"} & {*name.split()}:  # another chip of this name, or a slice
         return None
     known = [chip for chip in PEAK_TFLOPS if chip in name]
     if not known:
@@ -401,7 +388,7 @@ def data_sheet_peak(name: str) -> float | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak so far: of memory allocated on the GPU, or of this process's resident memory."""
+    """The peak so far of memory allocated on the GPU or, on a CPU, of the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in KiB; on macOS in bytes

@@ -3,7 +3,8 @@
     python minimal.py configs/tiny.toml                                   one process
     torchrun --nproc-per-node 8 minimal.py configs/smollm2-135m.toml      one process per GPU
 
-Reads the TOML, the text of `./run_train.sh -m prepare CONFIG`, and its newest checkpoint.
+Reads the TOML file, the token ids that `./run_train.sh -m prepare CONFIG` has made, and the newest
+checkpoint.
 Shapes: B sequences of T tokens each, D model width, H query and K key/value heads of width E, F
 feed-forward width, V vocabulary. m, p, o, t: the sections [model], [parallel], [optim], [train].
 """
@@ -121,7 +122,7 @@ class Llama(nn.Module):
 
 
 def shard(model: Llama, p: SimpleNamespace, mesh: dist.DeviceMesh) -> None:
-    """Shards each parameter by rows over all ranks. FSDP2 gathers and reshards a unit at once."""
+    """Shards each parameter by rows over all ranks. FSDP2 all-gathers and reshards whole units."""
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, p.param_dtype),
         reduce_dtype=getattr(torch, p.reduce_dtype),
@@ -148,11 +149,11 @@ def shard(model: Llama, p: SimpleNamespace, mesh: dist.DeviceMesh) -> None:
 def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device) -> None:
     """Allocates the shards and fills them with values that do not depend on the number of ranks."""
     model.to_empty(device=device)
-    if m.tie_embeddings:  # to_empty() has untied them
+    if m.tie_embeddings:  # to_empty() untied them
         model.head.weight = model.embedding.weight
     for name, parameter in model.named_parameters():
         module = name.split(".")[-2]
-        # Each rank draws all rows and keeps its shard. A generator per block: it could draw less.
+        # Each rank draws all rows and keeps its shard. Each block of rows has its own seed.
         full = torch.empty(parameter.shape, device=device)
         for number, block in enumerate(full.split(max(1, 65536 // full[0].numel()))):
             key = hashlib.blake2b(f"{seed}/{name}/{number}".encode(), digest_size=8).digest()
@@ -167,18 +168,18 @@ def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device
                 block.normal_(0.0, 0.02 / math.sqrt(2 * (layer + 1)), generator=generator)
             else:
                 block.normal_(0.0, 1.0 if module == "embedding" else 0.02, generator=generator)
-        shards = full.chunk(dist.get_world_size())  # fewer than ranks if there are fewer rows
+        shards = full.chunk(dist.get_world_size())  # fewer shards than ranks if rows are few
         if dist.get_rank() < len(shards):
             parameter.to_local().copy_(shards[dist.get_rank()])
 
 
 def read_sample(cfg: SimpleNamespace, files: list[Tensor], number: int) -> Tensor:
-    """The T+1 tokens of a sample, a function of its number: a resume needs that number alone."""
-    # Window w of the text, which is in several files, is tokens w T ... w T + T.
+    """The T+1 tokens of a sample. They depend on its number alone, so a resume stores only that."""
+    # Window w of the text, which may span several files, is tokens w T ... w T + T.
     length = cfg.train.seq_len
     count = (sum(map(len, files)) - 1) // length
     epoch, index = divmod(number, count)
-    # the first 0: the first source; train.py can mix several
+    # The first 0 is the source's number: train.py can mix several.
     start = permute(index, count, f"{cfg.run.seed}/{epoch}/0/0") * length
     pieces = []
     for tokens in files:  # memory-mapped
@@ -211,7 +212,7 @@ def build_optimizer(model: Llama, o: SimpleNamespace) -> torch.optim.Optimizer:
     norms = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(norms, betas=o.betas, eps=o.eps, weight_decay=0.0, fused=True)
     optimizer.add_param_group({"params": matrices, "weight_decay": o.weight_decay})
-    for p in matrices + norms:  # AdamW's first step would create it; a checkpoint is loaded before
+    for p in matrices + norms:  # created before AdamW's first step, so that a checkpoint can load
         optimizer.state[p] = {
             "step": torch.zeros((), device=p.device),
             "exp_avg": torch.zeros_like(p),
@@ -260,7 +261,7 @@ def train(cfg: SimpleNamespace, files: list[Tensor], device: torch.device) -> No
             samples = [read_sample(cfg, files, first + i) for i in range(micro_batch)]
             batch = torch.stack(samples).to(device)  # (B, T+1)
             loss = model(batch[:, :-1], batch[:, 1:])  # the target of a token is the next one
-            # FSDP2 averages gradients over ranks: so scaled, to those of the global batch's mean.
+            # FSDP2 averages gradients over ranks. Scaled so, they become those of the mean loss.
             (loss * ranks / tokens_per_step).backward()
             loss_sum += loss.detach()
         samples_read += t.global_batch_size
@@ -277,11 +278,11 @@ def train(cfg: SimpleNamespace, files: list[Tensor], device: torch.device) -> No
         save_every = cfg.checkpoint.save_every_steps or t.steps
         if cfg.saves and (step == t.steps or step % save_every == 0):
             dcp.save(state, checkpoint_id=folder / "saving")
-            if rank == 0:  # only a complete checkpoint has its name
+            if rank == 0:  # only a complete checkpoint gets this name
                 (folder / "saving").rename(folder / f"step-{step:08d}")
 
 
-# The implemented options and their defaults. Others are refused but those IGNORED.
+# The implemented options and their defaults. All others are refused, except those in IGNORED.
 OPTIONS = (
     ("run", {"name": None, "output_dir": "outputs", "seed": 0, "device": "auto"}),
     ("model", {"dim": None, "n_layers": None, "ffn_dim": None, "vocab_size": None}),
@@ -300,7 +301,7 @@ OPTIONS = (
     ("parallel", {"recompute": "none"}),
     ("checkpoint", {"save_every_steps": None}),
 )
-IGNORED = {  # they change no loss
+IGNORED = {  # these options change no loss
     "run": ["deterministic", "start_timeout_seconds", "step_timeout_seconds"],
     "data": ["bad_rows"],
     "parallel": ["compile", "dp_replicate", "dp_shard", "gather_once"],
@@ -312,7 +313,7 @@ IGNORED = {  # they change no loss
 
 
 def read_options(path: str) -> SimpleNamespace:
-    """A TOML file as cfg.section.option. Raises ValueError for what is not implemented."""
+    """Reads a TOML file into cfg.section.option. Raises ValueError for options not implemented."""
     toml = tomllib.loads(Path(path).read_text())
     cfg = SimpleNamespace(saves="checkpoint" in toml)
     for section, defaults in OPTIONS:
@@ -331,7 +332,7 @@ def read_options(path: str) -> SimpleNamespace:
 
 
 def open_data(cfg: SimpleNamespace) -> list[Tensor]:
-    """The training tokens, by file, of the one complete folder of these options."""
+    """Maps the token files of the one complete folder that was prepared with these options."""
     names = ["source", "subset", "split", "text_field", "tokenizer", "max_tokens", "validation"]
     identity = {f"data.{name}": getattr(cfg.data, name) for name in names} | {"version": 8}
     identity["model.vocab_size"] = None if cfg.data.tokenizer else cfg.model.vocab_size
@@ -343,7 +344,7 @@ def open_data(cfg: SimpleNamespace) -> list[Tensor]:
     matching = {}
     for file in sorted(root.rglob("manifest.json")):
         manifest = json.loads(file.read_text())
-        # tokens of another program have no identity: their folder is named
+        # Imported tokens have no identity, so their folder must be named.
         known = [identity, None] if file.parent == root else [identity]
         if manifest.get("identity") in known and manifest.get("complete"):
             matching[str(file.parent)] = manifest

@@ -1,5 +1,5 @@
-"""The optimizer, its parameter groups, clipping, the learning rate of each step; the guard against
-non-finite updates; what a run counts (Progress)."""
+"""The optimizer, its parameter groups, gradient clipping and the learning rate; the guard against
+non-finite updates; the counts of a run (Progress)."""
 
 import math
 from collections.abc import Iterable
@@ -14,18 +14,19 @@ from torch.distributed.tensor import DTensor
 import config
 from config import ConfigError
 from model.llama import after_weight_update, named_parameters, plain_name
+from parallel.materialize import local_tensor
 
-NORM_ROW = 4096  # elements whose squares are added up in float32
+NORM_ROW = 4096  # elements whose squares are summed in float32
 
 
 def learning_rate(o: config.Optim, end: int, step: int) -> float:
-    """Learning rate of a step (from 1).
+    """The learning rate of a step. Steps count from 1.
 
-    Linear warm-up to `lr`, decay to lr * min_lr_ratio at the step `end`, then flat.
+    It warms up linearly to `lr`, decays to lr * min_lr_ratio at the step `end`, then stays constant.
     """
     if step < o.warmup_steps:
         return o.lr * step / o.warmup_steps
-    # wsd alone has decay_steps, and is constant before them. The others decay after the warm-up.
+    # Only wsd has decay_steps, and it is constant before them. The others decay after the warm-up.
     decay_start = o.warmup_steps if o.decay_steps is None else end - o.decay_steps
     progress = (step - decay_start) / max(end - decay_start, 1)
     progress = min(max(progress, 0.0), 1.0)
@@ -43,7 +44,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer of the model's trainable parameters: AdamW, or Muon for name = "muon".
 
-    Its state is initialized, so that a checkpoint can load into it.
+    Its state is initialized, so that a checkpoint can be loaded into it.
     """
     names = {p: name for name, p in named_parameters(model) if p.requires_grad}
     if o.name == "muon":
@@ -67,8 +68,8 @@ def build_adamw(
 ) -> torch.optim.Optimizer:
     """AdamW (https://arxiv.org/abs/1711.05101) over these parameters, with its state initialized.
 
-    torch's fused AdamW on local shards; for state_dtype = "bfloat16" BFloat16AdamW, which takes
-    seed and compile.
+    It is torch's fused AdamW on local shards, or BFloat16AdamW for state_dtype = "bfloat16". Only the
+    latter uses seed and compile.
     """
     groups = parameter_groups(names, o.weight_decay)
     options = {"lr": o.lr, "betas": o.betas, "eps": o.eps}
@@ -90,7 +91,7 @@ def build_adamw(
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
-    """torch's groups of an optimizer: matrices and embeddings with weight decay; norm weights, which
+    """The optimizer's parameter groups: matrices and embeddings with weight decay, norm weights, which
     are scales, without. No group is empty."""
     by_decay: dict[float, list[nn.Parameter]] = {}
     for p in parameters:
@@ -101,11 +102,11 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
 class ShardedAdamW(torch.optim.AdamW):
     """torch's AdamW on each rank's local tensors.
 
-    The result is that of DTensors. But DTensors search for a sharding of the entire update in the
-    first step (a second for 291 parameters), and dispatch for each parameter in every step.
+    DTensors would give the same result. But in the first step they search for a sharding of the
+    entire update (a second for 291 parameters), and in every step they dispatch for each parameter.
     """
 
-    # torch passes all lists by position, and one more in some versions
+    # torch passes all lists by position. Some versions pass one more.
     def _init_group(self, group: dict, *lists: list[Tensor]) -> bool:  # pyrefly: ignore[bad-override]
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:
@@ -117,8 +118,8 @@ class UpdateGuard:
     """Skips updates of non-finite gradients without waiting for the device.
 
     torch's fused optimizers leave weights and state untouched if `found_inf` is set. The host reads
-    this flag one step late, and before every save. Optimizers of other kinds ignore the flag: for
-    them the host waits, and skips their step.
+    this flag one step late, and before every save. Other optimizers ignore the flag: for them the
+    host waits and skips their step.
     """
 
     def __init__(
@@ -128,24 +129,25 @@ class UpdateGuard:
         limit: int,
         progress: "Progress",
     ):
-        """limit: updates in a row that may be skipped; one more stops the run. progress: counts the
-        skipped updates, all but the last."""
+        """limit: how many updates in a row may be skipped; one more stops the run. progress: counts
+        the skipped updates, one step late."""
         self.limit = limit
         self.progress = progress
         self.found_inf = torch.zeros((), device=device)
         self.on_host = torch.zeros((), pin_memory=device.type == "cuda")
-        # a CPU's event does nothing: the host's copies are synchronous
+        # A CPU's event does nothing: its copies are synchronous.
         self.copied = torch.get_device_module(device).Event()
-        self.pending_step: int | None = None  # whose flag is being copied
-        self.optimizer_skips = scales_by_itself(optimizer)
+        self.pending_step: int | None = None  # the step whose flag is being copied
+        self.optimizer_skips = supports_amp_scaling(optimizer)
         if self.optimizer_skips:
             optimizer.found_inf = self.found_inf  # pyrefly: ignore[missing-attribute]
 
     def may_update(self, step: int, norm: Tensor) -> bool:
-        """Whether to call the optimizer's step(); the same on all ranks.
+        """Checks the previous update, and returns whether to call the optimizer's step(). Equal on all
+        ranks.
 
-        norm: the gradient norm over all ranks, non-finite if any gradient is, or any loss:
-        training_step() in train.py scales by NaN then.
+        norm: the gradient norm over all ranks. It is not finite if a gradient or a loss is not:
+        training_step() in train.py then scales by NaN.
         """
         self.check()
         self.found_inf.copy_(~norm.isfinite())
@@ -159,7 +161,7 @@ class UpdateGuard:
         return bool(self.on_host)
 
     def check(self) -> None:
-        """Completes `progress`, for a checkpoint, by the last update: waits for the device.
+        """Counts the last update in `progress`, as a checkpoint needs. Waits for the device.
 
         Raises FloatingPointError if more updates in a row were skipped than the limit.
         """
@@ -182,12 +184,12 @@ class UpdateGuard:
 
 @dataclass
 class Progress:
-    """What counts over a run. Each checkpoint has it, as it is."""
+    """The counts of a run. Every checkpoint stores them under these names."""
 
     step: int = 0  # the last one trained
-    # trained on; batch size and sequence length may have changed on the way
+    # Samples trained on. Not a function of `step`: a resume may change the batch size.
     samples: int = 0
-    # of a mixture, by source: its weights may have changed on the way
+    # Samples of each source of a mixture: a resume may change the weights.
     samples_by_source: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
     skipped_steps: int = 0  # their gradient was not finite (UpdateGuard)
@@ -197,8 +199,8 @@ class Progress:
     def count_step(
         self, step: int, train: config.Train, valid_tokens: int, by_source: dict[str, int]
     ) -> None:
-        """valid_tokens, by_source: the targets, and a mixture's samples, of the step's global batch,
-        so that all ranks count the same."""
+        """Counts a step, equally on all ranks. valid_tokens: targets of the global batch. by_source:
+        its samples from each source of a mixture."""
         self.step = step
         self.samples += train.global_batch_size
         self.samples_by_source = add_counts(self.samples_by_source, by_source)
@@ -211,13 +213,13 @@ def add_counts(counts: dict[str, int], more: dict[str, int]) -> dict[str, int]:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets the schedule's learning rate, in each group times its own "lr_ratio", if it has one."""
+    """Sets each group's learning rate: the schedule's, times the group's "lr_ratio" if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_ratio", 1.0)
 
 
-def scales_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step() divides gradients by `grad_scale`, and skips if `found_inf` is set."""
+def supports_amp_scaling(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step() divides gradients by `grad_scale`, and does nothing if `found_inf` is set."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's flag
 
 
@@ -225,17 +227,17 @@ def scales_by_itself(optimizer: torch.optim.Optimizer) -> bool:
 def clip_gradients(
     model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | Literal["off"]
 ) -> Tensor:
-    """Clips the gradients to a norm of max_norm over all ranks; returns the norm before clipping.
+    """Clips the gradients to a norm of max_norm over all ranks, unless it is "off". Returns the norm
+    before clipping.
 
-    "off" does not clip. An optimizer that supports it scales the gradients in its update, which
-    saves a pass over them.
+    A fused optimizer scales the gradients itself in its update, which saves a pass over them.
     """
     check_all_have_gradients(model)
     norm = gradient_norm(model.parameters())
     if max_norm == "off":
         return norm
     scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # as torch.nn.utils.clip_grad_norm_ does
-    if scales_by_itself(optimizer):
+    if supports_amp_scaling(optimizer):
         optimizer.grad_scale = scale  # pyrefly: ignore[missing-attribute]
     else:
         gradients = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
@@ -258,10 +260,10 @@ def check_all_have_gradients(model: nn.Module) -> None:
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The norm of all these parameters' gradients over all ranks, a float32 scalar on their device.
 
-    All-reduces one number for each set of mesh dimensions that gradients are sharded over: torch's
+    All-reduces one number for each set of mesh dimensions that gradients are sharded over. torch's
     clip_grad_norm_ fails on gradients of several meshes.
     """
-    # local gradients, by the process groups that they are sharded over
+    # The local gradients, by the process groups that they are sharded over.
     sharded: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:
@@ -277,29 +279,21 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.stack(squares).sum().sqrt().float()
 
 
-def local_tensor(t: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; another tensor itself."""
-    return t.to_local() if isinstance(t, DTensor) else t
-
-
 def _sharded_over(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """The process groups that a gradient is sharded over, except those of one rank."""
     if not isinstance(gradient, DTensor):
         return ()
     mesh = gradient.device_mesh
-    groups = []
-    for dim, placement in enumerate(gradient.placements):
-        if mesh.size(dim) > 1 and not placement.is_replicate():
-            groups.append(mesh.get_group(dim))
-    return tuple(groups)
+    dims = [dim for dim, p in enumerate(gradient.placements) if not p.is_replicate()]
+    return tuple(mesh.get_group(dim) for dim in dims if mesh.size(dim) > 1)
 
 
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     """The sum of squares of all elements, a float64 scalar on their device.
 
-    On a CPU, torch's float32 norm accumulates in one float32: off by 1e-5 at a million elements, by
-    2e-4 at eight million. Its float64 norm is ten times slower. So there it is float32 norms of
-    short rows, summed in float64.
+    On a CPU, torch's float32 norm accumulates in a single float32, with an error of 1e-5 for a
+    million elements and 2e-4 for eight million. Its float64 norm is ten times slower. So on a CPU
+    this sums float32 norms of short rows in float64.
     """
     if tensors[0].device.type != "cpu":
         return torch.nn.utils.get_total_norm(tensors).double().square()

@@ -12,18 +12,18 @@
 #                                   [--plot FILE.svg] [--json] [--config]
 #   ./run_train.sh CONFIG --eval-only
 #   ./run_train.sh --setup                                the environment only; its Python is the last line
-#   ./run_train.sh -m TOOL ...                            a tool, as generate, in that environment
-#   ./run_train.sh --help [WORD]                          options; of a section, or that have this word; tools
+#   ./run_train.sh -m TOOL ...                            a tool, such as generate, in that environment
+#   ./run_train.sh --help [WORD]                          all options and tools, or options of a section or word
 #   sbatch --nodes=N --gpus-per-node=8 run_train.sh CONFIG ...
 #
-# PYTHON=... chooses the Python. Else the active one serves if its torch is supported and requirements.txt is there; else
-# .venv is made from requirements.txt, and made again when that file changes; by uv if it is there, else by pip.
-# MAX_RESTARTS=... is how often the processes are started again after a failure: 3 times under SLURM, else 0.
-# Under SLURM environment and data are made before: ./run_train.sh --setup; ./run_train.sh -m prepare CONFIG
-# A job takes whole nodes; a part of one: sbatch --oversubscribe --cpus-per-task=16 --gpus-per-node=2 ...
-# It saves 300 seconds before its time limit (--signal=B:USR1@SECONDS: more where saving takes longer), and requeues
-# itself. After scancel it saves too, if SLURM's KillWait (30 seconds unless set) leaves the time, and is not requeued.
-if [ -z "${BASH_VERSION:-}" ]; then exec bash "$0" "$@"; fi # of `sh run_train.sh`, where sh is another shell
+# PYTHON=... chooses the Python. By default it is the active one, if it has a supported torch and the packages of
+# requirements.txt. Else uv, or pip, installs requirements.txt into .venv, and again when that file changes.
+# MAX_RESTARTS=... is how often the processes are restarted after a failure: by default 3 times under SLURM, else 0.
+# Under SLURM, prepare environment and data first: ./run_train.sh --setup; ./run_train.sh -m prepare CONFIG
+# A job takes whole nodes. For a part of one: sbatch --oversubscribe --cpus-per-task=16 --gpus-per-node=2 ...
+# It saves 300 seconds before its time limit and requeues itself. If saving takes longer: --signal=B:USR1@SECONDS.
+# After scancel it also saves, if SLURM's KillWait (30 seconds by default) leaves enough time, but is not requeued.
+if [ -z "${BASH_VERSION:-}" ]; then exec bash "$0" "$@"; fi # `sh run_train.sh`, where sh is not bash
 set -euo pipefail
 
 # Valid until exec replaces this process by the launcher, which has its own handlers. SLURM signals the batch script.
@@ -43,7 +43,7 @@ case ${PYTHONOPTIMIZE:-} in [2-9]*) export PYTHONOPTIMIZE=1 ;; esac # 2 would re
 unset PIP_TARGET PIP_PREFIX PIP_ROOT # with these, as with PIP_USER=1, .venv's packages would be installed elsewhere
 export PIP_USER=0
 
-# The first Python that can make an environment: python3, else one that is called by its version.
+# Prints the first Python that can make an environment: python3, or one with its version in the name.
 base_python() {
     local name
     for name in python3 python3.{14,13,12,11,10}; do
@@ -52,8 +52,8 @@ base_python() {
     return 1
 }
 
-# Installs packages into .venv. Not by uv where pip's configuration says where they are, since uv does not read it; and by
-# pip where uv fails.
+# Installs packages into .venv with uv. pip does it if uv fails, or if pip's configuration, which uv does not read, names
+# an index, a proxy or certificates.
 install() {
     if command -v uv >/dev/null && ! [[ $pip_settings =~ index|find-links|constraint|cert|proxy|trusted ]]; then
         (cd "$repo" && uv pip install ${PIP_QUIET:+--quiet} --python "$python" "$@") >&2 && return
@@ -115,7 +115,7 @@ choose_python() {
     { python=$(command -v python3) && "$python" -c "$has_supported_torch" torch $required 2>/dev/null; } || make_venv
 }
 
-# Starts a tool by its short name, or any module; without tools/ a module alone.
+# Starts a tool by its short name, or any module. Without tools/ only modules can be started.
 hand_over() {
     [[ $# -gt 0 ]] || fail "-m needs the name of a tool"
     choose_python

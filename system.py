@@ -1,5 +1,4 @@
-"""What the rest needs of the operating system: processes, files, cores and GPUs. Imports nothing of
-this repository."""
+"""The operating system: processes, files, cores and GPUs. Imports nothing from this repository."""
 
 import contextlib
 import errno
@@ -19,36 +18,23 @@ from collections.abc import Callable, Iterator
 
 import filelock
 
-# Processes: exit codes, what they print, signals, and how one ends with its parent
+# Processes: exit codes, printing, signals, and how a process ends with its parent
 
-# exit codes
 FINISHED = 0
 INPUT_IS_WRONG = 2
 STOPPED = 75  # EX_TEMPFAIL: start again to resume
 
-MACOS_FILES = 10_240  # its OPEN_MAX, as many as a process may open there
+MACOS_FILES = 10_240  # OPEN_MAX of macOS: how many files a process may open
 
-# signals that ask to stop; XCPU: the soft limit of CPU time is reached
-SIGNALS = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGXCPU,
-)
+# Signals that ask to stop. XCPU: the soft limit of CPU time is reached.
+SIGNALS = [signal.Signals[f"SIG{name}"] for name in ["TERM", "INT", "HUP", "USR1", "USR2", "XCPU"]]
 
 
 def printable(text: str) -> str:
-    """Text that is safe on a terminal: control characters other than line ends and tabs are
-    escaped."""
-    safe = []
-    for character in text:
-        if character.isprintable() or character in "\n\t":
-            safe.append(character)
-        else:
-            safe.append(character.encode("unicode_escape").decode())
-    return "".join(safe)
+    """Text that is safe on a terminal: escapes control characters except newlines and tabs."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def print_line(text: str) -> None:
@@ -60,91 +46,89 @@ def print_line(text: str) -> None:
 
 
 def print_error(text: str) -> None:
-    """Prints a line to stderr. It is not an error if its terminal is closed, or its reader has
-    ended. It may quote a path or a word of the command line: control characters are escaped."""
+    """Prints a line to stderr. It is not an error if the terminal is closed, or the reader has ended.
+    Escapes control characters, as the text may quote a path or the command line."""
     try:
         print(printable(text), file=sys.stderr, flush=True)
     except (OSError, ValueError):
-        # else Python would try to flush the line again at exit
+        # Otherwise Python would try to flush the line again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Prints a line to stderr, once in this process."""
+    """Prints a line to stderr, only once in this process."""
     print_error(text)
 
 
 def process_name() -> str:
-    """Names this process among those that share a disk: in the names of temporary files."""
+    """A name for this process that is unique among those that share a disk, for temporary files."""
     return f"{platform.node()}-{os.getpid()}"
 
 
 def listen(handler: Callable | signal.Handlers) -> None:
     """Installs the handler of all signals that ask to stop, and unblocks them."""
     for number in SIGNALS:
-        # under nohup it is ignored, and stays so
+        # Under nohup, HUP is ignored, and stays so.
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def raise_file_limit() -> None:
-    """Raises this process's limit of open files, usually 1,024, to the hard one."""
+    """Raises this process's limit of open files, usually 1,024, to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY:  # on macOS, which allows no process that many
+    if hard == resource.RLIM_INFINITY:  # on macOS, which refuses to set it
         hard = max(soft, MACOS_FILES)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def python_command(statements: str) -> list[str]:
-    """The command of a process of its own that runs statements with this repository's modules. They
-    need not be on Python's path: a rank that torchrun starts has them because its script, train.py,
-    lies beside them."""
+    """A command that runs statements in a new Python process, with this repository's modules, which
+    need not be on Python's path."""
     repo = str(pathlib.Path(__file__).parent)
-    # Python 3.10 has the caller's folder in there, as ""
+    # Python 3.10 has the caller's folder in sys.path, as "".
     modules = f"import sys; sys.path[:] = [{repo!r}, *filter(None, sys.path)]"
     return [sys.executable, "-c", f"{modules}; {statements}"]
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Makes Linux kill this process when its parent dies, even if it is stopped: no rank outlives a
-    killed launcher and keeps the folder's lock. parent: its pid, if known before the fork; it may
-    have died since. Elsewhere a polling thread ends this process; it does not survive
-    exec."""
+    """Makes Linux kill this process when its parent dies, even if this process is suspended: else a
+    rank could outlive a killed launcher and keep the folder's lock. parent: its pid, if known before
+    the fork, as it may have died since. On other systems a thread polls, which exec would end."""
     if sys.platform == "linux":
         import ctypes
 
         parent = parent or os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it died before the call
+        if os.getppid() != parent:  # the parent died before the call
             os._exit(1)
     elif parent is None:
-        threading.Thread(target=_end_with_parent, args=[os.getppid()], daemon=True).start()
+        threading.Thread(target=_poll_parent, args=[os.getppid()], daemon=True).start()
 
 
-def _end_with_parent(parent: int) -> None:
+def _poll_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
 
 
-# Files and folders: written atomically and durably, locked. They appear complete or not at all, and
-# survive a power cut.
+# Files and folders: atomic and durable writes, and locks. A file appears complete or not at all, and
+# survives a power cut.
 
-# Errors of syncing a parent folder that we cannot have created.
+# Errors of syncing a parent folder that this process cannot have created.
 NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL)
-# Errors of a disk, a machine or a network, not of a file: they may pass. On NFS a read fails
-# (ESTALE) where another machine has replaced the file since it was opened; a client of Lustre or
-# FUSE that has lost its server says that its endpoint is shut down or not connected.
+# Errors of a disk, a machine or a network, which may be temporary. On NFS a read fails with ESTALE if
+# another machine has replaced the file since it was opened. A client of Lustre or FUSE that has lost
+# its server reports ENOTCONN or ESHUTDOWN.
 TRANSIENT_NAMES = (
     "EIO EREMOTEIO ESTALE EAGAIN EBUSY EMFILE ENFILE ENOMEM ENOSPC EDQUOT EROFS EHOSTDOWN "
     "EHOSTUNREACH ENETDOWN ENETUNREACH ECONNRESET ENOTCONN ESHUTDOWN ETIMEDOUT"
 )
-# macOS has no EREMOTEIO
+# macOS has no EREMOTEIO.
 TRANSIENT_ERRORS = {getattr(errno, name, errno.EIO) for name in TRANSIENT_NAMES.split()}
-# Errors of syncing a folder on a file system that syncs files alone: CIFS, gocryptfs.
+# Errors of syncing a folder on a file system that only syncs files: CIFS, gocryptfs.
 NO_FOLDERS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
@@ -163,8 +147,8 @@ def sync(path: pathlib.Path) -> None:
 
 def sync_handle(handle: int) -> None:
     """Syncs an open file to disk. Raises OSError."""
-    if hasattr(fcntl, "F_FULLFSYNC"):  # macOS, whose fsync() leaves it in the disk's own cache
-        with contextlib.suppress(OSError):  # not on every file system
+    if hasattr(fcntl, "F_FULLFSYNC"):  # macOS, whose fsync() leaves data in the disk's cache
+        with contextlib.suppress(OSError):  # some file systems do not support it
             fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
             return
     os.fsync(handle)
@@ -173,25 +157,24 @@ def sync_handle(handle: int) -> None:
 def write_atomic(
     path: pathlib.Path, content: bytes | str, temporary: pathlib.Path | None = None
 ) -> None:
-    """Replaces a file atomically: a reader, also after a crash, sees either the old content or the
-    new one. Raises OSError, which names a file. temporary: where it is written first, if several
-    processes may write it at once."""
+    """Replaces a file atomically: a reader sees the old content or the new one, even after a crash.
+    temporary: a file name of this process, if several may write at once. Raises OSError, which names
+    a file."""
     temporary = temporary or path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
-            # else a power cut may leave the new name without its content
+            # Without this, a power cut may leave the new name without its content.
             sync_handle(file.fileno())
     except OSError as error:
-        error.filename = error.filename or str(path)  # a write knows only its handle
+        error.filename = error.filename or str(path)  # errors of write() have no file name
         raise
     temporary.replace(path)
 
 
 def write_if_possible(path: pathlib.Path, content: bytes | str) -> None:
-    """Replaces a small file beside a run atomically. One that cannot be written costs a line, never
-    the run."""
+    """Replaces a small file atomically. If that fails, it prints a line, and the run continues."""
     try:
         write_atomic(path, content)
     except OSError as error:
@@ -199,7 +182,7 @@ def write_if_possible(path: pathlib.Path, content: bytes | str) -> None:
 
 
 def read_json(path: pathlib.Path) -> dict:
-    """The object in a JSON file; {} if there is none, or none that can be read."""
+    """The object in a JSON file, or {} if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         value = json.loads(path.read_text())
         if isinstance(value, dict):
@@ -208,10 +191,10 @@ def read_json(path: pathlib.Path) -> dict:
 
 
 def publish(temporary: pathlib.Path, final: pathlib.Path) -> None:
-    """Renames a folder whose files are synced to its final name. On OSError, which it raises, the
-    old name remains."""
+    """Renames a folder, whose files are synced, to its final name. If it raises OSError, the old name
+    remains."""
     sync(temporary)
-    for folder in final.absolute().parents:  # each may have been created just now, too
+    for folder in final.absolute().parents:  # any of them may be new
         try:
             sync(folder)
         except OSError as error:
@@ -226,15 +209,14 @@ def publish(temporary: pathlib.Path, final: pathlib.Path) -> None:
 
 
 def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
-    """Locks a file until release() or the end of this process, however it ends; an existing file is
-    kept. timeout: seconds to wait, -1 to wait forever. Raises filelock.Timeout, and OSError if the
-    file cannot be created or opened; on a file system without locks, prints a warning and locks
-    nothing."""
-    # filelock would wait for some files that cannot be created
+    """Locks a file until release() or the end of this process. Creates it if necessary. timeout:
+    seconds to wait, -1 to wait forever. Raises filelock.Timeout, and OSError if the file cannot be
+    opened. On a file system without locks, it prints a warning and locks nothing."""
+    # filelock would wait for some files that cannot be created.
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     held = filelock.FileLock(path, timeout=timeout, thread_local=False)
     try:
-        try:  # without flock (ENOSYS), filelock would take the file itself for a lock that is held
+        try:  # without flock (ENOSYS), filelock would treat the existing file as a lock
             fcntl.flock(handle, fcntl.LOCK_UN)
         finally:
             os.close(handle)
@@ -257,8 +239,7 @@ DRIVERS = (NVIDIA, "/dev/dxg", "/dev/kfd")  # of GPUs; the others are under WSL,
 
 
 def usable_cores() -> int:
-    """The cores of its affinity or, in a container, of its control group's quota if that is
-    less."""
+    """The number of cores in this process's affinity or, if that is less, its control group's quota."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:  # macOS
@@ -271,8 +252,8 @@ def usable_cores() -> int:
 
 
 def control_groups(*names: str) -> Iterator[pathlib.Path]:
-    """The folders of this process's control group and of the groups that contain it. names: of the
-    controller in version 1, where each has groups of its own."""
+    """The folders of this process's control group and of the groups around it. names: the controller's
+    in version 1, where each controller has its own groups."""
     try:
         lines = MEMBERSHIP.read_text().splitlines()
     except OSError:
@@ -286,7 +267,7 @@ def control_groups(*names: str) -> Iterator[pathlib.Path]:
         while root in group.parents:
             yield group
             group = group.parent
-        # in a container, the folder of its own group
+        # In a container, its own group.
         yield root
 
 
@@ -306,16 +287,15 @@ def _quota(group: pathlib.Path) -> int | None:
 
 
 def has_driver() -> bool:
-    """Whether there may be GPUs, and they are not hidden."""
+    """Whether there may be GPUs that CUDA_VISIBLE_DEVICES does not hide."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
     return not is_hidden and any(map(os.path.exists, DRIVERS))
 
 
 def visible_gpus() -> int:
-    """How many GPUs a process can use. torch, which takes seconds to import, is asked only where
-    there is a driver."""
+    """How many GPUs a process can use. Imports torch, which takes seconds, only if there is a driver."""
     if not has_driver():
         return 0
     import torch
 
-    return torch.cuda.device_count()  # without a context on any of them
+    return torch.cuda.device_count()  # creates no context on a GPU

@@ -9,7 +9,7 @@ python train.py configs/tiny.toml --eval-only            evaluates the newest go
 from run.begin import begin_rank
 
 if __name__ == "__main__":
-    # before the imports below, which take seconds
+    # Before the imports below, which take seconds.
     arguments, configuration = begin_rank(__doc__)
 
 import math
@@ -27,13 +27,7 @@ from evaluate import Evaluation, evaluate_newest
 from metrics import Recorder
 from model.build import meta_model
 from model.llama import Llama
-from optim import (
-    UpdateGuard,
-    build_optimizer,
-    clip_gradients,
-    learning_rate,
-    set_learning_rate,
-)
+from optim import UpdateGuard, build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from parallel.fsdp import set_communication, unshard_first_units
 from parallel.materialize import materialize, open_pretrained
 from parallel.mesh import World, storage_device
@@ -45,8 +39,8 @@ from run.run import Run
 
 
 def train(cfg: Config, world: World, run: Run) -> None:
-    """One run, on every rank, inside the process group of all."""
-    # The data, and the checkpoint to resume from. Nothing is written before both are validated.
+    """One run, on every rank, once the process group exists."""
+    # Open the data and choose the checkpoint. Nothing is written before both are validated.
     dataset = open_dataset(cfg)
     checkpointer = Checkpointer(cfg, world, dataset, report=run.log_save)
     start = checkpointer.start  # the step to resume after, 0 for a new run
@@ -63,48 +57,47 @@ def train(cfg: Config, world: World, run: Run) -> None:
     # 4. Build the optimizer after 2. and 3., which replace every parameter. An optimizer built
     #    earlier would hold the old parameters, which get no gradients: the model would never learn.
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, cfg.parallel.compile)
-    # 5. When resuming, load weights and optimizer state over those from above. Then verify all.
+    # 5. When resuming, load the checkpoint's weights and optimizer state. Then verify the model.
     with run.phase("restore"):
         progress = checkpointer.restore(model, optimizer, pretrained.base() if pretrained else None)
     units = verify(model, optimizer, cfg.parallel, world)
 
-    warnings = run.begin(checkpointer)  # takes the run's folder: from here on, things are written
+    warnings = run.begin(checkpointer)  # locks the run's folder; from here on, files are written
     recorder = Recorder(cfg, world, run.folder, progress, dataset, run.seconds)
     recorder.log_start(model, unit_table(units), warnings)
     guard = UpdateGuard(optimizer, device, cfg.train.skip_nonfinite, progress)
     loader = Loader(dataset, cfg.train, world, start, progress.samples)
     evaluation = Evaluation(cfg, model, world, dataset, run)
-    # the launch before may have been stopped after this step's save, before its evaluation
-    evaluation.after(start, recorder)
+    # The previous launch may have been stopped after this step's save, before its evaluation.
+    evaluation.run_if_due(start, recorder)
 
-    # until all steps are trained, or all ranks agree to stop
+    # Until all steps are trained, or all ranks agree to stop.
     for step in run.steps(start + 1, cfg.train.steps):
-        # explicit prefetch: these all-gathers overlap with loading the batch
+        # Explicit prefetch: these all-gathers overlap with loading the batch.
         unshard_first_units(model, cfg.parallel)
         with run.phase("data"):
             batch = next(loader)
-        # one all-reduce on the host: the targets of all ranks, and whether a signal asks one of
-        # them to stop: after it, all stop after this step
+        # One all-reduce on the host sums the targets, and tells all ranks whether a signal asks to
+        # stop after this step.
         batch.valid_tokens = run.agree(batch.valid_tokens)
         sums, scalars = training_step(model, optimizer, guard, batch, step, cfg, world)
 
-        # The host waits for the device only in steps in which a metrics row, an evaluation or a
-        # checkpoint is due.
+        # The host waits for the device only if a metrics row, an evaluation or a checkpoint is due.
         progress.count_step(step, cfg.train, batch.valid_tokens, batch.by_source)
         recorder.log_step(progress, batch, sums, scalars, run.stops)
-        evaluation.after(step, recorder)
-        # every save_every_steps, at the last step, and when stopping
+        evaluation.run_if_due(step, recorder)
+        # A save is due every save_every_steps, at the last step, and when stopping.
         if checkpointer.is_due(step, run.stops):
             with run.phase("save"):
                 guard.check()  # raises if too many gradients in a row were not finite
                 check_replicas(model)  # raises if they differ
-                # recorder.sync: its rows are on disk before the checkpoint is published
+                # recorder.sync puts the rows on disk before the checkpoint is published.
                 checkpointer.save(progress, model, optimizer, run.stops, recorder.sync)
 
     guard.check()
     loader.close()
     if not run.stops:
-        # a save purges, but not that of a stop: this launch may have had no step left to train
+        # The save of a stop does not purge, and this launch may have had no step left to train.
         checkpointer.purge()
     recorder.close()
 
@@ -118,9 +111,9 @@ def training_step(
     cfg: Config,
     world: World,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """One optimizer step. Returns what a metrics row reports, by name: sums over this rank's
-    tokens, such as the loss, and scalars that are equal on all ranks. Tensors stay on the device:
-    with a fused optimizer the host does not wait for this step."""
+    """One optimizer step. Returns the values of a metrics row by name: sums over this rank's tokens,
+    such as the loss, and scalars that are equal on all ranks. Tensors stay on the device: with a
+    fused optimizer the host does not wait for this step."""
     lr = learning_rate(cfg.optim, config.schedule_steps(cfg), step)
     set_learning_rate(optimizer, lr)
     # FSDP2 averages gradients over ranks. Multiplying by the number of ranks gives the sum;
@@ -141,14 +134,14 @@ def training_step(
         (losses["loss"] * scale_or_nan).backward()
         for name, value in losses.items():
             sums[name] = sums.get(name, 0) + value.detach()
-    # What is drawn from here on is equal on all ranks, so that replicas stay equal.
+    # Random numbers from here on are equal on all ranks, so that replicas stay equal.
     seed_update(cfg.run.seed, step, world)
-    # Returns the norm before clipping. A fused optimizer multiplies by the clipping factor in its
-    # update, which saves a pass over the gradients: hence the argument.
+    # Returns the norm before clipping. It takes the optimizer because a fused one multiplies by the
+    # clipping factor in its update, which saves a pass over the gradients.
     grad_norm = clip_gradients(model, optimizer, cfg.train.max_grad_norm)
     # Without a target in the global batch, all ranks leave weights and optimizer state as they are:
     # the gradients are zero, but weight decay and momentum would still change the weights.
-    # A fused optimizer skips a harmful step itself, so that the host need not wait: UpdateGuard.
+    # UpdateGuard: a fused optimizer skips a non-finite update itself, so that the host need not wait.
     if batch.valid_tokens and guard.may_update(step, grad_norm):
         optimizer.step()
     optimizer.zero_grad()

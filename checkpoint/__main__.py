@@ -38,7 +38,7 @@ def verify(folder: pathlib.Path) -> int:
             problems = problems_of(path)
             if not problems:
                 sizes = [entry["size"] for entry in read_manifest(path).values()]
-        except Problems as error:  # unreadable here, but not necessarily corrupt
+        except Problems as error:  # unreadable, but not necessarily corrupt
             problems = [*error.problems]
         if problems:
             print_line("\n  ".join([f"{path}: BAD", *problems]))

@@ -1,7 +1,7 @@
 """Which checkpoints a run has, what is wrong with them, which one to resume from, and which to keep.
 Loads no tensors. root: the folder of a run's checkpoints.
 
-A checkpoint may be a link to a folder, on another disk, say.
+A checkpoint may be a link to a folder, for example on another disk.
 """
 
 import contextlib
@@ -66,8 +66,8 @@ def steps(root: pathlib.Path) -> list[int]:
 
 
 def refuse_misplaced(root: pathlib.Path) -> None:
-    """Raises ConfigError if a run without checkpoints has some where it does not look for them, as
-    after a copy: it would start over."""
+    """Raises ConfigError if a run has no checkpoints in `root`, but nearby, as after a careless copy:
+    it would start over."""
     folders = [*root.glob("step-*"), *root.parent.glob("step-*"), *root.glob("checkpoints/step-*")]
     moves = []
     for folder in sorted(folders):
@@ -96,23 +96,23 @@ def read_state(folder: pathlib.Path) -> dict:
 
 
 def wrong_sizes(folder: pathlib.Path) -> list[str]:
-    """problems_of() a checkpoint of any size, fast."""
+    """problems_of() a checkpoint, but only compares sizes."""
     return problems_of(folder, hashed=False)
 
 
 def problems_of(
     folder: pathlib.Path, share: int = 0, shares: int = 1, hashed: bool = True
 ) -> list[str]:
-    """Everything wrong with a checkpoint, one line each: file, expected, found. Reads every byte
-    (hashed=False: only compares sizes). Each of `shares` callers reads its share. Raises
-    ConfigError and UnreadableCheckpoint if it cannot be read."""
+    """Everything wrong with a checkpoint, a line each: file, expected, found. Hashes every byte, or
+    with hashed=False only compares sizes, which is fast. Of `shares` callers, each reads a share.
+    Raises ConfigError and UnreadableCheckpoint if the checkpoint cannot be read."""
     try:
         parts = []
         for name, entry in sorted(manifest.read_manifest(folder).items()):
             count = max(1, len(entry["sha256"])) if hashed else 1
             parts += [(folder, name, entry, part, hashed) for part in range(count)]
         problems = manifest.in_threads(problem_of_part, parts[share::shares])
-        problems = list(dict.fromkeys(filter(None, problems)))  # a wrong size once
+        problems = list(dict.fromkeys(filter(None, problems)))  # all parts report a wrong size
         if problems:
             return problems
         step = read_state(folder)["step"]
@@ -127,7 +127,7 @@ def problems_of(
 def problem_of_part(
     folder: pathlib.Path, name: str, entry: dict, part: int, hashed: bool
 ) -> str | None:
-    """What is wrong with the part-th 64 MiB of a file, by its entry in the manifest."""
+    """What is wrong with the part-th 64 MiB of a file, compared with its entry in the manifest."""
     try:
         size = manifest.size_of(folder, name)
         if size != entry["size"]:
@@ -155,11 +155,11 @@ def choose(
     problems_with: Callable[[pathlib.Path], list[str]],
     evaluating: bool = False,
 ) -> tuple[int, dict[int, list[str]]]:
-    """(newest good step; problems of the newer ones, by step) of the run's steps(), or of the one
-    step that `resume` names. The step is 0 for a run without checkpoints. settings: [checkpoint].
+    """(newest good step, problems of newer steps). Chooses among the steps in `saved`, or takes the
+    one that `resume` names. The step is 0 for a run without checkpoints. settings: [checkpoint].
 
-    To resume, raises ConfigError if `resume` contradicts what is on disk, or if every checkpoint is
-    bad: a run never silently starts over. To evaluate (evaluating=True), if there is no good one.
+    Raises ConfigError if `resume` contradicts what is on disk, or if every checkpoint is bad: a run
+    never silently starts over. With evaluating=True, raises it if there is no good checkpoint.
     """
     corrupt: dict[int, list[str]] = {}
     for step in reversed(candidates(root, saved, settings, evaluating)):
@@ -168,7 +168,7 @@ def choose(
             corrupt[step] = problems
         elif step or evaluating:
             return step, corrupt
-        else:  # step 0 is an import
+        else:  # step 0: imported
             raise ConfigError(f"{path_of(root, step)}: {NO_OPTIMIZER}")
     if not corrupt:
         return 0, {}
@@ -183,7 +183,7 @@ def choose(
 def candidates(
     root: pathlib.Path, saved: list[int], settings: config.Checkpoint | None, evaluating: bool
 ) -> list[int]:
-    """The steps of `saved` that a run may resume from, or evaluate. Raises ConfigError if `resume`
+    """The steps in `saved` that a run may resume from, or evaluate. Raises ConfigError if `resume`
     contradicts what is on disk."""
     resume = settings.resume if settings else None
     if evaluating and not saved:
@@ -208,8 +208,8 @@ def candidates(
 
 
 def set_aside_unused(root: pathlib.Path, step: int, corrupt: Iterable[int]) -> list[str]:
-    """Renames the checkpoints after the step that training resumes from, and the corrupt ones.
-    Returns a line on the former, if there are any."""
+    """Renames corrupt checkpoints, and those later than `step`, from which training resumes. Returns
+    a line about the latter, if there are any."""
     superseded = []
     for other in steps(root):
         folder = path_of(root, other)
@@ -225,13 +225,13 @@ def set_aside_unused(root: pathlib.Path, step: int, corrupt: Iterable[int]) -> l
 
 def remove(root: pathlib.Path, step: int) -> list[str]:
     """Removes a checkpoint. Renames it first, so that a partly removed one does not look complete.
-    Returns why that fails."""
+    Returns problems."""
     return remove_folder(path_of(root, step), temporary_of(root, step))
 
 
 def remove_folder(folder: pathlib.Path, new_name: pathlib.Path | None = None) -> list[str]:
-    """Removes a folder, renamed first if that is asked for; of a link to one, the link. Returns why
-    that fails: on NFS another machine may have a file in it open."""
+    """Removes a folder, or a link to one, and may rename it first. Returns problems: on NFS, another
+    machine may have a file in it open."""
     try:
         if new_name:
             folder = folder.rename(new_name)
@@ -245,8 +245,8 @@ def remove_folder(folder: pathlib.Path, new_name: pathlib.Path | None = None) ->
 
 
 def remove_unfinished(root: pathlib.Path) -> list[str]:
-    """Removes what a killed save or removal left behind, while no save is running. Returns why that
-    fails."""
+    """Removes what a killed save or removal left behind. Call it while no save is running. Returns
+    problems."""
     problems = []
     for entry in sorted(root.iterdir()) if root.is_dir() else []:
         if TEMPORARY.fullmatch(entry.name):

@@ -1,5 +1,4 @@
-"""A run's view of checkpoints: choosing where to resume or what to evaluate, restoring, saving when
-due, reporting."""
+"""A run's checkpoints: chooses where to resume or what to evaluate, restores, saves when due."""
 
 import contextlib
 import itertools
@@ -21,15 +20,16 @@ from checkpoint.save import SaveFailed, Saver, try_disk
 from config import ConfigError
 from data.dataset import Dataset
 from optim import Progress
+from parallel.materialize import local_tensor
 from parallel.mesh import World
 from parallel.ranks import all_gather_objects, check_same_on_all_ranks, on_each_rank, on_rank_zero
 
-ALIGNMENT = 64  # bytes, of tensors in one buffer
+ALIGNMENT = 64  # bytes, between tensors in one buffer
 
 
 class Checkpointer:
     """All ranks must call its methods together, except prepare_folder() and wait(). Without
-    [checkpoint], and where a run is only evaluated, it saves nothing."""
+    [checkpoint], and for --eval-only, it saves nothing."""
 
     def __init__(
         self,
@@ -39,62 +39,55 @@ class Checkpointer:
         evaluating: bool = False,
         report: Callable[[int, str | None], None] = lambda step, problem: None,
     ):
-        """Chooses the checkpoint to resume from, or to evaluate; changes nothing. report: called on
-        rank 0, perhaps in another thread, after a save with its step and its problem, None if it
-        succeeded. Raises ConfigError if the folder is another run's, none of its checkpoints is
-        good, or ranks have different data."""
+        """Chooses the checkpoint to resume from, or to evaluate. Writes nothing. report(step, problem)
+        is called after each save, on rank 0, perhaps in another thread; problem is None if the save
+        succeeded. Raises ConfigError if the folder belongs to another run, if none of its checkpoints
+        is good, or if ranks have different data."""
         self.cfg = cfg
         self.world = world
         self.dataset = dataset
-        self.evaluating = evaluating
         self.report = report
         self.root = catalog.root_of(cfg)
-        check_same_on_all_ranks("prepared data", compare.by_source(dataset.identities()))
-        self._choose()
+        data = dataset.identities()
+        check_same_on_all_ranks("prepared data", compare.by_source(data))
+        self.saved, self.start, self.corrupt = compare.starting_point(
+            cfg, evaluating, self._problems_on_all_ranks, on_rank_zero
+        )
+        self.folder = catalog.path_of(self.root, self.start)  # does not exist for a new run
+        if not evaluating:
+            on_rank_zero(lambda: compare.check_same_data(self.folder, cfg.checkpoint, data))
+        on_rank_zero(lambda: compare.check_same_tokenizer(self.folder, data))
         self.saver: Saver | None = None
         if cfg.checkpoint and not evaluating:
             self.saver = Saver(self.root, cfg.checkpoint, dataset.tokenizer_files)
         self.background = futures.ThreadPoolExecutor(1, "saver")
-        self.pending: futures.Future | None = None  # the previous save: its problem
-        # in host memory: the shards that async_save copied last
+        self.pending: futures.Future | None = None  # of the previous save; returns its problem
+        # The shards that async_save copied last, in host memory.
         self.buffers: dict[str, Tensor] = {}
-        self.unpinned: dict[int, str] = {}  # why they could not be pinned, by rank
-        # the fingerprint of the adapters' frozen base; None without adapters
+        self.unpinned: dict[int, str] = {}  # why a rank could not pin its buffers
+        # The fingerprint of the adapters' frozen base; None without adapters.
         self.base: str | None = None
 
-    def _choose(self) -> None:
-        """Raises ConfigError."""
-        self.saved, self.start, self.corrupt = compare.starting_point(
-            self.cfg, self.evaluating, self._problems_on_all_ranks, on_rank_zero
-        )
-        self.folder = catalog.path_of(self.root, self.start)  # there is none of a new run
-        settings = self.cfg.checkpoint
-        data = self.dataset.identities()
-        if not self.evaluating:
-            on_rank_zero(lambda: compare.check_same_data(self.folder, settings, data))
-        on_rank_zero(lambda: compare.check_same_tokenizer(self.folder, data))
-
     def _problems_on_all_ranks(self, path: pathlib.Path) -> list[str]:
-        """The problems of a checkpoint, of which each rank hashes its share."""
+        """The problems of a checkpoint. Each rank hashes a share of it."""
         ours = on_each_rank(lambda: catalog.problems_of(path, self.world.rank, self.world.size))
         by_rank = itertools.chain.from_iterable(all_gather_objects(ours))
         return list(dict.fromkeys(by_rank))
 
     @property
     def problems(self) -> list[str]:
-        """Of the checkpoints that are newer than the chosen one, and corrupt."""
+        """The problems of the corrupt checkpoints that are newer than the chosen one."""
         return list(itertools.chain.from_iterable(self.corrupt.values()))
 
     def prepare_folder(self) -> list[str]:
         """Renames checkpoints that are corrupt or later than `start`, and removes unfinished saves.
         Returns warnings. Rank 0 only, under the run's lock. Raises ConfigError if another run has
-        saved here since `start` was chosen, and SaveFailed if the disk cannot hold a checkpoint."""
+        saved here since `start` was chosen, and SaveFailed if a checkpoint cannot be written here."""
         if catalog.steps(self.root) != self.saved:
             raise ConfigError(
                 f"{self.root}: another run has used this folder in the meantime; start again"
             )
         warnings = [f"corrupt, set aside: {problem}" for problem in self.problems]
-        # options that were changed since
         warnings += compare.changes_since(self.cfg, self.folder)
         warnings += compare.validation_change(self.cfg, self.folder)
         warnings += catalog.set_aside_unused(self.root, self.start, self.corrupt)
@@ -116,8 +109,8 @@ class Checkpointer:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, base: str | None = None
     ) -> Progress:
         """Loads the chosen checkpoint, if any, into model and optimizer, and returns its progress.
-        Allocates the host memory of async_save. base: the fingerprint of the frozen weights that
-        adapters are trained on. Raises ConfigError if it is not that of the checkpoint's adapters."""
+        Also allocates async_save's host memory. base: the fingerprint of the frozen weights that
+        adapters are trained on. Raises ConfigError if the checkpoint's adapters have another base."""
         self.base = base
         if self.saver and self.saver.settings.async_save:
             tensors = tensors_of(model, optimizer)
@@ -151,15 +144,15 @@ class Checkpointer:
         stopping: bool,
         before_publishing: Callable[[], None] = lambda: None,
     ) -> None:
-        """With async_save, training waits only for the copy of the shards to host memory. A save
-        that fails is reported, and the next one tries again; but raises SaveFailed if it is the last
-        of a launch, and FloatingPointError if weights are not finite.
+        """Saves a checkpoint. With async_save, training waits only for the copy of the shards to host
+        memory. A save that fails is reported, and the next one tries again. Only the last save of a
+        launch raises SaveFailed. Raises FloatingPointError if weights are not finite.
 
         stopping: whether the run stops after this step. before_publishing: called on rank 0 before
-        the checkpoint is published; an OSError of it is a warning."""
+        the checkpoint is published; its OSError is only a warning."""
         saver = self.saver
         assert saver, "save() is for steps in which is_due()"
-        # a purge that still runs in the background stops when it sees this
+        # A purge that still runs in the background stops when it sees this.
         saver.stopping = stopping
         if self.pending:
             self.pending.result()
@@ -177,8 +170,7 @@ class Checkpointer:
         }
 
         def work(saver: Saver) -> str | None:
-            # the current device is per thread, and DCP uses it; torch.cpu has the function too, and
-            # it does nothing
+            # DCP uses the current device, which is per thread. For a CPU this does nothing.
             torch.get_device_module(self.world.device).set_device(self.world.device)
             problem = None
             try:
@@ -212,32 +204,29 @@ class Checkpointer:
 def staged(
     tensors: dict[str, Tensor], buffers: dict[str, Tensor], device: torch.device
 ) -> dict[str, Tensor]:
-    """Copies the tensors to host memory, sharded as they are, for async_save. Each save reuses the
+    """Copies the tensors to host memory for async_save, with the same sharding. Each save reuses the
     buffers: faulting in fresh pages would take as long as the copy itself."""
-    allocate_buffers(tensors, buffers)  # of state that the optimizer has made since
+    allocate_buffers(tensors, buffers)  # for state that the optimizer has created since
     copies: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        copies[name] = buffers[name].copy_(local_shard(tensor), non_blocking=True)
+        copies[name] = buffers[name].copy_(local_tensor(tensor), non_blocking=True)
         if isinstance(tensor, DTensor):
-            # not DTensor.from_local: that would move the copy back to the mesh's device
+            # Not DTensor.from_local, which would move the copy back to the mesh's device.
             copies[name] = DTensor(buffers[name], tensor._spec, requires_grad=False)
-    torch.get_device_module(device).synchronize()  # of torch.cpu: does nothing
+    torch.get_device_module(device).synchronize()
     return copies
 
 
-def local_shard(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def allocate_buffers(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> str | None:
-    """Adds buffers in host memory for the tensors that have none: views into one allocation, pinned
-    if tensors are on a GPU. Returns why that failed, if it did: unpinned memory is only slower."""
-    shards = {name: local_shard(t) for name, t in tensors.items() if name not in buffers}
+    """Adds buffers in host memory for the tensors that have none: views of one allocation, which is
+    pinned if tensors are on a GPU. Returns why pinning failed, if it did: unpinned memory is only
+    slower."""
+    shards = {name: local_tensor(t) for name, t in tensors.items() if name not in buffers}
     if not shards:
         return None
     sizes = [-(-shard.nbytes // ALIGNMENT) * ALIGNMENT for shard in shards.values()]
-    # Pages that no other memory shares: a driver may refuse to pin one twice. Written to now, so
-    # that memory that is lacking shows before training.
+    # These pages belong to this buffer alone, because a driver may refuse to pin a page twice. They
+    # are written now, so that a lack of memory shows before training.
     pages = mmap.mmap(-1, sum(sizes) or 1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     for (name, shard), part in zip(shards.items(), memory[: sum(sizes)].split(sizes)):
@@ -248,12 +237,12 @@ def allocate_buffers(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> 
 
 def pin(memory: Tensor) -> str | None:
     """Pins host memory in place, since torch's pinned allocator rounds up to powers of two. Returns
-    CUDA's words if it refuses."""
+    CUDA's message if it refuses."""
     cuda: Any = torch.cuda.cudart()  # not None with a GPU
     error = cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(error) == 0:
         return None
-    # CUDA keeps the error, and the next kernel that is launched raises it: this one
+    # CUDA keeps the error, and the next kernel launch raises it: this one.
     with contextlib.suppress(RuntimeError):
         torch.cuda._sleep(1)
     return str(cuda.cudaGetErrorString(error))

@@ -1,5 +1,5 @@
 """Compares a checkpoint with the run that wants to use it: options, prepared data, tokenizer, base
-of adapters. What a resume may do with an option, each says itself (config/option.py: Resume)."""
+model of adapters. Each option declares what a resume may do with it (config/option.py: Resume)."""
 
 import math
 import pathlib
@@ -16,59 +16,55 @@ def starting_point(
     cfg: config.Config,
     evaluating: bool,
     problems_with: Callable[[pathlib.Path], list[str]] = catalog.wrong_sizes,
-    once: Callable[[Callable[[], Any]], Any] = lambda work: work(),
+    on_one_rank: Callable[[Callable[[], Any]], Any] = lambda work: work(),
 ) -> tuple[list[int], int, dict[int, list[str]]]:
-    """Whether and where a run may start, resume or be evaluated: (the steps of its checkpoints; the
-    step to resume after, 0 for a new run; problems of newer checkpoints, by step).
+    """Where a run starts, resumes or is evaluated: (the steps of its checkpoints; the step to resume
+    after, 0 for a new run; the problems of newer checkpoints, by step).
 
-    The launcher compares sizes; the ranks hash (problems_with), and one of them looks at the disk
-    for all (once). Raises ConfigError if `resume` contradicts the checkpoints, none is good, or the
-    one that is chosen is another run's.
+    The launcher only compares the sizes of files. Ranks pass functions that hash them together, and
+    that let one rank read the disk for all. Raises ConfigError if `resume` contradicts the
+    checkpoints, if none is good, or if the chosen one belongs to another run.
     """
     root = catalog.root_of(cfg)
-    saved = once(lambda: catalog.steps(root))
+    saved = on_one_rank(lambda: catalog.steps(root))
     if not saved:
-        once(lambda: catalog.refuse_misplaced(root))
+        on_one_rank(lambda: catalog.refuse_misplaced(root))
     step, corrupt = catalog.choose(root, saved, cfg.checkpoint, problems_with, evaluating)
-    once(lambda: check_same_run(cfg, path_of(root, step), evaluating))
+    on_one_rank(lambda: check_same_run(cfg, path_of(root, step), evaluating))
     return saved, step, corrupt
 
 
 def changed_options(
-    cfg: config.Config, folder: pathlib.Path, words: tuple[str, ...] = ("fixed",)
+    cfg: config.Config, folder: pathlib.Path, kinds: tuple[str, ...] = ("fixed",)
 ) -> dict[str, tuple[str, str]]:
-    """{option: (value in the checkpoint, value now)}, as text, of the options whose value
-    changed and whose `resume` is among `words`. An option that the checkpoint does not mention had
-    its default. Empty without a checkpoint."""
+    """{option: (value in the checkpoint, value now)}, as text, of the options whose value changed and
+    whose `resume` is one of `kinds`. An option that the checkpoint lacks had its default. Empty
+    without a checkpoint."""
     if not folder.is_dir():
         return {}
-    before = stated(config.values_of(read_state(folder)["config"]))
-    now = stated(config.values_of(config.to_dict(cfg)))
+    before = with_implied_values(config.values_of(read_state(folder)["config"]))
+    now = with_implied_values(config.values_of(config.to_dict(cfg)))
     changed = {}
     for name in sorted(before.keys() - config.SCHEMA.tables.keys()):  # an empty table has no option
-        if before[name] != now.get(name) and word_of(name) in words:
+        option = config.SCHEMA.options.get(name)
+        kind = option.resume if option else "fixed"  # a removed option
+        if before[name] != now.get(name) and kind in kinds:
             changed[name] = (as_text(before[name]), as_text(now.get(name)))
     if cfg.lora:
-        # the base may have moved, and its tokenizer with it: check_base() compares the weights
-        # themselves, check_same_data() the tokenizers
+        # The base may have moved, and its tokenizer with it. check_base() compares the weights
+        # themselves, check_same_data() the tokenizers.
         moved = changed.pop("model.init_from", None)
         if changed.get("data.tokenizer") == moved:
             changed.pop("data.tokenizer", None)
     return changed
 
 
-def stated(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with those that others imply, where they are absent."""
+def with_implied_values(values: dict[str, Any]) -> dict[str, Any]:
+    """The values, and for absent ones what other options imply."""
     head_dim = values["model.head_dim"] or values["model.dim"] // values["model.n_heads"]
     implied_format = "messages" if values["data.messages_field"] else "text"
     row_format = values["data.format"] or implied_format
     return {**values, "model.head_dim": head_dim, "data.format": row_format}
-
-
-def word_of(name: str) -> str:
-    """What a resume may do with an option; one that this version does not have cannot be kept."""
-    option = config.SCHEMA.options.get(name)
-    return option.resume if option else "fixed"
 
 
 def as_text(value: Any) -> str:
@@ -79,7 +75,7 @@ def as_text(value: Any) -> str:
 
 def check_same_run(cfg: config.Config, folder: pathlib.Path, evaluating: bool = False) -> None:
     """Raises ConfigError naming every fixed option that differs from the checkpoint's, unless
-    checkpoint.allow_changed names it. evaluating: compares only what the forward pass computes with."""
+    checkpoint.allow_changed names it. evaluating: compares only options that change the forward pass."""
     problems = []
     not_computed = ("model.freeze", "model.init_from")
     for name, (before, now) in changed_options(cfg, folder).items():
@@ -101,11 +97,10 @@ def allowed_changes(settings: config.Checkpoint | None) -> tuple[str, ...]:
 
 
 def changes_since(cfg: config.Config, folder: pathlib.Path) -> list[str]:
-    """A line for the log with the changed options, fixed ones that are allowed and logged ones; or
-    none."""
+    """A line for the log with the changed options whose `resume` is not "free", if there are any."""
     changes = changed_options(cfg, folder, ("fixed", "logged"))
     if cfg.optim.schedule_steps or cfg.optim.schedule == "constant":
-        changes.pop("train.steps", None)  # without these the learning rate's schedule ends there
+        changes.pop("train.steps", None)  # else it is the end of the learning rate's schedule
     if not changes:
         return []
     texts = [f"{name} {before} -> {now}" for name, (before, now) in changes.items()]
@@ -113,7 +108,8 @@ def changes_since(cfg: config.Config, folder: pathlib.Path) -> list[str]:
 
 
 def validation_change(cfg: config.Config, folder: pathlib.Path) -> list[str]:
-    """A line for the log, or none: eval.batches counts batches, whose tokens may have changed."""
+    """A line for the log if the validation text has changed: eval.batches counts batches, whose size
+    may differ."""
     if not (folder.is_dir() and cfg.eval and cfg.eval.batches):
         return []
     before = config.values_of(read_state(folder)["config"])
@@ -139,17 +135,17 @@ def check_base(folder: pathlib.Path, init_from: str | None, base: str | None) ->
 
 
 def by_source(identities: list[dict]) -> dict[str, Any]:
-    """The identities of prepared data, {"source 1.identity.source": ..., ...}."""
+    """The identities of prepared data as {"source 1.identity.source": ..., ...}."""
     return config.flatten({f"source {n}": entry for n, entry in enumerate(identities, 1)})
 
 
 def check_same_data(
     folder: pathlib.Path, settings: config.Checkpoint | None, identities: list[dict]
 ) -> None:
-    """Raises ConfigError, naming what differs, if the prepared data is another than that which a
-    checkpoint was trained on, unless checkpoint.allow_changed allows it."""
+    """Raises ConfigError, naming what differs, if a checkpoint was trained on other prepared data,
+    unless checkpoint.allow_changed allows it."""
     for name in allowed_changes(settings):
-        # the tokenizer that is trained by default has the vocabulary's size
+        # The tokenizer that is trained by default has the vocabulary's size.
         is_of_data = name.startswith("data.") or name == "model.vocab_size"
         if is_of_data and name != "data.document_mask":
             return
@@ -158,10 +154,8 @@ def check_same_data(
         return
     old = by_source(trained_on)
     new = by_source(identities)
-    changes = []
-    for key in sorted(old | new):
-        if old.get(key) != new.get(key):
-            changes.append(f"{key} was {old.get(key)}, is {new.get(key)}")
+    changed = [key for key in sorted(old | new) if old.get(key) != new.get(key)]
+    changes = [f"{key} was {old.get(key)}, is {new.get(key)}" for key in changed]
     if changes:
         raise ConfigError(
             f"{folder}: was trained on other data: {'; '.join(changes)}; choose another run.name, "
@@ -170,8 +164,8 @@ def check_same_data(
 
 
 def check_same_tokenizer(folder: pathlib.Path, identities: list[dict]) -> None:
-    """Raises ConfigError if data was prepared with another tokenizer than what a checkpoint was
-    trained on: its token ids mean other words to those weights."""
+    """Raises ConfigError if the data was prepared with another tokenizer than the checkpoint's data:
+    its ids mean other words to these weights."""
     trained_on = read_state(folder).get("data") or [] if folder.is_dir() else []
     known = {source["tokenizer"] for source in trained_on}
     for source in identities:

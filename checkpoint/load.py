@@ -1,9 +1,9 @@
 """Loads a checkpoint into a model's and optimizer's shards without executing code from it.
 
-torch.distributed.checkpoint reads .metadata with a bare pickle.load and non-tensor values with
-torch.load(weights_only=False): both can execute code that a file names. Here .metadata may name
-only the types that it consists of, every value must be a tensor, and every path in it must be a
-file of this folder.
+torch.distributed.checkpoint reads .metadata with a bare pickle.load, and non-tensor values with
+torch.load(weights_only=False). Both can execute code that a file names. Here .metadata may name only
+the types that it consists of, every value must be a tensor, and every path must be a file in this
+folder.
 """
 
 import fnmatch
@@ -22,21 +22,15 @@ from torch.distributed.checkpoint import FileSystemReader, metadata
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from checkpoint.catalog import NO_OPTIMIZER
-from checkpoint.manifest import (
-    METADATA,
-    CorruptCheckpoint,
-    open_file,
-    read_file,
-    read_manifest,
-)
+from checkpoint.manifest import METADATA, CorruptCheckpoint, open_file, read_file, read_manifest
 from config import ConfigError, Problems
 from model.llama import after_weight_update, named_parameters
 from parallel.ranks import on_each_rank
 
-SHOWN = 8  # problems of a checkpoint with other tensors
+SHOWN = 8  # how many problems an error lists
 MEMORY_FORMAT = metadata._MEM_FORMAT_ENCODING
 DCP = "torch.distributed.checkpoint"
-# The types that .metadata consists of, besides dtypes.
+# The types that .metadata consists of, in addition to dtypes.
 ALLOWED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -67,7 +61,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def memory_format(kind: Any, name: str) -> metadata._MEM_FORMAT_ENCODING:
-    """Stands in for getattr(_MEM_FORMAT_ENCODING, name), as Python 3.11.0 to 3.11.3 pickle a member
+    """Replaces getattr(_MEM_FORMAT_ENCODING, name), as which Python 3.11.0 to 3.11.3 pickle a member
     of an enum."""
     if kind is not MEMORY_FORMAT or name not in MEMORY_FORMAT.__members__:
         raise CorruptCheckpoint("refusing to unpickle builtins.getattr: no part of a checkpoint")
@@ -75,14 +69,14 @@ def memory_format(kind: Any, name: str) -> metadata._MEM_FORMAT_ENCODING:
 
 
 class ConfinedFiles(FileSystem):
-    """Opens regular files of one folder, for reading."""
+    """Opens regular files in one folder, for reading."""
 
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
 
     # pyrefly: ignore[bad-override]  # DCP declares the generator's own kind of context manager
     def create_stream(self, path: Any, mode: str) -> AbstractContextManager[IO[bytes]]:
-        # refuses a path that leads out of it
+        # open_file() refuses a path that leads out of the folder.
         return open_file(self.folder, os.path.relpath(path, self.folder))
 
 
@@ -120,8 +114,8 @@ class Reader(FileSystemReader):
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by name: "model.<parameter>" and "optim.<parameter>.<state>", of
-    the parameters that the model's pattern `saved` matches."""
+    """The tensors of a checkpoint by name: "model.<parameter>" and "optim.<parameter>.<state>", for
+    the parameters that match the model's pattern `saved`."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in named_parameters(model):
         if not fnmatch.fnmatchcase(name, getattr(model, "saved", "*")):
@@ -136,7 +130,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dic
 def restore(
     folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Loads a checkpoint, saved by any number of ranks, into this model's shards. Raises
+    """Loads a checkpoint into this model's shards. Any number of ranks may have saved it. Raises
     ConfigError if it cannot be read, or if names, shapes or dtypes differ."""
     reader = on_each_rank(lambda: Reader(folder))
     read_tensors(reader, check_tensors(reader, model, optimizer))
@@ -146,9 +140,9 @@ def restore(
 def check_tensors(
     reader: Reader, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Tensor]:
-    """Returns tensors_of() the model, which may be on the meta device, and the optimizer. Raises
-    ConfigError if the checkpoint's have other names, shapes or dtypes. Without an optimizer, only
-    its weights are compared."""
+    """Returns tensors_of(model, optimizer), after comparing names, shapes and dtypes with the
+    checkpoint's. The model may be on the meta device. Without an optimizer it compares only weights.
+    Raises ConfigError."""
     folder = reader.path
     wanted = tensors_of(model, optimizer)
     stored = reader.metadata.state_dict_metadata
@@ -160,7 +154,7 @@ def check_tensors(
         item = stored.get(name)
         weight = f"model.{name.removeprefix('optim.').rpartition('.')[0]}"
         if item is None and name.startswith("optim.") and weight not in stored:
-            continue  # the weight itself is a problem
+            continue  # the missing weight is reported
         if item is None:
             problems.append(f"{folder}: has no {name}")
         elif (tensor.shape, tensor.dtype) != (item.size, item.properties.dtype):
@@ -178,7 +172,7 @@ def check_tensors(
 
 
 def read_tensors(reader: Reader, tensors: dict[str, Tensor]) -> None:
-    """Loads into these tensors in place; without a process group, on this process alone."""
+    """Loads into these tensors in place, on all ranks or, without a process group, in this process."""
     try:
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     except dcp.CheckpointException as error:  # a BaseException
@@ -188,6 +182,6 @@ def read_tensors(reader: Reader, tensors: dict[str, Tensor]) -> None:
 
 
 def first_cause(error: dcp.CheckpointException) -> str:
-    """The lowest failing rank's error in one line: DCP's own text holds every rank's traceback."""
+    """The error of the first rank that failed, in one line. DCP's text has every rank's traceback."""
     rank, (cause, _) = min(error.failures.items())
     return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())[:500]}"

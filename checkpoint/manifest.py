@@ -1,5 +1,5 @@
-"""The manifest of a checkpoint: size and SHA-256 of every file, by parts of 64 MiB; and reading its
-files, which may be untrusted, or on a disk that fails for a moment.
+"""The manifest of a checkpoint: size and SHA-256 of every file, in parts of 64 MiB. Also reads the
+files, which may be untrusted, or on a disk that fails temporarily.
 
 torch.distributed.checkpoint has no checksums: of 40 bit flips in its files, 38 load silently as
 wrong numbers.
@@ -25,7 +25,8 @@ METADATA = ".metadata"  # DCP's: which tensor lies where
 LIMIT = 256 * 2**20  # bytes of a file that is read at once; a million parts take a third of it
 PART = 64 * 2**20  # bytes per SHA-256: all cores and ranks verify parts of one file in parallel
 CHUNK = 2**20  # bytes per read
-THREADED = 8 * 2**20  # bytes that are hashed in a thread, which costs as much as hashing 100 kB
+# Pieces of this many bytes are hashed in a thread. Starting one costs as much as hashing 100 kB.
+THREADED = 8 * 2**20
 
 
 class CorruptCheckpoint(ConfigError):
@@ -33,21 +34,21 @@ class CorruptCheckpoint(ConfigError):
 
 
 class UnreadableCheckpoint(Problems):
-    """A disk or a network fails, which may pass, and says nothing about the checkpoint: a restart
-    may help."""
+    """A disk or a network fails, perhaps temporarily. The checkpoint may be good, and a restart may
+    help."""
 
 
 def unreadable(path: pathlib.Path, error: OSError, problem: str = "cannot be read") -> Problems:
-    """What to raise for an error that is no proof of corruption."""
+    """The exception for an error that does not prove corruption."""
     kind = UnreadableCheckpoint if error.errno in TRANSIENT_ERRORS else ConfigError
     return kind(f"{path}: {problem}: {error.strerror}")
 
 
 @contextlib.contextmanager
 def open_file(folder: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
-    """Opens a regular file of this folder for reading: its name cannot lead out of it, and no pipe
-    blocks. Raises CorruptCheckpoint for anything else, ConfigError if the folder is gone, and what
-    unreadable() says."""
+    """Opens a regular file of this folder for reading. A name cannot lead out of the folder, and a
+    pipe cannot block. Raises CorruptCheckpoint for anything else, ConfigError if the folder is gone,
+    and unreadable() for other errors."""
     path = folder / name
     if "/" in name or "\0" in name:
         raise CorruptCheckpoint(f"{folder}: {name!r} is no name of a file in it")
@@ -60,16 +61,13 @@ def open_file(folder: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
         if not os.path.lexists(folder):
             raise ConfigError(f"{folder}: was removed while it was read") from None
         if not folder.exists():
-            raise dangling(folder) from None
+            raise ConfigError(
+                f"{folder}: is a link to {os.readlink(folder)}, which is not there; mount it, or "
+                "remove the link"
+            ) from None
         raise CorruptCheckpoint(f"{path}: expected a regular file: {error.strerror}") from None
     except OSError as error:
         raise unreadable(path, error) from None
-
-
-def dangling(link: pathlib.Path) -> ConfigError:
-    return ConfigError(
-        f"{link}: is a link to {os.readlink(link)}, which is not there; mount it, or remove the link"
-    )
 
 
 def open_without_blocking(path: str, flags: int) -> int:
@@ -82,7 +80,8 @@ def size_of(folder: pathlib.Path, name: str) -> int:
 
 
 def read_file(folder: pathlib.Path, name: str) -> bytes:
-    """The content of a file that holds no tensors. Raises CorruptCheckpoint."""
+    """The content of a file without tensors. Raises CorruptCheckpoint if it is too large, and what
+    open_file() raises."""
     with open_file(folder, name) as file:
         content = file.read(LIMIT + 1)
     if len(content) > LIMIT:
@@ -107,13 +106,13 @@ def in_threads(work: Callable, items: list[tuple]) -> list:
 
 
 class HashedFile:
-    """A new file, hashed while it is written from its beginning to its end."""
+    """A new file that is hashed while it is written sequentially."""
 
     def __init__(self, path: pathlib.Path):
         self.file = path.open("wb")
         self.size = 0
         self.digests: list[str] = []  # of complete parts
-        self.digest = hashlib.sha256()  # of the part that is being written
+        self.digest = hashlib.sha256()  # of the current part
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -144,20 +143,20 @@ class HashedFile:
         self.file.flush()
 
     def entry(self) -> dict[str, Any]:
-        """The manifest's entry of what was written: {"size": bytes, "sha256": [one per part]}."""
+        """The file's entry in the manifest: {"size": bytes, "sha256": [one per part]}."""
         rest = [self.digest.hexdigest()] if self.size % PART else []
         return {"size": self.size, "sha256": self.digests + rest}
 
 
 def entry_of(content: bytes) -> dict[str, Any]:
-    """The manifest's entry of a file with this content."""
+    """The manifest's entry for a file with this content."""
     parts = [content[begin : begin + PART] for begin in range(0, len(content), PART)]
     return {"size": len(content), "sha256": [hashlib.sha256(part).hexdigest() for part in parts]}
 
 
 def render_manifest(files: dict[str, dict]) -> bytes:
-    """The canonical text of a manifest. It has a hash of its entries and a fixed format, so any
-    changed byte shows."""
+    """The canonical text of a manifest. It has a fixed format and a hash of its entries, so that
+    read_manifest() notices any changed byte."""
     body = json.dumps(files, indent=1, sort_keys=True)
     digest = hashlib.sha256(body.encode()).hexdigest()
     return f'{{"files": {body},\n"sha256": "{digest}"}}\n'.encode()
@@ -167,7 +166,7 @@ def read_manifest(folder: pathlib.Path) -> dict[str, dict]:
     """The entries by file name. Raises CorruptCheckpoint if the manifest is missing, truncated or
     changed."""
     text = read_file(folder, MANIFEST)
-    # of a wrong form, reading it may raise any of these
+    # A malformed manifest may raise any of these.
     with contextlib.suppress(TypeError, KeyError, AttributeError, ValueError, RecursionError):
         files = json.loads(text)["files"]
         is_complete = {STATE, METADATA} <= files.keys()
@@ -180,5 +179,5 @@ def read_manifest(folder: pathlib.Path) -> dict[str, dict]:
 
 def is_entry(entry: dict) -> bool:
     """Whether an entry of a manifest has a hash for each part of its file."""
-    parts = -(-entry["size"] // PART)  # rounded up, also for absurdly large integers
+    parts = -(-entry["size"] // PART)  # rounded up, without floats: the integer may be huge
     return type(entry["size"]) is int and len(entry["sha256"]) == parts

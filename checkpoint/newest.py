@@ -1,4 +1,5 @@
-"""How tools find and read a checkpoint: verify, generate, export. Training imports none of this."""
+"""How tools such as verify, generate and export find and read a checkpoint. Training does not import
+this."""
 
 import pathlib
 from collections.abc import Callable
@@ -12,8 +13,8 @@ from system import print_error
 
 
 def checkpoints_of(path: pathlib.Path) -> list[pathlib.Path]:
-    """The folder itself if it is a checkpoint, good or bad, else the checkpoints of the run in it,
-    in ascending order. Raises ConfigError if there is none, or the folder cannot be read."""
+    """The checkpoints of a run's folder, in ascending order, or only `path` if it is a checkpoint. They
+    may be bad. Raises ConfigError if there is none, or the folder cannot be read."""
     is_checkpoint = (path / STATE).exists() or (path / METADATA).exists()
     if path.is_dir() and (catalog.NAME.fullmatch(path.name) or is_checkpoint):
         return [path]
@@ -25,8 +26,8 @@ def checkpoints_of(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def read_newest(path: pathlib.Path, read: Callable[[pathlib.Path], Any]) -> Any:
-    """read(`path`) if that is a checkpoint, else read(its run's newest good one). Verifies it, and
-    prints to stderr which ones it skips. Raises ConfigError if there is none, or none is good."""
+    """Calls read() with the newest good one of checkpoints_of(path), and returns its result. Verifies
+    checkpoints, and prints which it skips. Raises ConfigError if none is good."""
     for folder in reversed(checkpoints_of(path)):
         problems = catalog.problems_of(folder)
         if not problems:
@@ -37,9 +38,9 @@ def read_newest(path: pathlib.Path, read: Callable[[pathlib.Path], Any]) -> Any:
 
 
 def read_config(folder: pathlib.Path, base: str | None = None) -> config.Config:
-    """The configuration that a checkpoint was trained with, for using its weights. Drops
-    model.init_from, which may be gone or changed, unless adapters need it as their base. `base`:
-    the current path of that base. Raises ConfigError."""
+    """The configuration that a checkpoint was trained with, to use its weights. Drops model.init_from,
+    which may have moved or changed, unless it is the base of adapters. base: where this base is now.
+    Raises ConfigError."""
     tables = catalog.read_state(folder)["config"]
     if base and not tables.get("lora"):
         raise ConfigError(f"--base: {folder} has no [lora]: its weights are whole")

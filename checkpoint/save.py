@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.utils.serialization import config as torch_config
 
@@ -30,10 +29,11 @@ from checkpoint import catalog
 from checkpoint.load import first_cause
 from checkpoint.manifest import MANIFEST, METADATA, STATE, HashedFile, entry_of, render_manifest
 from config import Problems
+from parallel.materialize import local_tensor
 from parallel.ranks import all_gather_objects, on_each_rank, on_rank_zero
 from parallel.torch_patches import IS_TORCH_2_11
 
-ROOM = (
+DISK_FULL_HINT = (
     "; an old checkpoint is removed once the new one is complete, so the disk needs room for one more "
     "than checkpoint.keep_last: keep fewer, free some space, or choose another run.output_dir"
 )
@@ -41,28 +41,28 @@ log = logging.getLogger("train")
 
 
 class SaveFailed(Problems):
-    """At least one rank could not write a checkpoint; earlier ones are untouched. Raised on all
+    """At least one rank could not write a checkpoint. Earlier checkpoints are untouched. Raised on all
     ranks."""
 
 
 class Saver:
-    """Writes and removes a run's checkpoints. All ranks must call its methods together, from one
-    thread at a time (any thread: it has its own process group). They raise SaveFailed on all ranks
-    or on none."""
+    """Writes and removes a run's checkpoints. All ranks must call its methods together. Each may use
+    any thread, but one at a time, since the Saver has its own process group. Methods raise SaveFailed
+    on all ranks or on none."""
 
     def __init__(
         self, root: pathlib.Path, settings: config.Checkpoint, extra_files: Sequence[pathlib.Path]
     ):
-        """root: the folder of the run's checkpoints. extra_files (the tokenizer) are copied into
-        each."""
+        """root: the folder of the run's checkpoints. extra_files: the tokenizer, which is copied into
+        each checkpoint."""
         self.root = root
         self.settings = settings
-        # kept: the folder of prepared data may be deleted while a run reads its open files
+        # Read now, because the folder of prepared data may be deleted during the run.
         self.extra_files = {path.name: path.read_bytes() for path in extra_files}
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)  # every rank is a member
         self.group = group
-        self.stopping = False  # the run is stopping: purging is left to the next launch
+        self.stopping = False  # whether the run is stopping: then purge() does nothing
 
     def write(
         self,
@@ -71,20 +71,18 @@ class Saver:
         state: dict,
         before_publishing: Callable[[], None] = lambda: None,
     ) -> None:
-        """Writes the checkpoint of a step. `state` must be JSON-serializable. before_publishing is
-        called on rank 0; an OSError of it is a warning. Raises FloatingPointError if an update from
-        finite gradients made weights or moments non-finite: these are never saved."""
+        """Writes the checkpoint of a step. state: must be JSON-serializable. before_publishing: called
+        on rank 0; its OSError is only a warning. Raises FloatingPointError if weights or optimizer
+        state are not finite: these are never saved."""
         final = catalog.path_of(self.root, step)
         temporary: pathlib.Path | None = None
 
         def publish(folder: pathlib.Path, by_rank: list[tuple[bool, dict]]) -> None:
-            entries: dict[str, dict] = {}
-            for _, entries_of_rank in by_rank:
-                entries |= entries_of_rank
+            entries = {name: entry for _, files in by_rank for name, entry in files.items()}
             write_manifest(folder, self.extra_files, state, entries)
             try:
                 before_publishing()
-            except OSError as error:  # of another file, maybe on another disk
+            except OSError as error:  # another file, perhaps on another disk
                 problem = f"{error.filename}: {error.strerror}"
                 log.warning(
                     "%s: its last rows are not on disk; step %d is saved anyway", problem, step
@@ -105,9 +103,10 @@ class Saver:
         except SaveFailed as error:
             problem = error.problems[0]
             is_full = any(os.strerror(n) in problem for n in (errno.ENOSPC, errno.EDQUOT))
-            raise SaveFailed(f"{final}: {problem}{ROOM if is_full else ''}") from None
+            hint = DISK_FULL_HINT if is_full else ""
+            raise SaveFailed(f"{final}: {problem}{hint}") from None
         finally:
-            if temporary and dist.get_rank() == 0:  # a no-op once published
+            if temporary and dist.get_rank() == 0:  # does nothing once it is published
                 shutil.rmtree(temporary, ignore_errors=True)
 
     def _write_shards(
@@ -116,9 +115,9 @@ class Saver:
         """Writes this rank's shards. Returns whether they are finite, and the manifest's entries of
         its files."""
         writer = Writer(folder)
-        # The tensors are flat. The plan of a run's first save is reused: making one takes rank 0
-        # ten seconds for Llama 3 8B on 512 ranks, while all wait.
-        # torch 2.11 would also reuse a plan that failed.
+        # The tensors are flat already. Later saves reuse the first one's plan: for Llama 3 8B on 512
+        # ranks, rank 0 needs ten seconds to make it while all wait. Not with torch 2.11, which would
+        # also reuse a plan that failed.
         planner = DefaultSavePlanner(
             flatten_state_dict=False, enable_plan_caching=not IS_TORCH_2_11
         )
@@ -134,8 +133,8 @@ class Saver:
         return on_rank_zero(partial(save_or_fail, work), SaveFailed, self.group)
 
     def purge(self) -> None:
-        """Removes the checkpoints before the last keep_last, except milestones. The newest is this
-        launch's, or the one that it has verified and resumed from."""
+        """Removes the checkpoints before the last keep_last, except milestones. The newest one is good:
+        this launch has saved it, or verified it and resumed from it."""
         try:
             if self.settings.keep_last:
                 self._on_rank_zero(partial(self._remove_before, self.settings.keep_last))
@@ -151,7 +150,7 @@ class Saver:
 
 
 def save_or_fail(work: Callable[[], Any]) -> Any:
-    """The result of `work`. Raises what it raises as SaveFailed, which names this rank."""
+    """The result of `work`. Turns its exceptions into SaveFailed, which names this rank."""
     try:
         return work()
     except dcp.CheckpointException as error:  # a BaseException
@@ -161,8 +160,8 @@ def save_or_fail(work: Callable[[], Any]) -> Any:
 
 
 def try_disk(root: pathlib.Path) -> None:
-    """Publishes and removes a small folder as a save does, so that a disk that refuses this is found
-    before the first step. Raises SaveFailed."""
+    """Publishes and removes a small folder as a save does, to find before the first step whether the
+    disk supports it. Raises SaveFailed."""
     try:
         folder = make_folder(root, 0)
         (folder / STATE).write_text("{}")
@@ -176,7 +175,7 @@ def try_disk(root: pathlib.Path) -> None:
 
 
 def make_folder(root: pathlib.Path, step: int) -> pathlib.Path:
-    """Makes an empty folder to write the checkpoint of a step to."""
+    """Creates an empty folder under a temporary name, for the checkpoint of a step."""
     folder = catalog.temporary_of(root, step)
     folder.mkdir(parents=True)
     return folder
@@ -186,9 +185,9 @@ def all_finite(tensors: dict[str, Tensor]) -> bool:
     """Whether this rank's shards hold neither NaN nor infinity."""
     extremes = []
     for tensor in tensors.values():
-        shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        shard = local_tensor(tensor)
         if shard.numel():
-            # aminmax() propagates NaN and infinity, in a tenth of isfinite()'s time
+            # aminmax() propagates NaN and infinity, in a tenth of isfinite()'s time.
             smallest, largest = shard.aminmax()
             extremes += [smallest.float(), largest.float()]
     if not extremes:
@@ -197,10 +196,10 @@ def all_finite(tensors: dict[str, Tensor]) -> bool:
 
 
 class Writer(FileSystemWriter):
-    """A DCP storage writer with one file per rank, hashed while it is written. Unlike
+    """A DCP storage writer with one file per rank, which is hashed while it is written. Unlike
     FileSystemWriter, it holds one tensor at a time in host memory instead of pinning all of them
-    (pytorch issue 195982), reports failed writes (issue 191391), and keeps the folder's path, which
-    will change, out of the metadata."""
+    (pytorch issue 195982), and reports failed writes (issue 191391). It does not write the folder's
+    path, which will change, to the metadata."""
 
     def __init__(self, folder: pathlib.Path):
         super().__init__(folder, thread_count=1, overwrite=False)
@@ -211,8 +210,8 @@ class Writer(FileSystemWriter):
         if plan.items:
             name = f"{plan.storage_data.prefix}0.distcp"
             hashed = HashedFile(pathlib.Path(self.path) / name)
-            # torch's zip files have a CRC-32 of each tensor, which no reader checks. The manifest's
-            # SHA-256 replaces it.
+            # torch's zip files have a CRC-32 of each tensor, which no reader checks. The manifest has
+            # a SHA-256 instead.
             # pyrefly: ignore[missing-attribute]  # torch adds patch() at run time
             with hashed.file, torch_config.patch("save.compute_crc32", False):
                 for item in plan.items:
@@ -235,10 +234,10 @@ class Writer(FileSystemWriter):
 
 
 def save_tensor(tensor: Tensor, file: HashedFile) -> None:
-    """torch.save() of a tensor's own elements. Raises OSError."""
+    """Calls torch.save() with the tensor's elements alone, not its storage. Raises OSError."""
     tensor = tensor.detach().cpu()
     is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
-    if is_view:  # torch.save would write the entire storage
+    if is_view:  # torch.save() would write the entire storage
         tensor = tensor.clone()
     try:
         # pyrefly: ignore[bad-argument-type]  # it needs write() and flush()
@@ -252,8 +251,8 @@ def save_tensor(tensor: Tensor, file: HashedFile) -> None:
 def write_manifest(
     folder: pathlib.Path, extra_files: dict[str, bytes], state: dict, entries: dict[str, dict]
 ) -> None:
-    """Completes a checkpoint whose tensors are written and hashed (`entries` of the manifest): adds
-    state, tokenizer (`extra_files`, by name) and manifest, and syncs each file."""
+    """Completes a checkpoint: writes and syncs state, tokenizer and manifest. extra_files: the
+    tokenizer's files by name. entries: the manifest's entries of the files with tensors."""
     contents = {**extra_files, STATE: json.dumps(state, indent=2).encode()}
     # DCP has written and synced .metadata
     entries = entries | {METADATA: entry_of((folder / METADATA).read_bytes())}

@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def argument_parser() -> Parser:
-    """Of a command line that begins with a CONFIG. A tool adds its flags; parse_arguments() takes
+    """A parser of command lines that begin with CONFIG. A tool adds its flags. parse_arguments() adds
     the options."""
     parser = Parser(prog="run_train.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG", type=config_path)
@@ -32,7 +32,7 @@ def argument_parser() -> Parser:
 
 
 def config_path(word: str) -> str:
-    """The file of a CONFIG, which may be the name of one in configs/. Raises ConfigError."""
+    """The path of CONFIG, which is a file, or the name of one in configs/. Raises ConfigError."""
     if "/" in word or os.path.isfile(word):
         return word
     paths = {path.stem: str(path) for path in sorted((REPO / "configs").glob("*.toml"))}
@@ -47,8 +47,7 @@ def config_path(word: str) -> str:
 
 
 def parse_arguments(argv: list[str], parser: Parser | None = None) -> argparse.Namespace:
-    """Parses the command line of train.py, or by its parser that of a tool that takes a CONFIG.
-    Raises ConfigError."""
+    """Parses the command line of train.py, or of a tool with its own parser. Raises ConfigError."""
     if parser is None:
         parser = argument_parser()
         parser.add_argument("--eval-only", action="store_true")
@@ -65,8 +64,8 @@ def parse_arguments(argv: list[str], parser: Parser | None = None) -> argparse.N
 def from_command_line(
     argv: list[str], usage: str, parser: Parser | None = None, resolved: bool = False
 ) -> tuple[argparse.Namespace, Config]:
-    """A program's arguments and configuration. parser: of a tool, see parse_arguments(). resolved:
-    the file is one that load_resolved() reads.
+    """A program's arguments and configuration. parser: as in parse_arguments(). resolved: whether the
+    file is one that to_toml() wrote.
 
     Prints every problem and exits with 2 if the command line or the configuration is invalid. Exits
     with 0 after --help.
@@ -83,8 +82,8 @@ def from_command_line(
 
 @contextlib.contextmanager
 def exits_if_input_is_wrong() -> Iterator[None]:
-    """Exits with 2, and prints a line for each problem, if its body finds invalid input, or needs
-    an extra that was removed."""
+    """If its body raises ConfigError, or imports an extra that was removed, prints a line for each
+    problem and exits with 2."""
     try:
         yield
     except (ConfigError, ModuleNotFoundError) as error:
@@ -97,19 +96,19 @@ def exits_if_input_is_wrong() -> Iterator[None]:
 def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
     """Runs a tool's main() with the command line, and exits with its result.
 
-    Invalid input exits with 2 and prints a line for each problem, trouble of a disk or a machine
-    with 1, and Ctrl-C with 130, as in a shell. None prints a traceback.
+    Exits with 2 for invalid input, with 1 for an error of a disk or a machine, and with 130 after
+    Ctrl-C, as a shell does. These print a line for each problem, and no traceback.
     """
     try:
         with exits_if_input_is_wrong():
             sys.exit(main(sys.argv[1:]))
     except OSError as error:
-        if error.filename is None:  # a library's
+        if error.filename is None:  # raised by a library
             raise
         hint = "; the same command may work later" if error.errno in TRANSIENT_ERRORS else ""
         print_error(f"{error.filename}: {error.strerror}{hint}")
         sys.exit(1)
-    except Problems as error:  # of a disk: the input may be right
+    except Problems as error:  # of a disk, not of the input
         print_error(str(error))
         sys.exit(1)
     except KeyboardInterrupt:
@@ -117,7 +116,7 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
 
 
 def command(*words: object) -> str:
-    """A command of run_train.sh, to paste into the shell that this process was called from."""
+    """A run_train.sh command, to paste into the shell that started this process."""
     script = os.path.relpath(REPO / "run_train.sh")
     if script.startswith("../../"):
         script = str(REPO / "run_train.sh")

@@ -1,4 +1,4 @@
-"""--help: every option with its default, type and meaning."""
+"""--help: every option with its default, type and description."""
 
 import itertools
 import shutil
@@ -12,12 +12,12 @@ from config.read import describe, search, suggestion
 from config.show import is_in, toml
 from system import print_line
 
-HELP_COLUMN = 32  # where the meanings of options begin
+HELP_COLUMN = 32  # where the descriptions begin
 
 
 def print_help(argv: list[str], usage: str) -> None:
-    """--help: the usage and all options; --help WORD or --help=WORD: those of a section, or that have
-    the word. Raises ConfigError if there are none."""
+    """Prints the usage and all options, or the options that --help WORD or --help=WORD asks for.
+    Raises ConfigError if there are none."""
     words = " ".join(argv).replace("--help=", "--help ").split()
     following = dict(itertools.pairwise(words))
     subject = following.get("--help") or following.get("-h") or "--"
@@ -28,8 +28,9 @@ def print_help(argv: list[str], usage: str) -> None:
 
 
 def help_text(subject: str | None = None, schema: Schema = SCHEMA) -> str:
-    """Every option with its default, type and meaning; of a subject, those of that section, the one
-    of that whole name, or those with its words. Raises ConfigError if there are none."""
+    """Every option with its default, type and description. A subject restricts them to a section, to
+    one option by its full name, or to those that mention its words. Raises ConfigError if there are
+    none."""
     names = [name for name in schema.options if subject is None or is_in(name, subject)]
     if not names:
         names = search(subject or "", schema)
@@ -37,10 +38,7 @@ def help_text(subject: str | None = None, schema: Schema = SCHEMA) -> str:
         raise ConfigError(f"--help {subject}: no such section or option{suggestion(subject or '')}")
     lines = []
     for table, (_, is_optional, all_options) in schema.tables.items():
-        options = {}
-        for key, option in all_options.items():
-            if f"{table}.{key}".strip(".") in names:
-                options[key] = option
+        options = {k: o for k, o in all_options.items() if f"{table}.{k}".strip(".") in names}
         if table and options:
             lines += ["", f"[{table}]" + ("   (off unless given)" if is_optional else "")]
         for key, option in options.items():
@@ -53,7 +51,7 @@ def help_text(subject: str | None = None, schema: Schema = SCHEMA) -> str:
 
 
 def _help_lines(key: str, option: Option) -> list[str]:
-    """An option as TOML, with its meaning as a comment that is wrapped at words."""
+    """An option as TOML, with its description as a wrapped comment."""
     default = {MISSING: "required", None: "absent"}.get(option.default) or toml(option.default)
     assignment = f"  {key} = {default}"
     indent = f"{HELP_COLUMN * ' '}# "

@@ -1,13 +1,14 @@
-"""Every option: a section is a dataclass, each option one of its fields, declared by option() with
-default, meaning, range and what a resume may do with it. A section's rules follow its options:
+"""Every option. A section is a dataclass, and each option is one of its fields. option() declares its
+default, its description, and what a resume may do with it. The annotation has its range. A section's
+rules follow its options:
 
     def rules(self, cfg: Config) -> Rules:
         if self.n_heads % self.n_kv_heads:
             yield "n_kv_heads n_heads", f"must divide n_heads = {self.n_heads}"
 
-The first name is the option that the error shows, with its value; the others are all further ones
-that the rule reads. Those of other sections are written whole, as parallel.tp. A rule counts only
-if all of its options are valid by themselves.
+rules() yields the names of all options that the rule reads, and the requirement. The error shows the
+first option with its value. Options of other sections have their full name, such as parallel.tp. A
+rule is ignored if one of its options is invalid by itself.
 """
 
 import fnmatch
@@ -19,19 +20,19 @@ from typing import Annotated, Literal
 
 from config.option import Path, Range, Schema, option, section
 
-# Of batch_digest: exact in JSON.
+# batch_digest is computed modulo this, so that JSON's numbers hold it exactly.
 DIGEST_MODULUS = 2**53
-# Samples: the longest period of a mixture's order of sources.
+# The longest period, in samples, of the order in which a mixture takes its sources.
 LONGEST_PERIOD = 1 << 16
-# Target id without a loss, cross_entropy's ignore_index: data/ writes it, model/loss.py reads it.
+# The target of a token without a loss, as in cross_entropy. data/ writes it, model/loss.py reads it.
 IGNORE = -100
-# Values of recompute that save a part of each block.
+# The values of recompute that save part of each block.
 SELECTIVE = ("elementwise", "selective")
 # The matrices of a block, in order.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 BadRows = Literal["refuse", "skip"]
-# What a row of data is: a text, or a conversation in one of three forms.
+# A row of data is a text, or a conversation in one of three formats.
 RowFormat = Literal["text", "messages", "alpaca", "prompt_completion"]
 
 # What rules() yields: (options, requirement).
@@ -61,7 +62,7 @@ Projections = Annotated[
         f'must name projections: {", ".join(PROJECTIONS)}; or be "all-linear"',
     ),
 ]
-# the name of one folder, used without quoting
+# The name of a folder, used without quoting.
 RunName = Annotated[
     str,
     Range(
@@ -73,7 +74,7 @@ RunName = Annotated[
 
 
 class Section:
-    """The rules of a section that has none."""
+    """A section without rules."""
 
     def rules(self, cfg: "Config") -> Rules:
         yield from ()
@@ -182,7 +183,7 @@ class Data(Section):
 
     @property
     def has_conversations(self) -> bool:
-        """Whether rows are conversations: those of all sources are, or of none."""
+        """Whether rows are conversations. A rule refuses a mixture of texts and conversations."""
         return self.formats != {"text"}
 
     def rules(self, cfg: "Config") -> Rules:
@@ -245,7 +246,7 @@ class Train(Section):
             yield names, f"must divide global_batch_size = {self.global_batch_size}"
         p = cfg.parallel
         divisors = {f"parallel.cp x parallel.tp = {p.cp * p.tp}": p.cp * p.tp}
-        if p.cp > 1:  # each rank has two chunks
+        if p.cp > 1:  # zig-zag sharding: each rank has two chunks
             divisors[f"2 x parallel.cp = {2 * p.cp}"] = 2 * p.cp
         if p.float8 != "none":
             divisors[f"16 x parallel.cp = {16 * p.cp} with float8's kernels"] = 16 * p.cp
@@ -277,7 +278,7 @@ class Optim(Section):
     def rules(self, cfg: "Config") -> Rules:
         end = schedule_steps(cfg)
         reads = "schedule schedule_steps train.steps warmup_steps decay_steps"
-        # without schedule_steps, a smoke run may end within the warm-up
+        # Without schedule_steps, a short trial may end within the warm-up.
         if self.schedule_steps and self.warmup_steps > end:
             yield "warmup_steps schedule_steps", f"must not exceed schedule_steps = {end}"
         if self.schedule == "wsd" and not self.decay_steps:
@@ -324,9 +325,9 @@ class Parallel(Section):
 
     @property
     def one_memory_pool(self) -> bool:
-        """Whether FSDP2's buffers on a GPU come from the pool of the stream that computes: with the
-        weights of all units held, a pool of its own costs memory that nothing else may use.
-        parallel/memory_pool.py says what cpu_offload and replicas would make unsafe."""
+        """Whether FSDP2 allocates its buffers on a GPU in the pool of the computing stream. With the
+        weights of all units held, a separate pool costs memory that nothing else can use. Unsafe with
+        cpu_offload or replicas: parallel/memory_pool.py."""
         return self.gather_once and not self.cpu_offload and self.dp_replicate == 1
 
     def rules(self, cfg: "Config") -> Rules:
@@ -335,7 +336,7 @@ class Parallel(Section):
         for key in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
             if getattr(cfg.model, key) % self.tp:
                 yield f"model.{key} parallel.tp", f"must be a multiple of parallel.tp = {self.tp}"
-        if self.keep_fp32:  # else no unit is named: of a mistyped n_layers there may be too many
+        if self.keep_fp32:  # else don't list the units: a mistyped n_layers may make too many
             units = unit_names(cfg.model)
             if not all(fnmatch.filter(units, pattern) for pattern in self.keep_fp32):
                 examples = ", ".join([*units[:3], "...", units[-1]])
@@ -371,7 +372,7 @@ class Parallel(Section):
 class Lora(Section):
     rank: PositiveInt = option(16, "rank of the adapters")
     alpha: PositiveFloat | None = option(None, "adapters scale by alpha / rank; absent: 2 x rank")
-    # load() replaces "all-linear" by the names
+    # load() replaces "all-linear" by the names.
     targets: Projections | Literal["all-linear"] = option(PROJECTIONS, "adapted")
     base_dtype: Literal["bfloat16", "float32", "nf4"] = option("bfloat16", "of the frozen weights")
     init_from: Path | None = option(None, "PEFT folder; sets rank, alpha, targets", resume="free")
@@ -452,8 +453,8 @@ class Profile(Section):
 
 @dataclass(frozen=True)
 class Config:
-    """A configuration. section()'s argument is the `resume` of its options that declare none: an
-    option that a fork adds to [model] is compared at a resume, one of [parallel] is not."""
+    """A configuration. section()'s argument is the `resume` of the options that declare none: a resume
+    compares an option that a fork adds to [model], but not one that it adds to [parallel]."""
 
     run: Run = section("free")
     model: Model = section("fixed")
@@ -476,6 +477,6 @@ def schedule_steps(cfg: Config) -> int:
 
 
 def unit_names(model: Model) -> list[str]:
-    """The FSDP units in forward order, as parallel/fsdp.py makes them."""
+    """The names of the FSDP units of parallel/fsdp.py, in forward order."""
     blocks = [f"blocks.{i}" for i in range(model.n_layers)]
     return ["embedding+head", *blocks] if model.tie_embeddings else ["embedding", *blocks, "head"]

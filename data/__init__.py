@@ -1,8 +1,8 @@
-"""What training reads: token files, which tools/prepare/ makes of text.
+"""The training data: token files, which tools/prepare/ makes from text.
 
-folder.py   where a source's folder of token files is, and what its manifest.json says
-tokens.py   token files read as one stream
+folder.py   locates a source's folder of token files, and reads its manifest.json
+tokens.py   reads token files as one stream
 order.py    sample number -> source -> window
-dataset.py  sample number -> tokens; what a fork's own data replaces
+dataset.py  sample number -> tokens; a fork replaces this for other data
 loader.py   step -> this rank's batch
 """

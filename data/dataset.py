@@ -1,7 +1,7 @@
-"""What a run reads: Dataset, the protocol, and PreparedDataset, the folders of prepared sources.
+"""A run's data: the protocol Dataset, and PreparedDataset, which reads folders of prepared sources.
 
-A fork's own data is a class of Dataset with three methods: sample(), validation(), identities().
-docs/fork.md has one.
+For other data, a fork writes a subclass of Dataset with three methods: sample(), validation() and
+identities(). docs/fork.md has an example.
 
 T: tokens of a sample (train.seq_len).
 """
@@ -29,31 +29,31 @@ from data.tokens import Span, TextStream, stream_of
 class Sample(NamedTuple):
     """A window of text: T inputs and their targets, shifted by one."""
 
-    # (T+1) int64. A token without a loss is stored as its complement -1 - id, padding as -1
+    # (T+1) int64. A token without a loss is stored as its complement -1 - id, padding as -1.
     ids: np.ndarray
-    # (T+1) the number of each token's document, rising; None without data.document_mask
+    # (T+1) the number of each token's document, increasing; None without data.document_mask.
     documents: np.ndarray | None = None
 
 
 class Dataset(Protocol):
-    """What the loader, evaluation and checkpoints need of a run's data. Each rank opens it; what
-    it returns must not depend on the rank."""
+    """The data as the loader, evaluation and checkpoints use it. Each rank opens it. What it returns
+    must not depend on the rank."""
 
-    tokenizer_files: Sequence[pathlib.Path] = ()  # for the run's folder and each checkpoint
-    source_names: Sequence[str] = ()  # of a mixture
+    tokenizer_files: Sequence[pathlib.Path] = ()  # copied into the run's folder and each checkpoint
+    source_names: Sequence[str] = ()  # only for a mixture
 
     def sample(self, number: int) -> Sample:
-        """Sample 0, 1, ... of the run: each is trained on once, in this order. Called in a thread.
-        Raises ConfigError."""
+        """A sample of the run. It trains on samples 0, 1, ... in this order, once each. Called in a
+        thread. Raises ConfigError."""
         ...
 
     def validation(self) -> list[Sequence[Sample]]:
-        """The samples of the validation text of each source; without a mixture there is one."""
+        """The validation samples of each source. Without a mixture there is one source."""
         ...
 
     def identities(self) -> list[dict]:
-        """What tells the data from another run's, by source, as JSON. A checkpoint stores it, and a
-        resume with other data is refused. "tokenizer" is compared by evaluations, too."""
+        """What identifies each source's data, as JSON. A checkpoint stores it, and a resume with other
+        data is refused. An evaluation compares only "tokenizer"."""
         ...
 
     def text_bytes(self, source: int, samples: int) -> float:
@@ -61,42 +61,33 @@ class Dataset(Protocol):
         return math.nan
 
     def by_source(self, first: int, stop: int) -> dict[str, int]:
-        """Of a mixture, how many of the samples first ... stop-1 each source has."""
+        """How many of the samples first ... stop-1 come from each source of a mixture."""
         return {}
 
     def epochs(self, samples: int, by_source: dict[str, int]) -> float | dict[str, float] | None:
-        """How often the text has been read after so many samples; of a mixture, by source. None if
-        it has no end."""
+        """How many times the text has been read after this number of samples; for a mixture, by
+        source. None if the text has no end."""
         return None
 
     def notes(self) -> list[str]:
-        """Lines for a launch's log."""
+        """Lines for the log at the start of a launch."""
         return []
 
 
 class PreparedSource:
-    """A source's folder, checked and opened: its training and validation streams, in which order the
-    windows of training come, what identifies it."""
+    """A source's folder, checked and opened: its training and validation streams, the order of its
+    training windows, and its identity."""
 
-    def __init__(
-        self,
-        folder: pathlib.Path,
-        data: config.Data,
-        number: int,
-        vocab_size: int,
-        seq_len: int,
-        seed: int,
-    ):
-        """data: of this source alone. number: of the source in the mixture. Raises ConfigError and
+    def __init__(self, folder: pathlib.Path, data: config.Data, number: int, cfg: config.Config):
+        """data: this source's options. number: its position in the mixture. Raises ConfigError and
         OSError."""
         self.data = data
         self.number = number
-        self.seq_len = seq_len
+        vocab_size, seq_len, seed = cfg.model.vocab_size, cfg.train.seq_len, cfg.run.seed
         self.manifest = manifest_of(folder)
         check_matches_options(folder, self.manifest, identity(data, vocab_size))
         if not self.manifest["complete"]:
             raise ConfigError(f"{folder}: is not complete; {prepare_command()} prepares the rest")
-        # what tells it from another
         keys = ("identity", "tokenizer", "revision", "sha256")
         self.identity = {key: self.manifest[key] for key in keys}
         args = (folder, self.manifest)
@@ -110,22 +101,22 @@ class PreparedSource:
             self.validation = stream_of(*args, "heldout", vocab_size)
         self.order = WindowOrder(seed, number, seq_len, self.stream.length)
 
-    def require_size(self, mixture: Mixture, batch_size: int) -> None:
-        """Raises ConfigError if there is too little text for the source's share of a batch.
-        batch_size: samples."""
+    def require_size(self, mixture: Mixture, train: config.Train) -> None:
+        """Raises ConfigError if there is too little text for the source's share of one batch."""
         samples = self.order.epoch_length
+        batch_size = train.global_batch_size
         share = mixture.weights[self.number] / mixture.period * batch_size
         if samples < share:
             raise ConfigError(
                 f"[data] source = {self.data.source}: has {samples} samples of train.seq_len = "
-                f"{self.seq_len}, but one batch of train.global_batch_size = {batch_size} takes "
+                f"{train.seq_len}, but one batch of train.global_batch_size = {batch_size} takes "
                 f"{share:.3g} of them: choose a smaller batch, a shorter train.seq_len or, if too much "
                 "is held out for validation, another text for that (data.validation)"
             )
 
 
 class Windows(Sequence[Sample]):
-    """A stream's windows in their order. The last one may be shorter, and is padded."""
+    """A stream's windows in order. The last one may be shorter, and is padded."""
 
     def __init__(self, stream: TextStream, seq_len: int, document_mask: bool):
         self.stream = stream
@@ -154,27 +145,23 @@ class Windows(Sequence[Sample]):
 
 
 class PreparedDataset(Dataset):
-    """The folders of a configuration's sources."""
+    """The data in the folders of a configuration's sources."""
 
     def __init__(self, cfg: config.Config, train: bool = True):
         """Raises ConfigError if the data is not prepared, was prepared for another configuration,
-        or is known to be too small for one batch. train=False: to evaluate."""
+        or is too small for one batch. train=False: to evaluate, whatever its size."""
         self.data = cfg.data
         self.seq_len = cfg.train.seq_len
         self.mixture = Mixture([source.weight for source in cfg.data.sources] or [1.0])
         self.sources: list[PreparedSource] = []
         folders = source_folders(cfg.data, cfg.model.vocab_size)
         for number, (folder, options) in enumerate(folders):
-            source = PreparedSource(
-                folder, options, number, cfg.model.vocab_size, self.seq_len, cfg.run.seed
-            )
+            source = PreparedSource(folder, options, number, cfg)
             if train:
-                source.require_size(self.mixture, cfg.train.global_batch_size)
+                source.require_size(self.mixture, cfg.train)
             self.sources.append(source)
-            self.tokenizer_files = [
-                *sorted(folder.glob("tokenizer*")),
-                *folder.glob("chat_template.jinja"),
-            ]
+            templates = folder.glob("chat_template.jinja")
+            self.tokenizer_files = [*sorted(folder.glob("tokenizer*")), *templates]
         self.source_names = [str(entry.source) for entry in cfg.data.sources]
         if len(set(self.source_names)) < len(self.source_names):
             self.source_names = [folder.name for folder, _ in folders]
@@ -183,7 +170,7 @@ class PreparedDataset(Dataset):
         return Windows(stream, self.seq_len, self.data.document_mask)
 
     def position(self, number: int) -> SamplePosition:
-        """Which window a sample of the run is."""
+        """The window that is this sample of the run."""
         source, index = self.mixture(number)
         return self.sources[source].order.locate(index)
 
@@ -219,6 +206,6 @@ class PreparedDataset(Dataset):
 
 
 def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
-    """The run's data: a fork's own is opened here. train=False: to evaluate. Raises ConfigError and
-    OSError."""
+    """Opens the run's data. A fork opens its own class here. train=False: to evaluate. Raises
+    ConfigError and OSError."""
     return PreparedDataset(cfg, train)

@@ -1,27 +1,30 @@
 """Locates a source's folder of token files, and reads its manifest.json.
 
-A source is a folder that has a manifest, or text that tools/prepare/ makes into one, named
+A source is a folder with a manifest, or text that tools/prepare/ turns into one. Its name is
 prepared/{source}-{hash of the options that determine it}/. The manifest:
 
-    identity          these options; null: another program wrote the tokens (tools/import_tokens.py)
-    files, revision   of the source: [path, bytes, mtime] of each; commit of a Hugging Face dataset.
-                      Imported ones: [path, bytes, mtime in ns, sample_hash()] of each token file
-    validation_files  the same of data.validation
-    tokenizer         its hash (tools/prepare/tokenizer.py); chat_template: that of conversations
-    vocab_size, dtype of the ids: "uint16" or "int32"
-    complete          whether all text is prepared, and the manifest final:
+    identity          these options; null if another program wrote the tokens (tools/import_tokens.py)
+    files             [path, bytes, mtime] of each file of the source; of an import,
+                      [path, bytes, mtime in ns, sample_hash()] of each token file
+    revision          the commit of a Hugging Face dataset
+    validation_files  like files, of data.validation
+    tokenizer         its hash (tools/prepare/tokenizer.py)
+    chat_template     its hash; only for conversations
+    vocab_size        of the tokenizer
+    dtype             of the ids: "uint16" or "int32"
+    complete          whether all text is prepared. Only then these follow:
 
-    token_files       of "train" and "heldout", in order: [path, dtype, tokens, bytes before the
-                      first, path of the documents' ends, id that ends documents, path of the
-                      bytes of the documents' texts] of each; the last three may be null. Paths are
-                      relative to the folder, or absolute; dtypes little-endian, of any integers
-    tokens            of "train" and "heldout"
-    rows, wrong       rows that were read, and those that data.bad_rows left out
-    left_out          rows of which the tokenizer made no token
-    unknown           tokens that stand for what the vocabulary lacks
-    sha256            of the hashes of all token files: tells the tokens from others
+    token_files       for "train" and "heldout", a list of [path, dtype, tokens, bytes before the
+                      first token, path of the documents' ends, id that ends documents, path of the
+                      sizes of the documents' texts]. The last three may be null. Paths are relative
+                      to the folder, or absolute. The dtype is any little-endian integer
+    tokens            for "train" and "heldout", their number
+    rows, wrong       rows that were read, and rows that data.bad_rows left out
+    left_out          rows that the tokenizer turned into no token
+    unknown           tokens that stand for text that the vocabulary lacks
+    sha256            hash of the hashes of all token files
 
-An import has no dtype of its own, validation_files, tokens, left_out.
+An import has no dtype, validation_files, tokens and left_out.
 """
 
 import hashlib
@@ -40,7 +43,8 @@ from config import ConfigError
 MANIFEST = "manifest.json"
 FORMAT = 8  # version of the files; part of the identity
 STDLIB = "python-stdlib"
-SAMPLES = 64  # of an imported file, of so many bytes each
+# sample_hash() reads this many samples of an imported file.
+SAMPLES = 64
 SAMPLE_BYTES = 512
 
 
@@ -49,11 +53,16 @@ def prepare_command() -> str:
 
 
 def source_folders(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, config.Data]]:
-    """The folder of each source, and the options of this source alone. vocab_size: of the model."""
+    """Each source's folder and options, with the tokenizer that is trained for a mixture. vocab_size:
+    the model's."""
     root = pathlib.Path(data.path or "prepared")
+    trained = common_tokenizer(data, vocab_size)
     folders = []
-    for source in sources_of(data, vocab_size):
-        folder = root / folder_name(source, vocab_size)
+    for source in separated(data):
+        if trained:
+            source = replace(source, tokenizer=config.option.Path(str(trained)))
+        name = re.sub("[^A-Za-z0-9._-]+", "-", source.source).strip("-.")
+        folder = root / f"{name[-100:]}-{short_hash(identity(source, vocab_size))}"
         if (pathlib.Path(source.source) / MANIFEST).exists():
             folder = pathlib.Path(source.source)
         elif data.path and not data.sources:
@@ -62,26 +71,8 @@ def source_folders(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Pat
     return folders
 
 
-def folder_name(data: config.Data, vocab_size: int) -> str:
-    """{source}-{hash}, of one source."""
-    name = re.sub("[^A-Za-z0-9._-]+", "-", data.source).strip("-.")
-    return f"{name[-100:]}-{short_hash(identity(data, vocab_size))}"
-
-
-def sources_of(data: config.Data, vocab_size: int) -> list[config.Data]:
-    """The options of each source alone. Those of a mixture share a tokenizer."""
-    trained = common_tokenizer(data, vocab_size)
-    sources = separated(data)
-    if trained:
-        sources = [
-            replace(source, tokenizer=config.option.Path(str(trained))) for source in sources
-        ]
-    return sources
-
-
 def separated(data: config.Data) -> list[config.Data]:
-    """The options of each source alone, as they are given: without the tokenizer that is trained
-    for a mixture."""
+    """The options of each source, without the tokenizer that is trained for a mixture."""
     if not data.sources:
         return [data]
     sources = []
@@ -95,7 +86,7 @@ def separated(data: config.Data) -> list[config.Data]:
 
 
 def common_tokenizer(data: config.Data, vocab_size: int) -> pathlib.Path | None:
-    """The file of the tokenizer that is trained on all sources of a mixture; None without one."""
+    """The path of the tokenizer that is trained on all sources of a mixture, or None."""
     if not data.sources or data.tokenizer:
         return None
     identities = [identity(source, vocab_size) for source in separated(data)]
@@ -114,7 +105,7 @@ def identity(data: config.Data, vocab_size: int) -> dict[str, Any]:
     if data.has_conversations:
         names += ["format", "messages_field", "chat_template"]
     entries = {f"data.{name}": getattr(data, name) for name in names}
-    # with a tokenizer of its own, the model may have more rows
+    # A given tokenizer may be smaller than the model's vocabulary.
     entries["model.vocab_size"] = None if data.tokenizer else vocab_size
     if data.source == STDLIB:
         entries["python"] = platform.python_version()
@@ -122,8 +113,8 @@ def identity(data: config.Data, vocab_size: int) -> dict[str, Any]:
 
 
 def check_matches_options(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) -> None:
-    """Raises ConfigError naming every option in which a prepared folder differs from its source's
-    configuration. now: identity() of that."""
+    """Raises ConfigError naming every option that differs from those that a folder was prepared with.
+    now: identity() of the source."""
     before = manifest["identity"]
     if before is None:
         check_imported(folder, manifest)
@@ -142,7 +133,7 @@ def check_matches_options(folder: pathlib.Path, manifest: dict, now: dict[str, A
 
 
 def check_named(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) -> None:
-    """Raises ConfigError if options contradict how a prepared folder, named as data.source, was made."""
+    """Raises ConfigError if options contradict those of a prepared folder that data.source names."""
     before = manifest["identity"] or {}
     tokens = sum(length for _path, _dtype, length, *_ in manifest["token_files"]["train"])
     for name in ("max_tokens", "validation", "format", "messages_field"):
@@ -161,8 +152,8 @@ def check_named(folder: pathlib.Path, manifest: dict, now: dict[str, Any]) -> No
 
 
 def check_imported(folder: pathlib.Path, manifest: dict) -> None:
-    """Raises ConfigError if a file was written anew since it was imported: a run would resume in
-    other text."""
+    """Raises ConfigError if a file has changed since it was imported: a run would resume in other
+    text."""
     for path, size, mtime, sample in manifest["files"]:
         try:
             status = os.stat(path)
@@ -177,7 +168,7 @@ def check_imported(folder: pathlib.Path, manifest: dict) -> None:
 
 
 def sample_hash(path: str | pathlib.Path) -> str:
-    """Of a file's size, and of its bytes in SAMPLES places from the first to the last."""
+    """A hash of a file's size, and of its bytes at SAMPLES places from the first to the last."""
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256(str(size).encode())
@@ -188,8 +179,8 @@ def sample_hash(path: str | pathlib.Path) -> str:
 
 
 def read_manifest(folder: pathlib.Path) -> dict | None:
-    """A folder's manifest, None if it has none. Raises ConfigError if it is of another version or
-    cannot be read; OSError if a retry may help."""
+    """A folder's manifest, or None. Raises ConfigError if it is of another version or cannot be read,
+    and OSError if a retry may help."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
@@ -199,7 +190,7 @@ def read_manifest(folder: pathlib.Path) -> dict | None:
         return None
     except OSError as error:
         if error.errno in system.TRANSIENT_ERRORS:
-            error.filename = str(path)  # a read knows only its handle
+            error.filename = str(path)  # read()'s errors have no file name
             raise
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError):
@@ -213,18 +204,14 @@ def read_manifest(folder: pathlib.Path) -> dict | None:
 
 
 def manifest_of(folder: pathlib.Path) -> dict:
-    """As read_manifest(), but raises ConfigError if there is none."""
+    """Like read_manifest(), but raises ConfigError if there is no manifest."""
     manifest = read_manifest(folder)
     if manifest is None:
         raise ConfigError(f"{folder}: holds no prepared data; {prepare_command()} makes it")
     return manifest
 
 
-def is_complete(folder: pathlib.Path) -> bool:
-    """Whether all text of a source is prepared. Raises ConfigError and OSError."""
-    return bool((read_manifest(folder) or {}).get("complete"))
-
-
 def is_prepared(data: config.Data, vocab_size: int) -> bool:
-    """is_complete() of all sources."""
-    return all(is_complete(folder) for folder, _ in source_folders(data, vocab_size))
+    """Whether all text of all sources is prepared. Raises ConfigError and OSError."""
+    manifests = [read_manifest(folder) for folder, _ in source_folders(data, vocab_size)]
+    return all(manifest and manifest.get("complete") for manifest in manifests)

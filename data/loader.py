@@ -1,6 +1,7 @@
-"""The batches of one data rank, in the order of the data set's samples: a thread reads them ahead.
+"""The batches of one data rank, in the order of the dataset's samples.
 
-Loader yields training batches; validation_batches() those of an evaluation.
+Loader yields training batches, which a thread reads ahead. validation_batches() yields those of an
+evaluation.
 
 B: samples of a micro-batch. T: tokens of a sample (train.seq_len).
 """
@@ -19,35 +20,35 @@ from torch import Tensor
 import config
 from config import DIGEST_MODULUS, IGNORE
 from data.dataset import Dataset, Sample
-from data.order import rank_samples
 
-READ_AHEAD = 3  # steps, the next one included
+READ_AHEAD = 3  # steps, including the next one
 
 
 @dataclass
 class Batch:
     """One data rank's samples of one step."""
 
-    micro_batches: list[tuple[Tensor, ...]]  # as inputs_and_targets() returns them
-    # targets that have a loss: of this rank's samples, until train() adds those of all data ranks
+    micro_batches: list[tuple[Tensor, ...]]  # the tensors of inputs_and_targets()
+    # Targets that have a loss: of this rank's samples, until train() sums them over all data ranks.
     valid_tokens: int
-    # of this rank's samples; the sum over data ranks modulo DIGEST_MODULUS is the step's
+    # Of this rank's samples. The sum over data ranks modulo DIGEST_MODULUS is the step's digest.
     digest: int
-    # of a mixture: the samples of each source, of all ranks
+    # For a mixture, how many samples of all ranks come from each source.
     by_source: dict[str, int] = field(default_factory=dict)
 
 
 class Loader:
     """Iterates over a data rank's batches. A thread reads ahead, and pins memory for the GPU.
 
-    Its only state is the number of the next sample, which a checkpoint stores (optim.Progress): a
-    run that resumes with another batch size reads each sample once.
+    Its only state is the number of the next sample, which a checkpoint stores (optim.Progress). So a
+    run that resumes with another batch size still reads each sample once.
     """
 
     def __init__(
         self, dataset: Dataset, train: config.Train, world: Any, step: int = 0, samples: int = 0
     ):
-        """world: a parallel.mesh.World. step: the last one trained; samples: read until then."""
+        """world: a parallel.mesh.World. step: the last one trained. samples: how many were read until
+        then."""
         self.dataset = dataset
         self.train = train
         self.world = world
@@ -60,7 +61,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """Raises what the thread raised, such as ConfigError for a truncated token file."""
+        """Raises the thread's exceptions, such as ConfigError for a truncated token file."""
         while self.unread_steps > 0 and len(self.pending) < READ_AHEAD:
             self.pending.append(self.thread.submit(self.batch, self.next_sample))
             self.next_sample += self.train.global_batch_size
@@ -72,7 +73,7 @@ class Loader:
         digest = 0
         valid_tokens = 0
         micro_batches = []
-        for numbers in samples_of(first, self.train, self.world):
+        for numbers in rank_samples(first, self.train, self.world):
             samples = [self.dataset.sample(number) for number in numbers]
             tensors = inputs_and_targets(*stacked(samples))
             digest += sum(map(sample_digest, numbers, samples))
@@ -85,25 +86,25 @@ class Loader:
         self.thread.shutdown(cancel_futures=True)
 
 
-def samples_of(first: int, train: config.Train, world: Any) -> list[range]:
-    """The sample numbers of each micro-batch of a data rank, of the global batch that begins with
-    sample `first`."""
-    micro_batch_size = config.micro_batch_size(train, world.dp_size)
-    return rank_samples(
-        first, train.global_batch_size, micro_batch_size, world.dp_rank, world.dp_size
-    )
+def rank_samples(first: int, train: config.Train, world: Any) -> list[range]:
+    """The sample numbers of each of a data rank's micro-batches. The global batch begins with sample
+    `first`."""
+    size = config.micro_batch_size(train, world.dp_size)
+    end = first + train.global_batch_size
+    starts = range(first + world.dp_rank * size, end, size * world.dp_size)
+    return [range(start, start + size) for start in starts]
 
 
 def stacked(samples: Sequence[Sample]) -> tuple[Tensor, Tensor | None]:
-    """(ids (B, T+1), document numbers (B, T+1) if there is a mask) of a micro-batch."""
+    """(ids (B, T+1), document numbers (B, T+1) or None) of a micro-batch."""
     rows = torch.from_numpy(np.stack([sample.ids for sample in samples]))
     documents = [sample.documents for sample in samples if sample.documents is not None]
     return rows, torch.from_numpy(np.stack(documents)) if documents else None
 
 
 def rank_tensors(tensors: tuple[Tensor, ...], world: Any) -> tuple[Tensor, ...]:
-    """This context parallel rank's part of inputs_and_targets(); for a GPU in pinned memory, which
-    it copies asynchronously."""
+    """This context parallel rank's part of inputs_and_targets(). For a GPU it is in pinned memory,
+    from which copies are asynchronous."""
     if world.cp > 1:
         from parallel.context import shard_sequences
 
@@ -116,10 +117,10 @@ def rank_tensors(tensors: tuple[Tensor, ...], world: Any) -> tuple[Tensor, ...]:
 def inputs_and_targets(rows: Tensor, documents: Tensor | None = None) -> tuple[Tensor, ...]:
     """Windows (B, T+1) -> inputs (B, T) and targets (B, T), each the token after its input.
 
-    A token without a loss is stored in `rows` as its complement -1 - id, and padding as -1: as
-    targets, both become IGNORE. Given document numbers (B, T+1), a target in another document than
-    its input becomes IGNORE too, and the inputs' positions (B, T) and document numbers (B, T) are
-    also returned. All tensors are int64.
+    In `rows`, a token without a loss is stored as its complement -1 - id, and padding as -1. Both
+    become IGNORE as targets. With document numbers (B, T+1), a target in another document than its
+    input becomes IGNORE, too. Then this also returns the inputs' positions (B, T) and document
+    numbers (B, T). All tensors are int64.
     """
     ids = torch.maximum(rows, ~rows)  # (B, T+1)  ~x = -1 - x
     inputs = ids[:, :-1].contiguous()
@@ -133,8 +134,8 @@ def inputs_and_targets(rows: Tensor, documents: Tensor | None = None) -> tuple[T
 
 
 def positions(documents: Tensor) -> Tensor:
-    """Document numbers (B, T), increasing along T -> each token's position (B, T) in its document,
-    from 0. A document that began before the window counts from the window's start."""
+    """Each token's position (B, T) in its document, from 0, given document numbers (B, T) that increase
+    along T. In a document that began before the window, positions count from the window's start."""
     index = torch.arange(documents.shape[1]).expand_as(documents)  # (B, T)
     is_first = torch.ones_like(documents, dtype=torch.bool)
     is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -152,14 +153,12 @@ def sample_digest(number: int, sample: Sample) -> int:
 def validation_batches(
     samples: Sequence[Sample], count: int, train: config.Train, world: Any
 ) -> Iterator[tuple[Tensor, ...]]:
-    """A data rank's micro-batches of the first `count` samples of a validation text, each once over
-    all data ranks.
+    """A data rank's micro-batches of the first `count` validation samples, which all data ranks share.
 
-    The last batch is filled up with padding, so that every rank runs the same number of forward
-    passes.
+    Padding fills the last batch, so that every rank runs the same number of forward passes.
     """
     for first in range(0, count, train.global_batch_size):
-        for numbers in samples_of(first, train, world):
+        for numbers in rank_samples(first, train, world):
             batch = [samples[n] if n < count else padding(samples[0]) for n in numbers]
             yield rank_tensors(inputs_and_targets(*stacked(batch)), world)
 

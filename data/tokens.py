@@ -1,7 +1,7 @@
-"""Token files as streams of ids. A source has a stream for each split, train and validation.
+"""Token files as streams of ids. A source has one stream for training and one for validation.
 
-TextStream is what the loader reads: TokenStream or, for conversations, Packed
-(extras/chat/packing.py). Positions count tokens from the stream's first, 0.
+The loader reads a TextStream. This is a TokenStream or, for conversations, Packed
+(extras/chat/packing.py). Positions count tokens from the stream's first token, 0.
 """
 
 import bisect
@@ -33,18 +33,18 @@ class TextStream(Protocol):
         ...
 
     def documents(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """(first token, one past the last) of each document that overlaps tokens start ... stop-1,
-        clipped to them, in order. Raises ConfigError."""
+        """The range (first token, one past the last) of each document in tokens start ... stop-1,
+        clipped to these tokens. Raises ConfigError."""
         ...
 
     def text_bytes(self, tokens: int) -> float:
-        """The UTF-8 bytes of the text of the stream's first tokens; NaN if they were not counted.
-        Raises ConfigError."""
+        """The number of UTF-8 bytes in the text of the stream's first tokens; NaN if it was not
+        counted. Raises ConfigError."""
         ...
 
 
 class Span(NamedTuple):
-    """Tokens start ... stop-1 of a stream: what a sample is made of."""
+    """Tokens start ... stop-1 of a stream, from which a sample is made."""
 
     stream: TextStream
     start: int
@@ -53,24 +53,24 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # by identity: a key of caches
 class TokenFile:
-    """Token ids in a file, one after another. Positions count from its first token.
+    """A file of token ids. Positions count from its first token.
 
-    Is opened when it is read. Uses pread: with mmap, a random window of a cold file takes ten times
-    as long, and truncation means SIGBUS.
+    The file is opened when it is first read. Reads use pread: with mmap a random window of a cold file
+    takes ten times as long, and a truncated file causes SIGBUS.
     """
 
     path: pathlib.Path
     dtype: str  # of an id
     length: int  # tokens
     offset: int = 0  # bytes before the first token
-    # a file with the position after each document's last token; None: eos_id ends documents
+    # A file with the position after each document's last token. None: eos_id ends documents.
     ends: pathlib.Path | None = None
     eos_id: int | None = None
-    # a file with the UTF-8 bytes of each document's text
+    # A file with the number of UTF-8 bytes in each document's text.
     text_bytes: pathlib.Path | None = None
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Ids of tokens start ... stop-1. Raises ConfigError if the file was cut."""
+        """Ids of tokens start ... stop-1. Raises ConfigError if the file was truncated."""
         dtype = np.dtype(self.dtype)
         size = (stop - start) * dtype.itemsize
         raw = os.pread(handle(self).fileno(), size, self.offset + start * dtype.itemsize)
@@ -79,12 +79,12 @@ class TokenFile:
         return np.frombuffer(raw, dtype)
 
     def later_documents(self, start: int, stop: int) -> np.ndarray:
-        """The first tokens of the documents that begin at start+1 ... stop-1."""
+        """The positions in start+1 ... stop-1 at which documents begin."""
         if self.ends:
             ends = mapped(self.ends)
             first = bisect.bisect_right(ends, start)
             last = bisect.bisect_left(ends, stop)
-            # an empty document ends where the one before it does
+            # An empty document ends where the previous one does.
             return np.unique(ends[first:last])
         if self.eos_id is None:
             return np.empty(0, np.int64)
@@ -101,7 +101,7 @@ def handle(file: TokenFile) -> IO[bytes]:
 
 @functools.lru_cache(OPEN_FILES)
 def mapped(path: pathlib.Path) -> np.ndarray:
-    """A file with a number for each document."""
+    """Maps a file with one number for each document."""
     try:
         return np.memmap(path, "<i8", "r")
     except (FileNotFoundError, ValueError) as error:
@@ -112,8 +112,8 @@ class TokenStream:
     """A TextStream of token files, one after another."""
 
     def __init__(self, files: list[TokenFile], vocab_size: int, has_complements: bool = True):
-        """vocab_size: of the model: ids must be smaller. has_complements: ids may be complements of
-        tokens without a loss."""
+        """vocab_size: the model's; ids must be smaller. has_complements: whether ids may be complements
+        of tokens without a loss."""
         self.files = files
         self.file_ends = list(itertools.accumulate(file.length for file in files))
         self.vocab_size = vocab_size
@@ -121,7 +121,7 @@ class TokenStream:
         self.length = self.file_ends[-1] if files else 0
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Raises ConfigError if a file was cut, or has an id outside the model's vocabulary."""
+        """Raises ConfigError if a file was truncated, or has an id outside the model's vocabulary."""
         by_file = []
         for file, first, end in self._ranges(start, stop):
             ids = file.read(first, end).astype(np.int64)
@@ -135,7 +135,7 @@ class TokenStream:
         return np.concatenate(by_file)
 
     def documents(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """A file begins with another document than the file before it ends with."""
+        """No document continues from one file to the next."""
         begins = []
         position = start
         for file, first, end in self._ranges(start, stop):
@@ -144,7 +144,7 @@ class TokenStream:
         return list(itertools.pairwise([*begins, stop]))
 
     def text_bytes(self, tokens: int) -> float:
-        """Counted by document when the text was prepared. A document that is cut counts in
+        """Preparing the text has counted each document's bytes. A document that is cut counts in
         proportion to its tokens."""
         total = 0.0
         for file, _, stop in self._ranges(0, tokens):
@@ -159,18 +159,9 @@ class TokenStream:
                 total += int(sizes[number]) * (stop - begin) / int(ends[number] - begin)
         return total
 
-    def document_ends(self) -> np.ndarray:
-        """One past the last token of each document. Reads all files of them."""
-        ends = [np.empty(0, np.int64)]
-        for file, file_end in zip(self.files, self.file_ends):
-            assert file.ends, "those of conversations are in a file"
-            of_file = mapped(file.ends)
-            ends.append(of_file[of_file <= file.length] + (file_end - file.length))
-        return np.concatenate(ends)
-
     def _ranges(self, start: int, stop: int) -> Iterator[tuple[TokenFile, int, int]]:
-        """(file, first token, one past the last) of each file with some of these tokens. The
-        tokens' positions are those in the file."""
+        """(file, first token, one past the last) of each file with some of these tokens. Positions
+        count from the file's first token."""
         number = bisect.bisect_right(self.file_ends, start)
         while start < stop:
             file = self.files[number]
@@ -182,7 +173,7 @@ class TokenStream:
 
 
 def stream_of(folder: pathlib.Path, manifest: dict, split: str, vocab_size: int) -> TokenStream:
-    """The stream "train" or "heldout" of a folder. vocab_size: of the model. Raises ConfigError."""
+    """Opens the stream "train" or "heldout" of a folder. vocab_size: the model's. Raises ConfigError."""
     if manifest["vocab_size"] > vocab_size:
         raise ConfigError(
             f"[model] vocab_size = {vocab_size}: smaller than {folder}'s tokenizer, of "
@@ -198,5 +189,5 @@ def stream_of(folder: pathlib.Path, manifest: dict, split: str, vocab_size: int)
 
 
 def damaged(path: pathlib.Path, problem: str) -> ConfigError:
-    """The error of a file of prepared data that is not as it was written."""
+    """The error for a file of prepared data that is not as it was written."""
     return ConfigError(f"{path}: {problem}; delete {path.parent} to prepare it again")

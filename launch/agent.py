@@ -1,7 +1,6 @@
-"""torchrun without its reports: the launcher prints the root cause, and nothing should bury it.
+"""torchrun without its reports, which would bury the root cause that the launcher prints.
 
-Takes torchrun's arguments (ranks.py). On a signal torchrun hands it to its ranks and waits for
-them.
+ranks.py passes torchrun's arguments. torchrun forwards signals to its ranks and waits for them.
 """
 
 import gc
@@ -17,8 +16,8 @@ from system import print_error
 
 
 def main() -> None:
-    gc.disable()  # it takes a fifth of the imports' time, and frees nothing
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until torchrun has handlers; no traceback
+    gc.disable()  # it takes a fifth of the imports' time and frees nothing
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback, until torchrun installs handlers
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
@@ -37,7 +36,7 @@ def main() -> None:
     try:
         run()
     except SignalException:
-        # exits with 0, or srun would kill the other nodes; the error files say how the ranks ended
+        # Exit with 0: else srun would kill the other nodes. The error files say how the ranks ended.
         pass
     except ChildFailedError as error:
         _, first = error.get_first_failure()
@@ -51,8 +50,8 @@ def main() -> None:
 
 
 def report_wait() -> None:
-    """Prints that this torchrun has not started its ranks: it waits for those of other nodes, without
-    a word and for up to ten minutes."""
+    """Prints a line if torchrun has not started its ranks yet: it waits silently for the other nodes,
+    for up to ten minutes."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -1,4 +1,4 @@
-"""Starts what follows a run, next to its ranks: tools/follow.py, in a process of its own."""
+"""Starts tools/follow.py next to the ranks, in its own process."""
 
 import contextlib
 import pathlib
@@ -11,17 +11,17 @@ from run.folder import read_status
 from system import print_error, python_command
 
 REPO = pathlib.Path(__file__).parent.parent
-# the folder and the launch before leave argv: what is left is the command line of the run
+# The folder and the previous launch's id leave argv. The run's command line remains.
 FOLLOW = "from tools.follow import launched; launched(sys.argv.pop(1), sys.argv.pop(1))"
 END_SECONDS = 30.0  # for the last rows and the report, once the ranks have ended
 
 
 @contextlib.contextmanager
 def followed(cfg: Config, words: list[str]) -> Iterator[None]:
-    """Follows a run from here to the end of the block: rows to a tracker, the comparison with the
-    plan, the report. words: the command line of the run.
+    """Follows a run until the block ends: sends rows to a tracker, compares the run with the plan,
+    writes the report. words: the run's command line.
 
-    The end of this process, too, closes the follower's stdin, which says that no row follows.
+    Closing the follower's stdin tells it that no more rows come. It also closes if this process dies.
     """
     if not (REPO / "tools/follow.py").exists():
         if cfg.log.tracker:
@@ -29,10 +29,10 @@ def followed(cfg: Config, words: list[str]) -> Iterator[None]:
         yield
         return
     folder = config.run_folder(cfg.run)
-    before = read_status(folder).get("launch") or ""
-    # in its own session: Ctrl-C in the terminal is for the ranks, whose last rows it sends
+    previous = read_status(folder).get("launch") or ""
+    # In its own session: Ctrl-C in the terminal stops the ranks, whose last rows it must still send.
     with subprocess.Popen(
-        [*python_command(FOLLOW), str(folder), before, *words],
+        [*python_command(FOLLOW), str(folder), previous, *words],
         stdin=subprocess.PIPE,
         start_new_session=True,
     ) as child:

@@ -1,11 +1,11 @@
-"""The launcher: checks and prepares what one process can, runs the ranks, and turns their outcome
-into an exit code.
+"""The launcher: checks what one process can check, prepares the data, runs the ranks, and turns
+their outcome into an exit code.
 
     python -m launch.launch CONFIG [--section.key=value ...]      run_train.sh execs this
 
-Exit codes: 0 finished, 2 invalid input, 75 stopped after saving, any other a failure. torchrun has
-one code for all ranks, so it comes from the ranks' error files (watchdog.py). In a SLURM job this
-process is the batch script.
+Exit codes: 0 finished, 2 invalid input, 75 stopped after saving, any other a failure. torchrun exits
+with 1 whatever its ranks exit with, so the code comes from their error files (run/watchdog.py). In a
+SLURM job this process is the batch script.
 """
 
 import os
@@ -40,7 +40,7 @@ from launch.follower import followed
 from launch.ranks import Ranks, requeue
 from run.begin import ATTEMPT, CONFIG, resume_newest
 from run.folder import ENDING_SECONDS, RunLock, lock, read_status
-from run.watchdog import BEFORE, EXITED, RankOutcome, read_rank_outcomes
+from run.watchdog import EXITED, PHASES_BEFORE_RUN, RankOutcome, read_rank_outcomes
 from system import die_with_parent, print_error, print_line, python_command, visible_gpus
 
 PREFLIGHT = "from tools.preflight import main"
@@ -48,8 +48,8 @@ PREPARE = "from tools.prepare.prepare import before_training as main"
 
 
 def launch(argv: list[str]) -> int:
-    """Launches the run that the command line describes; returns the exit code. Raises ConfigError,
-    of which run_tool() makes INPUT_IS_WRONG."""
+    """Launches the run that the command line describes, and returns the exit code. Raises
+    ConfigError, for which run_tool() exits with INPUT_IS_WRONG."""
     args = config.parse_arguments(argv)
     ranks, cfg = together(Ranks.from_environment, lambda: config.load(args.config, args.overrides))
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and not args.eval_only:
@@ -78,21 +78,21 @@ def launch(argv: list[str]) -> int:
 
 
 def check(cfg: Config, ranks: Ranks, evaluates: bool = False) -> int:
-    """What one process can check before the ranks start. Returns the step that they resume after.
-    Writes nothing. Raises one ConfigError with all problems."""
+    """Checks what one process can check before the ranks start. Writes nothing. Returns the step to
+    resume after. Raises one ConfigError with all problems."""
     (_, start, _), *_ = together(
         lambda: compare.starting_point(cfg, evaluates),
         lambda: config.mesh_shape(cfg, ranks.total),
-        lambda: ranks.command(""),
+        lambda: ranks.command(""),  # raises if srun is missing
         lambda: check_machine(cfg.run, ranks),
     )
     return start
 
 
 def prepare(cfg: Config, job: str, words: list[str]) -> None:
-    """Prepares the data in a process of its own, or checks there that prepared data is up to date.
-    Raises ConfigError if that fails and, in a SLURM job, whose GPUs would idle meanwhile, if there
-    is text to prepare. job: its id. words: the command line."""
+    """Prepares the data, or checks that prepared data is up to date, in another process. Raises
+    ConfigError if that fails. In a SLURM job it also raises if there is text to prepare: the GPUs
+    would idle meanwhile. job: the job's id. words: the command line."""
     is_ready = is_prepared(cfg.data, cfg.model.vocab_size)
     if not has_tools():
         if is_ready:
@@ -116,9 +116,9 @@ def has_tools() -> bool:
 
 
 def call_tool(imports: str, cfg: Config, *words: str) -> int:
-    """Runs a tool's main() in a process of its own, which reads the configuration from stdin: a file
-    may be edited meanwhile, and a pipe can be read once. Returns its exit code."""
-    # die_with_parent: a signal ends this process at once (quit_early)
+    """Runs a tool's main() in another process, and returns its exit code. The tool reads the
+    configuration from stdin: the file may be edited meanwhile, and a pipe can be read only once."""
+    # A signal ends this process at once (quit_early), and the tool with it.
     child = subprocess.Popen(
         [*python_command(f"import config; {imports}; config.run_tool(main)"), "/dev/stdin", *words],
         stdin=subprocess.PIPE,
@@ -139,19 +139,20 @@ def check_machine(run: config.Run, ranks: Ranks) -> None:
 
 
 def check_folder(folder: pathlib.Path) -> None:
-    """Raises ConfigError if the run's folder cannot be made or written to, or if another run works
-    there."""
+    """Raises ConfigError if the run's folder cannot be created or written to, or if another run uses
+    it."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         raise ConfigError(f"[run] output_dir: {existing} must be a folder that can be written to")
     if (folder / ".lock").exists():
-        lock(folder, seconds=3).release()  # the ranks of a killed launcher may be about to end
+        lock(folder, seconds=3).release()  # a killed launcher's ranks may take a moment to end
 
 
 class Supervisor:
-    """Starts the ranks, and restarts them after a failure that may pass. An attempt is one start."""
+    """Starts the ranks, and restarts them after a failure that may be temporary. Each start is an
+    attempt."""
 
     def __init__(self, cfg: Config, ranks: Ranks, words: list[str]):
         """words: the command line."""
@@ -160,34 +161,34 @@ class Supervisor:
         self.words = words
         self.run_folder = config.run_folder(cfg.run)
         self.environment = ranks.environment(self.run_folder, config.longest_timeout(cfg.run))
-        self.signal = 0  # the first that asked to stop
-        # of the attempt:
+        self.signal = 0  # the first signal that asked to stop
+        # The current attempt:
         self.child: Any = None  # a subprocess.Popen
         self.id = ""
-        self.folder = pathlib.Path()  # of its configuration and the ranks' error files
+        self.folder = pathlib.Path()  # holds its configuration and the ranks' error files
         self.is_retryable = True  # a restart may help
-        self.end: RankOutcome | None = None  # of a rank that has ended well
+        self.end: RankOutcome | None = None  # of a rank that exited without an error
 
     def train(self) -> int:
-        """The exit code of the last attempt."""
+        """Runs attempts until one succeeds or none is left. Returns the last one's exit code."""
         code = STOPPED
         for _ in range(self.ranks.restarts + 1):
             if self.signal:
                 break
             try:
-                code = self.outcome(self.start_ranks())
+                code = self.conclude(self.start_ranks())
             finally:
                 shutil.rmtree(self.folder, ignore_errors=True)
                 with contextlib.suppress(OSError):
-                    self.run_folder.rmdir()  # if it is empty: it was made for this launch
+                    self.run_folder.rmdir()  # fails unless empty: only this launch created it
             if code in (FINISHED, INPUT_IS_WRONG, STOPPED) or not self.is_retryable:
                 break
             self.cfg = resume_newest(self.cfg)
         return code
 
     def start_ranks(self) -> int:
-        """Starts the ranks once, with the configuration in the attempt's folder: a file that is
-        edited meanwhile changes nothing. Returns their exit code."""
+        """Runs the ranks once. They read the configuration from the attempt's folder, so that edits
+        to the user's file change nothing. Returns their exit code."""
         self.id = uuid.uuid4().hex
         self.folder = self.run_folder / f".attempt-{self.id}"
         self.folder.mkdir(parents=True)
@@ -195,7 +196,7 @@ class Supervisor:
         return self.run({ATTEMPT: str(self.folder.absolute())})
 
     def evaluate(self) -> int:
-        """Runs ranks that write nothing, not even error files, and so read the configuration
+        """Runs ranks that write nothing: without an attempt's folder they read the configuration
         themselves. Returns their exit code."""
         returned = self.run({})
         return 128 + self.signal if self.signal and not returned else returned
@@ -210,16 +211,16 @@ class Supervisor:
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
         listen(self.forward)
-        if self.signal:  # it came between two attempts
+        if self.signal:  # received between two attempts
             self._send(self.signal)
         returned = self.child.wait()
         return 128 - returned if returned < 0 else returned
 
     def forward(self, number: int, frame: Any) -> None:
-        """The signal handler from now on. The ranks, if they still run, get the first signal; a
-        Ctrl-C after it kills them."""
+        """The signal handler once the ranks have started. It forwards the first signal to them. A
+        Ctrl-C after that kills them."""
         if self.signal and number == signal.SIGINT:
-            self.child.kill()  # the ranks of torchrun die with it
+            self.child.kill()  # torchrun's ranks die with it
         elif not self.signal:
             self.signal = number
             print_error(
@@ -228,18 +229,18 @@ class Supervisor:
             self._send(number)
 
     def _send(self, number: int) -> None:
-        # srun would kill its tasks at TERM or HUP, and keep INT to itself
+        # srun kills its tasks on TERM and HUP, and does not forward INT.
         by_srun = self.ranks.nodes > 1 and number != signal.SIGUSR1
         self.child.send_signal(signal.SIGUSR2 if by_srun else number)
 
-    def outcome(self, returned: int) -> int:
-        """The attempt's exit code. After a failure prints the root cause, below the output of all
-        ranks, and writes the status, which they may have been unable to. returned: by run()."""
+    def conclude(self, returned: int) -> int:
+        """Returns the attempt's exit code. After a failure it writes the status, which the ranks may
+        have been unable to do, and prints the root cause. returned: run()'s result."""
         ranks = read_rank_outcomes(self.folder)
-        has_begun = any(rank.phase not in BEFORE for rank in ranks)
+        has_begun = any(rank.phase not in PHASES_BEFORE_RUN for rank in ranks)
         failed = [rank for rank in ranks if rank.text]
         self.end = next((rank for rank in ranks if rank.phase == EXITED), None)
-        # torchrun ends well after a signal to it alone
+        # torchrun returns 0 if a signal reached it alone.
         ended_by_signal = returned == 0 or returned - 128 in SIGNALS
         was_asked = self.signal or (ended_by_signal and not failed)
         if self.end:
@@ -259,7 +260,7 @@ class Supervisor:
 
     def _mark_failed(self, code: int) -> None:
         run_lock = RunLock(self.run_folder, self.id)
-        with contextlib.suppress(ConfigError, OSError):  # another run works there; a broken disk
+        with contextlib.suppress(ConfigError, OSError):  # another run holds the lock; a broken disk
             run_lock.acquire(ENDING_SECONDS)
             step = read_status(self.run_folder).get("step", 0)
             run_lock.write_status("failed", step, exit_code=code)
@@ -275,12 +276,12 @@ class Supervisor:
             return
         first = failed[0]
         lines = [f"failed first on {first.place}:\n{first.text}"]
-        if (self.run_folder / "logs").exists():  # the ranks have taken the run's folder
+        if (self.run_folder / "logs").exists():  # a run has begun here
             lines.insert(0, f"the log of every rank is in {self.run_folder}/logs")
         silent = [rank.place for rank in ranks if not rank.text]
         if silent:
             line = f"no error from {'; '.join(silent[:8])}: killed, stopped, or unable to answer"
-            # a rank that exceeds a timeout waits for those that cannot write
+            # A rank that exceeds a timeout was waiting for the silent ones, so they come last.
             lines.insert(len(lines) if first.is_timeout else -1, line)
         for rank in failed[1:]:
             if rank.progress == first.progress and rank.is_timeout:

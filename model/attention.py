@@ -15,13 +15,13 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
     """Grouped-query attention of q (B, H, T, E) to k and v (B, K, T, E); returns (B, H, T, E).
 
-    mask comes from make_mask(). None is the plain causal mask; of a single query, in generation, all
-    keys come before it.
+    mask comes from make_mask(). None is the plain causal mask; a single query, in generation, attends
+    to all keys.
     """
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
-        # Compiled alone if the block is not: eager, it would materialize the scores. Its backward
-        # cannot be compiled on a CPU, where only tests come here.
+        # Eager flex_attention materializes the score matrix, so it is compiled on its own if the block
+        # is not compiled. On a CPU, where only tests come here, its backward cannot be compiled.
         is_alone = q.is_cuda and not torch.compiler.is_compiling()
         flex = _compiled(flex_attention) if is_alone else flex_attention
         # pyrefly: ignore[bad-return]  # torch 2.11 declares no overloads
@@ -40,9 +40,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) 
 
 
 def mask_mod(documents: Tensor | None) -> Callable[..., Tensor]:
-    """FlexAttention's mask_mod(b, h, q, k): may the query at q attend to the key at k?
+    """FlexAttention's mask_mod(b, h, q, k): whether the query at q attends to the key at k.
 
-    Causal. With document numbers (B, T), a query attends only to its own document.
+    Causal. With document numbers (B, T), a query attends only to keys of its document.
     """
 
     def rule(b: Tensor, h: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def mask_mod(documents: Tensor | None) -> Callable[..., Tensor]:
 
 
 def document_mask(documents: Tensor) -> Tensor | BlockMask:
-    """The mask of full sequences with document numbers (B, T)."""
+    """The attention mask of full sequences with document numbers (B, T)."""
     batch, length = documents.shape
     return make_mask(mask_mod(documents), batch, length, length, documents.device)
 

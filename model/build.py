@@ -28,7 +28,7 @@ def build_model(m: config.Model, lora: config.Lora | None = None) -> Llama:
 
 
 def freeze(model: Llama, patterns: tuple[str, ...]) -> None:
-    """Freezes the parameters with a name that matches a pattern: a tied matrix has two."""
+    """Freezes the parameters with a name that matches a pattern. A tied matrix has two names."""
     parameters = dict(named_parameters(model, remove_duplicate=False))
     for pattern in patterns:
         names = fnmatch.filter(parameters, pattern)
@@ -45,7 +45,7 @@ def freeze(model: Llama, patterns: tuple[str, ...]) -> None:
 def meta_model(m: config.Model, lora: config.Lora | None = None) -> Llama:
     """build_model() on the meta device: without storage, so no rank ever holds the full model.
 
-    Raises ConfigError for a parameter that a constructor gives a value to: it would be lost.
+    Raises ConfigError if a constructor writes values to a parameter: they would be lost.
     """
     with torch.device("meta"), UnwrittenStorages() as unwritten:
         model = build_model(m, lora)
@@ -65,13 +65,14 @@ def meta_model(m: config.Model, lora: config.Lora | None = None) -> Llama:
 
 
 def initializes_itself(module: nn.Module) -> bool:
-    """Whether a module of torch's writes values in its constructor. materialize() requires others."""
+    """Whether this is one of torch's modules, which write values in their constructor. materialize()
+    refuses them unless they declare `init`."""
     reset = getattr(type(module), "reset_parameters", None)
     return reset is not None and reset.__module__.startswith("torch.nn")
 
 
 class UnwrittenStorages(TorchDispatchMode):
-    """The storages that torch.empty() made, and that no operator has written to since."""
+    """Tracks the storages that torch.empty() made and that no operator has written to since."""
 
     def __init__(self) -> None:
         super().__init__()

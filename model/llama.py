@@ -5,11 +5,11 @@ dimension (head_dim), F feed-forward dimension, V vocabulary.
 
 A module that owns parameters declares, by name,
 
-    init       how they begin: see model/init.py. Standard deviations are torchtitan's
+    init       its initial values: see model/init.py. Standard deviations are torchtitan's
                (https://github.com/pytorch/torchtitan).
-    tp_dims    for a parameter that parallel/tensor.py does not place, the dimension that tensor
-               parallelism shards, such as 0 for one value per head. None: every rank holds all of
-               it, and computes with its own tokens, heads or features.
+    tp_dims    the dimension that tensor parallelism shards, such as 0 for one value per head. Only
+               for parameters that parallel/tensor.py does not place. None: every rank holds the full
+               parameter, and computes with its local tokens, heads or features.
 
 parallel/ and extras/ change this model in place. They replace
 
@@ -58,11 +58,11 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(m: config.Model, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and signed sine (..., T, 1, E) in float32 for positions (..., T): 1 for all heads.
+    """Cosine and signed sine (..., T, 1, E) in float32 for positions (..., T). All heads share them.
 
-    Half-split layout: both halves of E are equal, but the first half of the sines is negated, for
-    apply_rope(). Computed in each forward pass, not stored: a buffer would be uninitialized after
-    meta construction, and mixed precision could round it.
+    Half-split layout: both halves of E are equal, except that the first half of the sines is negated
+    for apply_rope(). They are computed in each forward pass, because a buffer would be uninitialized
+    after meta construction, and mixed precision could round it.
     """
     even = torch.arange(0, m.width_per_head, 2, dtype=torch.float32, device=positions.device)
     frequencies = 1.0 / (m.rope_theta ** (even / m.width_per_head))  # (E/2)
@@ -101,12 +101,12 @@ class Linear(nn.Linear):
     adapters and tensor parallelism set them on a layer.
     """
 
-    # Of a quantized layer, its method that computes the stored tensors: see NF4Linear.quantize().
+    # Quantized layers: the method that computes the stored tensors, as NF4Linear.quantize() does.
     quantize: Callable[..., None] | None = None
-    # Activation checkpointing: operators other than mm and addmm that compute the output.
+    # Activation checkpointing: operators that compute the output, besides mm and addmm.
     matmuls: ClassVar[Collection] = ()
-    # Selective activation checkpointing: True saves the output, False recomputes it. None lets the
-    # layer's number in the block decide.
+    # Selective activation checkpointing: True saves the output, and False recomputes it. With None,
+    # the layer's position in the block decides.
     keep_output: bool | None = None
     # Tensor parallelism: the first input feature of the local shard.
     first_input: int = 0
@@ -159,11 +159,7 @@ class Attention(nn.Module):
         self.attend = attention
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | BlockMask | None = None,
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None
     ) -> Tensor:
         batch, length, _ = x.shape
         # -1 heads: with tensor parallelism, only the local ones
@@ -172,7 +168,7 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(batch, length, -1, self.head_dim)  # (B, T, D) -> (B, T, K, E)
         q = apply_rope(self.q_norm(q), cos, sin)
         k = apply_rope(self.k_norm(k), cos, sin)
-        # After RoPE: in backward, Inductor would copy the gradient of a roll of what is transposed.
+        # Transposed after RoPE: rolling a transposed tensor costs Inductor a copy in backward.
         q = q.transpose(1, 2)  # (B, H, T, E)
         k = k.transpose(1, 2)  # (B, K, T, E)
         v = v.transpose(1, 2)  # (B, K, T, E)
@@ -211,14 +207,14 @@ class Block(nn.Module):
     __init__ assigns Linear layers in the order in which forward calls them: selective activation
     checkpointing saves every n-th output, and numbers the layers in the order of named_modules().
 
-    A forward that only calls the two halves below is compiled in two graphs, any other one whole
+    A forward that only calls the two halves below is compiled as two graphs, any other as one
     (compile_block in parallel/parallelize.py).
     """
 
     def __init__(self, m: config.Model, layer: int):
         super().__init__()
-        # As in torchtitan, the std of what a block adds to the residual stream falls with depth, so
-        # that the stream does not grow. up_proj has it, too: the output is proportional to it.
+        # As in torchtitan, the std of the layers that write to the residual stream falls with depth,
+        # so that the stream does not grow. So does up_proj's: the output is proportional to it.
         out_std = 0.02 / math.sqrt(2 * (layer + 1))
         self.attention_norm = RMSNorm(m.dim, m.norm_eps)
         self.attention = Attention(m, out_std)
@@ -226,21 +222,13 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(m, out_std)
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | BlockMask | None = None,
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None
     ) -> Tensor:
         x = self.add_attention(x, cos, sin, mask)
         return self.add_feed_forward(x)
 
     def add_attention(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | BlockMask | None,
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None
     ) -> Tensor:
         return x + self.attention(self.attention_norm(x), cos, sin, mask)
 
@@ -290,7 +278,7 @@ class Head(nn.Module):
         )
         for name, term in (terms or {}).items():
             sums["loss"] = sums["loss"] + term
-            # FSDP2 hands a unit views of its inputs, and warns if the unit returns one
+            # FSDP2 passes a unit views of its inputs, and warns if the unit returns one.
             sums[name] = term.clone()
         return sums, valid
 
@@ -304,10 +292,10 @@ class Llama(nn.Module):
     further arguments (B, T, ...) of token_loss() there.
     """
 
-    # Pattern of the names of the parameters that a checkpoint stores; set by adapters.
+    # Checkpoints store the parameters whose names match this pattern; set by adapters.
     saved = "*"
-    # Recomputes what this model derives from its weights, after each in-place update of them. Set
-    # by extras/float8/all_gather.py.
+    # Called after each in-place update of the weights, to recompute what the model derives from them;
+    # set by extras/float8/all_gather.py.
     after_weight_update: Callable[["Llama"], None] | None = None
 
     def __init__(self, m: config.Model):
@@ -355,10 +343,10 @@ class Llama(nn.Module):
 
 
 def add_terms(terms: LossSums, output: Any, block: str) -> tuple[Tensor, LossSums]:
-    """x of a block's output (x, terms), and the terms of the loss so far plus this block's.
+    """Splits a block's output (x, terms). Returns x, and `terms` with the block's terms added.
 
-    Raises ConfigError for another output, and for what cannot be a term: a vector, or a sum over
-    tokens in bfloat16, which would silently lose most of them.
+    Raises ConfigError for any other output, and for a term that is not a float32 scalar: a sum over
+    tokens in bfloat16 would silently lose most of them.
     """
     if not isinstance(output, tuple) or [*map(type, output[1:])] != [dict]:
         raise ConfigError(
@@ -382,8 +370,8 @@ def named_parameters(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """model.named_parameters() under the plain model's names, parallelized or not.
 
-    Strips what activation checkpointing's wrappers and parametrizations add. remove_duplicate: a
-    tied matrix once, under its first name; else under each of its names.
+    Strips the prefixes and suffixes of activation checkpointing and parametrizations.
+    remove_duplicate: whether a tied matrix comes once, under its first name, or under each name.
     """
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
         yield plain_name(name), parameter
@@ -396,14 +384,15 @@ def plain_name(name: str) -> str:
 
 
 def check_has_weight_alone(layer: Linear, name: str, option: str) -> None:
-    """Raises ConfigError for a layer that an option would replace, and drop its other parameters."""
+    """Raises ConfigError if a layer has other parameters than its weight. The option replaces the
+    layer, and would drop them."""
     for parameter, _ in layer.named_parameters(recurse=False):
         if parameter != "weight":
             raise ConfigError(f"{option}: would drop {name}.{parameter}; add it after the layer")
 
 
 def after_weight_update(model: nn.Module) -> None:
-    """Call after weights have changed in place: updates what the model derives from them."""
+    """Call after weights have changed in place: recomputes what the model derives from them."""
     if isinstance(model, Llama) and model.after_weight_update is not None:
         model.after_weight_update(model)
 
@@ -413,7 +402,7 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def weight_count(model: nn.Module, name: str, p: Tensor) -> int:
-    """The number of weights that a parameter represents: its elements, unless they are codes."""
+    """The number of weights that a parameter represents: its elements, unless it is quantized."""
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     if isinstance(module, Linear) and module.quantize is not None:
@@ -423,23 +412,23 @@ def weight_count(model: nn.Module, name: str, p: Tensor) -> int:
 
 def flops_per_token(model: Llama, seq_len: int) -> int:
     """Floating-point operations of forward and backward per token, excluding recomputation. If all
-    is trained,
+    parameters are trained,
 
         6 * (parameters in matmuls) + 6 * layers * heads * head_dim * seq_len
 
-    First term: a multiply and an add, once in forward, once for the gradient of the matrix, and
-    once for that of its input. Only trained matrices have the former, and only what follows a
-    trained parameter has the latter. The embedding is a lookup and does not count. Second term:
-    attention scores and weighted sum, 12 * ... without a mask, half of it if causal.
+    First term: a multiply and an add, once in forward, once for the gradient of the matrix, and once
+    for the gradient of its input. Only trained matrices have the former. Only matrices after a
+    trained parameter have the latter. The embedding is a lookup and does not count. Second term:
+    attention scores and weighted sum, 12 * ... without a mask, and half of it if causal.
 
-    Assumes that parameters are registered in the order of execution. The layers that read the same
-    input as the first trained one count with an input gradient, although they have none.
+    Assumes that parameters are registered in the order of execution. Layers that read the same input
+    as the first trained one count with an input gradient, although they have none.
     """
     m = model.config
     attention = 2 * m.n_heads * m.width_per_head * seq_len  # of a block's forward
     total = 0
-    in_backward = False  # whether anything so far is trained
-    # a tied matrix as the embedding and as the head; the head's own matrix comes after its norm
+    in_backward = False  # whether a parameter so far is trained
+    # A tied matrix counts as the embedding and as the head. The head's matrix comes after its norm.
     parameters = sorted(
         named_parameters(model, remove_duplicate=False), key=lambda item: item[0] == "head.weight"
     )

@@ -9,12 +9,12 @@ The option `recompute` names a mode:
                     norms, RoPE and the activation function
     "selective"     every block saves the outputs of attention and of every second matmul
 
-The last two are torch's selective checkpointing: a policy decides for each operator whether to save
-its output. It tells the matmuls of linear layers apart by their number, in the order in which
-forward calls them, and takes that for the order of named_modules(). Of a block that calls them in
-another order it saves other outputs, with the same result. In a compiled model no policy is needed
-for "elementwise" (parallelize.py). FlexAttention in a block that is not compiled is compiled
-alone, so it is no operator to the policy, and recomputed.
+The last two use torch's selective checkpointing: a policy decides for each operator whether to save
+its output. It tells the matmuls of linear layers apart by counting calls, and assumes that forward
+calls the layers in the order of named_modules(). If a block calls them in another order, the policy
+saves other outputs, but the result is the same. A compiled model needs no policy for "elementwise"
+(parallelize.py). In a block that is not compiled, FlexAttention is compiled on its own. The policy
+does not see it as an operator, so it is recomputed.
 """
 
 import functools
@@ -50,7 +50,7 @@ KEEP_EVERY = {"elementwise": 1, "selective": 2}  # mode -> n: every n-th matmul'
 def apply_activation_checkpointing(model: Llama, recompute: str | int, compiled: bool) -> None:
     """Wraps the blocks that the option `recompute` checkpoints, in place.
 
-    Not those that backward does not reach: they save nothing, and torch.compile fails on a
+    Skips blocks that backward does not reach: they save nothing, and torch.compile fails on a
     checkpoint in a graph without a backward. compiled: whether the blocks will be compiled.
     """
     first = first_in_backward(model)
@@ -76,14 +76,12 @@ def is_checkpointed(recompute: str | int, layer: int) -> bool:
 def checkpoint_selectively(
     block: Block, recompute: str, compiled: bool, always_save: Collection = ()
 ) -> nn.Module:
-    """The block, wrapped. compiled: whether it will be compiled. always_save: operators whose output
-    both modes save in any case."""
+    """Wraps a block. compiled: whether it will be compiled. always_save: further operators whose output
+    is saved (tools/planner)."""
     silence_advice_on_policies()
     every = KEEP_EVERY[recompute]
-    matmuls = set(LINEAR_MATMULS)
-    for layer in block.modules():
-        if isinstance(layer, Linear):
-            matmuls.update(layer.matmuls)
+    linears = [layer for layer in block.modules() if isinstance(layer, Linear)]
+    matmuls = LINEAR_MATMULS.union(*(linear.matmuls for linear in linears))
     contexts = partial(
         save_expensive_ops, matmuls, saved_matmuls(block, every), every, compiled, always_save
     )
@@ -91,11 +89,10 @@ def checkpoint_selectively(
 
 
 def saved_matmuls(block: Block, every: int) -> set[int]:
-    """The numbers of the linear layers whose output is saved: every n-th, but for those whose
-    `keep_output` (model/llama.py) decides.
+    """The numbers of the linear layers whose output is saved: those with keep_output = True
+    (model/llama.py), and every n-th of those without a choice.
 
-    Not the last one: it feeds only the residual add, so backward does not read its output. The
-    compiler would drop it. Eager mode would save it for nothing.
+    The last one is not saved: it feeds only the residual add, so backward does not read its output.
     """
     saved = set()
     undecided = []
@@ -113,7 +110,7 @@ def saved_matmuls(block: Block, every: int) -> set[int]:
 def is_attention(operator: Any) -> bool:
     """Whether the operator is the forward of attention, by its namespace and name.
 
-    A list of operators would silently recompute the kernels that it lacks.
+    A list of operators would be incomplete, and silently recompute other kernels.
     """
     # "aten._scaled_dot_product_flash_attention.default", "flex_attention"
     name = str(operator)
@@ -121,9 +118,9 @@ def is_attention(operator: Any) -> bool:
 
 
 def draws(operator: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether a call returns random numbers.
+    """Whether a call draws random numbers.
 
-    Attention's operators are tagged as random even without dropout, so their argument decides.
+    torch tags attention's operators as random even without dropout, so their argument decides.
     """
     schema = getattr(operator, "_schema", None)
     if schema is None:  # a higher-order operator
@@ -137,24 +134,25 @@ def draws(operator: Any, args: tuple, kwargs: dict) -> bool:
 def save_expensive_ops(
     matmuls: set, saved: set[int], every: int, compiled: bool, always_save: Collection
 ) -> tuple:
-    """Contexts of one block's forward and of its recomputation, for checkpoint()'s context_fn.
+    """The contexts of one block's forward and of its recomputation, for checkpoint()'s context_fn.
 
-    Saves attention, the matmuls of these numbers, and every n-th grouped matmul from the first on:
-    also the last one, because a router's gradient reads its output. Batched matmuls (bmm) are
-    recomputed. Under tensor parallelism it saves the first reduce-scatter, which sums o_proj's
-    output: it would communicate again. Backward does not read the result of the second.
+    The policy saves attention, the matmuls with the numbers in `saved`, and every n-th grouped matmul
+    from the first on, even the last one, because a router's gradient reads its output. It recomputes
+    batched matmuls (bmm). Under tensor parallelism it saves the first reduce-scatter, which sums
+    o_proj's output, because recomputing it would communicate again. Backward does not read the result
+    of the second one.
     """
     calls: Counter = Counter()
 
     def number_of(call: Any, context) -> int:
-        """The number of such calls before this one, in forward or in recomputation."""
+        """The number of earlier calls of this kind, counted in forward and in recomputation apart."""
         calls[call, context.is_recompute] += 1
         return calls[call, context.is_recompute] - 1
 
     def is_saved(context, operator, args: tuple, kwargs: dict) -> bool:
-        # In eager mode, recomputation restores the generator's state and draws everything again in
-        # the same order, so attention with dropout is recomputed, too. Compiled, random numbers are
-        # saved: torch 2.13 fails to restore the state next to tensor parallelism's DTensors.
+        # In eager mode, recomputation restores the generator's state and must repeat all draws in the
+        # same order, so it repeats attention with dropout, too. In a compiled block random numbers
+        # are saved: torch 2.13 fails to restore the state next to tensor parallelism's DTensors.
         if draws(operator, args, kwargs):
             return compiled
         if operator in always_save or is_attention(operator):

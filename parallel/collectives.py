@@ -1,7 +1,5 @@
-"""Differentiable collectives for tensors that are sharded along one dimension.
-
-They also work under torch.compile.
-"""
+"""Differentiable collectives for tensors that are sharded along one dimension. torch.compile can trace
+them."""
 
 from typing import NamedTuple
 
@@ -15,7 +13,7 @@ ops = torch.ops._c10d_functional
 
 
 class Group(NamedTuple):
-    """The process group of one mesh dimension, in the form that torch's operators take."""
+    """The process group of one mesh dimension, as arguments of torch's operators."""
 
     rank: int
     size: int
@@ -30,7 +28,7 @@ def group_of(mesh: DeviceMesh) -> Group:
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     """Every rank's x, concatenated along dim (not negative) in rank order.
 
-    A view of the collective's output, without a copy, if the dimensions before dim are 1.
+    Returns a view of the collective's output, not a copy, if all dimensions before dim have size 1.
     """
     full = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
     shards = full.unflatten(0, (group.size, -1))  # (ranks * A, ...) -> (ranks, A, ...)
@@ -40,7 +38,7 @@ def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's shard, along dim (not negative), of the sum of all ranks' x.
 
-    Copies nothing before the collective if the dimensions before dim are 1.
+    Copies nothing before the collective if all dimensions before dim have size 1.
     """
     shards = x.unflatten(dim, (group.size, -1)).movedim(dim, 0)  # (ranks, A, ...)
     rows = shards.flatten(0, 1).contiguous()  # (ranks * A, ...)
@@ -48,5 +46,5 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' x. For use without gradients: backward would sum them, too."""
+    """The sum of all ranks' x. Only for tensors without gradients: backward would sum them again."""
     return ops.wait_tensor(ops.all_reduce(x, "sum", group.name))

@@ -1,9 +1,9 @@
-"""Context parallelism: each rank holds a part of every sequence, and attends to the full sequence.
+"""Context parallelism: each rank holds a part of every sequence and attends to the full sequence.
 
 Keys and values are all-gathered over cp, as in Llama 3 (https://arxiv.org/abs/2407.21783, section
-3.3.2). GQA makes them small, and any mask works. Zig-zag sharding balances causal attention: of
-2 cp chunks of a sequence, rank i holds chunks i and 2 cp - 1 - i. FlexAttention skips fully masked
-blocks, so all ranks compute equally many.
+3.3.2). GQA keeps them small, and any mask works. Zig-zag sharding balances causal attention: a
+sequence is cut into 2 cp chunks, and rank i holds chunks i and 2 cp - 1 - i. FlexAttention skips
+fully masked blocks, so all ranks compute the same number of blocks.
 
 Shapes: B batch, T tokens of the full sequence, T / cp tokens of this rank, H query heads, K
 key/value heads, E head dimension.
@@ -23,18 +23,18 @@ from parallel.mesh import World
 
 
 def local_positions(world: World, seq_len: int) -> Tensor:
-    """The positions (T / cp) in the full sequence of this rank's tokens."""
+    """The positions (T / cp) of this rank's tokens in the full sequence."""
     chunks = torch.arange(seq_len).chunk(2 * world.cp)
     rank = world.mesh.get_local_rank("cp")
     return torch.cat([chunks[rank], chunks[-1 - rank]])
 
 
 def shard_sequences(tensors: tuple[Tensor, ...], world: World) -> tuple[Tensor, ...]:
-    """This rank's tokens of full sequences, as inputs_and_targets() in data/loader.py returns them.
+    """Selects this rank's tokens of full sequences.
 
-    tensors: inputs and targets; under a document mask also positions and documents; (B, T) each.
-    Returns inputs, targets and positions (B, T / cp). Documents stay full, since the mask needs the
-    document of every key.
+    tensors: inputs and targets, under a document mask also positions and documents, (B, T) each, from
+    inputs_and_targets() in data/loader.py. Returns inputs, targets and positions (B, T / cp), and
+    documents (B, T): the mask needs the document of every key.
     """
     inputs, targets, *of_documents = tensors
     local = local_positions(world, inputs.shape[1])
@@ -49,7 +49,7 @@ def shard_sequences(tensors: tuple[Tensor, ...], world: World) -> tuple[Tensor, 
 def apply_context_parallelism(model: Llama, seq_len: int, world: World) -> None:
     """Replaces each block's attention, in place: local queries, all-gathered keys and values.
 
-    Raises ConfigError for a block with another Attention.attend than attention().
+    Raises ConfigError if a block's Attention.attend is not attention().
     """
     positions = local_positions(world, seq_len).to(world.device)
     causal_mask = local_mask(None, positions, seq_len)
@@ -74,7 +74,7 @@ def apply_context_parallelism(model: Llama, seq_len: int, world: World) -> None:
 def local_mask(documents: Tensor | None, positions: Tensor, seq_len: int) -> Tensor | BlockMask:
     """The mask of local queries at these positions (T / cp) over all keys (T).
 
-    documents (B, T) of the full sequence; None for plain causal attention.
+    documents (B, T): of the full sequence; None for plain causal attention.
     """
     batch = 1 if documents is None else len(documents)
     return make_mask(
@@ -83,7 +83,7 @@ def local_mask(documents: Tensor | None, positions: Tensor, seq_len: int) -> Ten
 
 
 def local_mask_mod(documents: Tensor | None, positions: Tensor) -> Callable[..., Tensor]:
-    """mask_mod() of the full sequence, as a function of the local query's index."""
+    """The full sequence's mask_mod(), as a function of the local query's index."""
     full_mask_mod = mask_mod(documents)
     return lambda b, h, q, k: full_mask_mod(b, h, positions[q], k)
 
@@ -95,13 +95,13 @@ def context_parallel_attention(
 
     q (B, H, T / cp, E), k and v (B, K, T / cp, E) are local. Returns (B, H, T / cp, E).
     """
-    local = torch.cat([k, v], dim=1)  # (B, 2 K, T / cp, E), for one collective
+    local = torch.cat([k, v], dim=1)  # (B, 2 K, T / cp, E): one collective for both
     keys, values = all_gather_sequence(local, group).chunk(2, dim=1)  # (B, K, T, E) each
     return attention(q, keys, values, mask)
 
 
 def all_gather_sequence(x: Tensor, group: Group) -> Tensor:
-    """All-gathers x (B, K, T / cp, E) to (B, K, T, E), from zig-zag into sequence order."""
+    """All-gathers x (B, K, T / cp, E) to (B, K, T, E), and restores the sequence's order."""
     early_chunks = []
     late_chunks = []
     for shard in all_gather(x, 0, group).chunk(group.size):  # (cp B, ...) -> (B, K, T / cp, E)

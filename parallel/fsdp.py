@@ -10,17 +10,18 @@ The reduce-scatter averages gradients. With HSDP, an all-reduce over the replica
 Exceptions:
 
 - The head stays unsharded between forward and backward, because backward begins with it. If it is
-  tied, its unit stays unsharded until the end of backward, where the embedding's gradient comes.
-- An embedding's unit that is only a lookup's table is not all-gathered in backward: the gradient
-  of a lookup reads no weight.
+  tied, its unit stays unsharded until the end of backward, when the embedding's gradient is computed.
+- If the embedding's unit is only a lookup table, it is not all-gathered in backward: the gradient of
+  a lookup reads no weight.
 - With reshard_after_forward = false, every unit stays unsharded until its backward.
 - With gather_once, every unit stays unsharded from its first forward to the backward of the step's
-  last micro-batch. So do, without it, the first prefetch_forward + 1 units, from their backward to
-  the next micro-batch's forward.
+  last micro-batch.
+- Without gather_once, the first prefetch_forward + 1 units stay unsharded from their backward to the
+  next micro-batch's forward.
 - With sync_every_micro_batch = false, only the step's last micro-batch reduces gradients.
-- The parameters that `replicated` names belong to no unit: FSDP2 ignores them.
+- FSDP2 ignores the parameters that `replicated` names: they belong to no unit.
 
-The root holds no parameter. Its hooks prepare and finish the forward and the backward of the model.
+The root unit has no parameters. Its hooks prepare and finish the model's forward and backward.
 
 Prefetch: at depth 0 FSDP2 issues a unit's all-gather when the host reaches the unit, and in
 backward also that of the next unit. On a GPU the host runs ahead of the device, so an all-gather
@@ -107,7 +108,7 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
             offload_policy=offload,
             ignored_params=replicated,
         )
-    # The root comes last, and adopts the units.
+    # The root comes last. It takes over all units inside it.
     fully_shard(
         model,
         mesh=mesh,
@@ -119,8 +120,8 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
         model.embedding.set_unshard_in_backward(False)
     cast_residual_stream(model, p)
     set_prefetch(model, p)
-    # What the previous micro-batch deferred (set_communication). All blocks' forward has hidden that
-    # reduce-scatter, and the backward of the head, often the peak, needs the memory.
+    # The previous micro-batch left its last reduce-scatter running (set_communication). The forward
+    # of all blocks has hidden it, and the head's backward, often the peak, needs its memory.
     model.head.register_forward_pre_hook(lambda *_: free_reduce_scatter_inputs(model))
     if p.one_memory_pool and world.device.type == "cuda":
         from parallel.memory_pool import share_pool
@@ -151,8 +152,8 @@ def check_units(model: Llama) -> None:
 
 
 def is_lookup(model: Llama) -> bool:
-    """Whether the embedding's unit only looks up rows of one table: backward reads no weight then.
-    It does of a tied head, and of a fork's norm or projection of the rows."""
+    """Whether the embedding's unit only looks up rows of one table: then its backward reads no weight.
+    It does if the head is tied, or if a fork normalizes or projects the rows."""
     _, modules = units(model)[0]
     plain_forward = type(model.embedding).forward is nn.Embedding.forward
     return plain_forward and len(unit_parameters(modules)) == 1
@@ -177,12 +178,12 @@ def set_prefetch(model: Llama, p: config.Parallel) -> None:
     for i, unit in enumerate(backward):
         unit.set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + p.prefetch_backward])
     # Nothing follows the last unit. Without a list, FSDP2 would all-gather the unit whose forward
-    # preceded that of this one: the head of the previous micro-batch or evaluation, or a frozen one.
+    # preceded this unit's: the previous micro-batch's or evaluation's head, or a frozen unit.
     backward[-1].set_modules_to_backward_prefetch([backward[-1]])
 
 
 def first_in_backward(model: Llama) -> int:
-    """The number of the first block that backward reaches: all before it is frozen."""
+    """The index of the first block that backward reaches: everything before it is frozen."""
     for i, module in enumerate([model.embedding, *model.blocks]):
         if any(parameter.requires_grad for parameter in module.parameters()):
             return max(0, i - 1)
@@ -195,7 +196,7 @@ def first_in_backward(model: Llama) -> int:
 def unit_dtypes(p: config.Parallel, unit: str) -> tuple[torch.dtype, torch.dtype]:
     """(param_dtype, reduce_dtype) of a unit.
 
-    They are those of the options, or float32 if a pattern of `keep_fp32` matches the unit.
+    Both are float32 if a pattern of `keep_fp32` matches the unit.
     """
     if any(fnmatch.fnmatchcase(unit, pattern) for pattern in p.keep_fp32):
         return torch.float32, torch.float32
@@ -215,25 +216,25 @@ def mixed_precision(p: config.Parallel, unit: str) -> MixedPrecisionPolicy:
 
 
 def cast_residual_stream(model: Llama, p: config.Parallel) -> None:
-    """Has the embedding and each block return the residual stream in output_dtype."""
+    """Makes the embedding and each block return the residual stream in output_dtype."""
     dtype = getattr(torch, p.output_dtype or p.param_dtype)
     for module in (model.embedding, *model.blocks):
         module.register_forward_hook(partial(cast_residual, dtype))
 
 
-@torch.compiler.disable  # it runs outside the compiled block, and would be a graph of its own
+@torch.compiler.disable  # it runs outside the compiled block, and would compile to another graph
 def cast_residual(
     dtype: torch.dtype, module: nn.Module, inputs: tuple, output: Tensor | tuple
 ) -> Tensor | tuple:
     """Forward hook that casts the residual stream.
 
-    A block may return (x, terms of the loss). MixedPrecisionPolicy's output_dtype would round the
-    terms, too, which stay in float32.
+    A block may return (x, terms of the loss). The terms stay in float32. MixedPrecisionPolicy's
+    output_dtype would round them.
     """
     if isinstance(output, tuple):
         x, *terms = output
         return x.to(dtype), *terms
-    return output.to(dtype) if isinstance(output, Tensor) else output  # add_terms() refuses it
+    return output.to(dtype) if isinstance(output, Tensor) else output  # add_terms() will refuse it
 
 
 def all_gather_dtype(param: Tensor, param_dtype: torch.dtype) -> torch.dtype:
@@ -241,7 +242,7 @@ def all_gather_dtype(param: Tensor, param_dtype: torch.dtype) -> torch.dtype:
     local = param._local_tensor if isinstance(param, DTensor) else param
     if hasattr(local, "all_gather_dtype"):  # FSDP2's extensions: extras/float8/all_gather.py
         return local.all_gather_dtype
-    # 2.11 casts integers, too. Every param_dtype represents bytes exactly.
+    # torch 2.11 casts integers, too. Every param_dtype represents bytes exactly.
     return param_dtype if param.is_floating_point() or IS_TORCH_2_11 else param.dtype
 
 
@@ -258,39 +259,39 @@ def set_communication(
     model: Llama, p: config.Parallel, world: World, last_micro_batch: bool
 ) -> None:
     """Call before each micro-batch: sets what its backward reduces, and which units it leaves
-    unsharded for the next micro-batch. The step's last one leaves none.
+    unsharded for the next micro-batch. The step's last micro-batch leaves none.
 
     With sync_every_micro_batch each micro-batch reduces gradients, else only the step's last one.
-    Deferred, unsharded gradients of the full model accumulate in reduce_dtype. HSDP defers only the
+    Until then, unsharded gradients of the full model accumulate in reduce_dtype. HSDP defers only the
     all-reduce.
 
-    One communicator runs one collective at a time, in the order of issue. The first all-gather of a
-    micro-batch therefore waits for the last reduce-scatter of the one before, the embedding's,
-    which is large. It is the all-gather of unit prefetch_forward + 1 (from 0): the units before it
-    stay unsharded, and unit prefetch_forward, whose forward issues it, hides both.
+    A communicator runs one collective at a time, in the order of issue. So the first all-gather of a
+    micro-batch waits for the last reduce-scatter of the previous one, the embedding's, which is
+    large. To hide both, the first prefetch_forward + 1 units stay unsharded: the forward of the last
+    of these issues that first all-gather, and overlaps with it.
     """
     if not p.sync_every_micro_batch:
         if world.dp_replicate == 1:  # from the mesh: the option may be "auto"
             model.set_requires_gradient_sync(last_micro_batch)
         else:
             model.set_requires_all_reduce(last_micro_batch)
-    # The end of the last backward waits for all reductions. That of an earlier one need not: the
-    # last reduce-scatter overlaps with the next forward, and keeps its input until the head's
-    # (apply_fsdp). With replicas, each unit would keep its own.
+    # The end of a step's last backward waits for all reductions. An earlier one need not: its last
+    # reduce-scatter overlaps with the next forward, and keeps its input until the head's forward
+    # (apply_fsdp). With replicas, every unit would keep its input.
     overlaps = world.dp_replicate == 1 and world.fsdp_size > 1
     model.set_is_last_backward(last_micro_batch or not overlaps)
 
     unsharded = units(model) if p.gather_once else units(model)[: p.prefetch_forward + 1]
     for _, modules in unsharded:
         modules[0].set_reshard_after_backward(last_micro_batch)
-        if p.gather_once and not last_micro_batch:  # a step of one micro-batch frees as it would
+        if p.gather_once and not last_micro_batch:  # a single micro-batch reshards as without it
             modules[0].set_reshard_after_forward(False)
     if is_lookup(model):
-        # All-gathers it for the next forward before its gradient is reduced, not behind that.
+        # Issues its all-gather for the next forward before the reduction of its gradient, not after.
         model.embedding.set_unshard_in_backward(not last_micro_batch)
 
 
 def reshard(model: Llama) -> None:
-    """Reshards the units that a forward pass without backward left unsharded."""
+    """Reshards the units that a forward without a backward left unsharded."""
     for _, modules in units(model):
         modules[0].reshard()

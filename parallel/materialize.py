@@ -26,7 +26,7 @@ CHECK_CHUNK = 2**24  # elements checked at a time, for NaN and between replicas
 
 # The index of a shard's first element in the full parameter, one number per dimension.
 ShardOffset = tuple[int, ...]
-# read(name, shard_offset, out) fills `out` with the shard of a parameter that begins there. It
+# read(name, shard_offset, out) fills `out` with the parameter's shard that begins at the offset. It
 # returns False for a parameter that it does not have, such as a new adapter's.
 ReadShard = Callable[[str, ShardOffset, Tensor], bool | None]
 
@@ -36,25 +36,25 @@ def materialize(
 ) -> None:
     """Gives every tensor of a meta model, sharded or not, storage on `device` and values.
 
-    Parameters that `read` does not have, and buffers, begin as their module declares (model/init.py).
-    The generators are seeded by (seed, name, block) for each block of about 65,536 elements (full
-    rows). A rank draws the blocks that overlap its shard, so the values do not depend on the mesh.
-    They may depend on the type of device.
+    Parameters that `read` does not have, and buffers, get the values that their module declares
+    (model/init.py). The generators are seeded by (seed, name, block) for each block of about 65,536
+    elements (full rows). A rank draws the blocks that overlap its shard, so the values do not depend
+    on the mesh. They may depend on the type of device.
 
-    Raises ConfigError on all ranks if `read` raises it on any rank, or if a tensor is left without
-    a value.
+    Raises ConfigError on all ranks if `read` raises it on any rank, or if a tensor remains without
+    values.
     """
     allocate(model, device)
     on_each_rank(lambda: initialize(model, seed, read))
-    # This may communicate, so it waits until all ranks have their values.
+    # This may communicate, so it comes after all ranks have their values.
     after_weight_update(model)
 
 
 def open_pretrained(cfg: config.Config, step: int) -> Any:
-    """Opens the Hugging Face folder model.init_from, whose weights materialize() then reads.
+    """Opens the Hugging Face folder model.init_from, from which materialize() reads the weights.
 
-    Returns an extras.huggingface.weights.Weights, or None if a run that resumes after `step` does
-    not read the folder.
+    Returns an extras.huggingface.weights.Weights, or None if the folder is not needed: without
+    model.init_from, and if a run resumes after `step` and stores all weights.
     """
     if not cfg.model.init_from:
         return None
@@ -64,7 +64,7 @@ def open_pretrained(cfg: config.Config, step: int) -> Any:
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """model.to_empty() that keeps tied weights tied. torch's makes a parameter for each module."""
+    """model.to_empty(), but tied weights stay tied: torch creates a parameter for each module."""
     before = []
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -78,10 +78,10 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def initialize(model: Llama, seed: int, read: ReadShard | None) -> None:
-    """Gives this rank's shard of every tensor its values.
+    """Fills this rank's shard of every tensor.
 
     A quantized layer computes its stored parameters itself, from the weight that read_or_draw()
-    gives. Raises ConfigError naming the tensors that remain without values.
+    fills in. Raises ConfigError naming the tensors that remain without values.
     """
 
     def read_or_draw(name: str, shard_offset: ShardOffset, out: Tensor, shape: torch.Size) -> None:
@@ -91,7 +91,7 @@ def initialize(model: Llama, seed: int, read: ReadShard | None) -> None:
     tensors = dict(local_tensors(model))
     for local in tensors.values():
         if local.is_floating_point():
-            local.fill_(math.nan)  # shows below if nothing replaces it
+            local.fill_(math.nan)  # the check below finds what nothing replaces
 
     for name, parameter in named_parameters(model):
         module = model.get_submodule(name.rpartition(".")[0])
@@ -112,7 +112,7 @@ def initialize(model: Llama, seed: int, read: ReadShard | None) -> None:
 
 @torch.no_grad()
 def initialize_buffers(model: Llama, seed: int) -> None:
-    """Gives every buffer its values, on each rank. Checkpoints store none."""
+    """Fills every buffer, on each rank. Checkpoints store no buffers."""
     for wrapped_name, buffer in model.named_buffers():
         path, _, attribute = wrapped_name.rpartition(".")
         name = plain_name(wrapped_name)
@@ -157,16 +157,18 @@ def is_finite(tensor: Tensor) -> bool:
 def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, local tensor) of each parameter."""
     for name, parameter in named_parameters(model):
-        if isinstance(parameter, DTensor):
-            yield name, parameter.to_local()
-        else:
-            yield name, parameter
+        yield name, local_tensor(parameter)
+
+
+def local_tensor(t: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, or the tensor itself if it is none."""
+    return t.to_local() if isinstance(t, DTensor) else t
 
 
 def shard_shape_and_offset(tensor: Tensor) -> tuple[tuple[int, ...], ShardOffset]:
-    """The shape of a tensor's local shard, and its offset in the full tensor.
+    """The shape of a tensor's local shard, and its offset in the full tensor, from the placements.
 
-    Computed from the placements. Shards of the last ranks may be smaller than others, or empty.
+    Shards of the last ranks may be smaller than others, or empty.
     """
     if isinstance(tensor, DTensor):
         return compute_local_shape_and_global_offset(
@@ -178,7 +180,7 @@ def shard_shape_and_offset(tensor: Tensor) -> tuple[tuple[int, ...], ShardOffset
 def draw(
     out: Tensor, shard_offset: ShardOffset, shape: torch.Size, fill: Fill, seed: int, name: str
 ) -> None:
-    """Initializes `out`, a shard of a parameter with this full shape."""
+    """Fills `out`, a shard of a parameter whose full shape is `shape`."""
     if not out.numel():
         return
     rows_per_block = max(1, RNG_BLOCK // math.prod(shape[1:]))
@@ -193,7 +195,7 @@ def draw(
         block_end = min(block_begin + rows_per_block, shape[0])
         values = torch.full((block_end - block_begin, *shape[1:]), math.nan, device=out.device)
         fill(values, block_begin)
-        # The rows that the block and the shard share.
+        # Copy the rows that the block and the shard share.
         begin = max(block_begin, first_row)
         end = min(block_end, end_row)
         rows = slice(begin - block_begin, end - block_begin)

@@ -1,4 +1,4 @@
-"""The device mesh: which ranks replicate, shard, and split sequences and matrices."""
+"""The device mesh: which ranks replicate, shard, split sequences and split matrices."""
 
 from dataclasses import dataclass
 
@@ -48,7 +48,8 @@ class World:
 
     @property
     def fsdp_size(self) -> int:
-        """Ranks that FSDP2 averages gradients over. tp ranks do not count: they share a loss."""
+        """The number of ranks that FSDP2 averages gradients over. tp ranks share a loss, so they do
+        not count."""
         return self.dp_size * self.cp
 
     @property
@@ -59,12 +60,12 @@ class World:
 def build_mesh(device_type: str, shape: tuple[int, int, int, int]) -> DeviceMesh:
     """The mesh of this shape, with the dimensions MESH_DIMS."""
     backends: dict = {}
-    # torch's debugging wraps every group, which "fake" does not allow
+    # torch's debug mode wraps every group, which the backend "fake" does not support.
     is_debugging = dist.get_debug_level() == dist.DebugLevel.DETAIL
     for name, degree in zip(MESH_DIMS, shape):
         if name in ("cp", "tp") and degree == 1 and not is_debugging:
-            # Each rank would get a process group of its own, with sockets, in which no collective
-            # ever runs. torch's backend for tests, which does not communicate, takes its place.
+            # By default each rank would open a group of one rank, with sockets, that never runs a
+            # collective. "fake" is torch's backend for tests, which does not communicate.
             backends[name] = "fake"
     return init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS, backend_override=backends)
 
@@ -88,7 +89,7 @@ def storage_device(p: config.Parallel, world: World) -> torch.device:
 
 
 def has_native_bfloat16(device: torch.device) -> bool:
-    """Whether the device computes in bfloat16 itself, without emulation."""
+    """Whether the device computes in bfloat16 without emulation."""
     if device.type == "cuda":
         return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
     capabilities = torch.cpu.get_capabilities()

@@ -1,4 +1,4 @@
-"""Parallelizes a plain model: each step in order, with the reason for its place in that order."""
+"""Parallelizes a plain model, in steps whose order matters."""
 
 import torch
 import torch._functorch.config
@@ -24,7 +24,7 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
         has_collectives = world.tp > 1 or world.cp > 1
         recompute = leave_to_compiler(recompute, has_collectives)
 
-    refuse_hooks(model)  # of the parameters that the steps below replace
+    refuse_hooks(model)  # the steps below replace the parameters, and their hooks would be lost
 
     # 1. Float8 changes what a linear layer computes, and what FSDP2 all-gathers for it.
     if p.float8 != "none":
@@ -43,16 +43,16 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
 
         apply_context_parallelism(model, cfg.train.seq_len, world)
 
-    # 3. Activation checkpointing precedes FSDP2. Wrapped around a sharded block instead, the
-    #    recomputation would run FSDP2's hooks a second time.
+    # 3. Activation checkpointing precedes FSDP2. If it wrapped a sharded block, recomputation would
+    #    run FSDP2's hooks a second time.
     if recompute != "none":
         from parallel.activation_checkpoint import apply_activation_checkpointing
 
         apply_activation_checkpointing(model, recompute, p.compile)
 
     # 4. Compile each block in place. Activation checkpointing comes before, so that it is part of
-    #    the graph. FSDP2 comes after, so that its hooks are not: all-gathers stay between the
-    #    blocks, where computation hides them. All blocks share their graphs, and parameter names
+    #    the graph. FSDP2 comes after, so that its hooks are not part of it: all-gathers stay between
+    #    the blocks, where computation hides them. All blocks share their graphs, and parameter names
     #    do not change. The head compiles its norm and the elementwise part of its chunked cross
     #    entropy.
     if p.compile:
@@ -70,30 +70,30 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
 
 
 def leave_to_compiler(recompute: str | int, has_collectives: bool = False) -> str | int:
-    """The mode that is left for checkpoints in a compiled model; "elementwise" is not.
+    """Leaves "elementwise" to the compiler. Returns the mode that remains for checkpoint wrappers.
 
-    has_collectives: whether blocks have some. The compiler never repeats collectives, but saves
-    what they gather: then "elementwise" is left for checkpoints, too.
+    torch.compile can recompute elementwise operations without a checkpoint, in kernels that backward
+    runs anyway. Under a checkpoint it runs two more kernels for each block. By default it does not
+    recompute them: it saves the outputs of norms and of the activation function.
 
-    torch.compile can recompute elementwise operations without a checkpoint, in kernels that
-    backward runs anyway. Under a checkpoint it runs two kernels more for each block. By default it
-    does neither: it saves the outputs of norms and of the activation function, which backward
-    then only reads.
+    has_collectives: whether blocks communicate. The compiler never repeats collectives but saves what
+    they gather, so then "elementwise" uses checkpoints, too.
     """
     by_compiler = recompute == "elementwise" and not has_collectives
-    # no option of torch.compile, and private; all versions have it
+    # torch.compile has no option for this. All versions have this private one.
     torch._functorch.config.ban_recompute_materialized_backward = not by_compiler
     return "none" if by_compiler else recompute
 
 
 def compile_block(block: nn.Module) -> None:
-    """Compiles a block in place: as two halves if its forward only calls these, else whole.
+    """Compiles a block in place: as two halves if its forward only calls these, else as one graph.
 
     In one graph, Inductor sums the gradients of both norms' weights in one kernel, because both
-    read the block's input; the kernels of each norm's backward then read the same tensors again.
-    Two graphs save no more for backward: the input of the second half instead of what attention
-    adds to it. A checkpoint's graph would save that input in addition. A fork's forward may do more
-    between the halves, or not call them: the names that its code uses show which.
+    norms read the block's input. The kernels of each norm's backward then read the same tensors
+    again. Two graphs save no more for backward: they save the input of the second half instead of
+    what attention adds to it. Under a checkpoint they would save that input in addition, so a wrapped
+    block is one graph. A fork's forward may do more between the halves, or not call them. The names
+    that its code uses show this.
     """
     if type(block).forward.__code__.co_names != HALVES:
         block.compile(fullgraph=True)

@@ -1,4 +1,4 @@
-"""Every random number of a run is a function of run.seed and of what it is drawn for."""
+"""Seeds the random generators. Every random number of a run depends on run.seed and on its purpose."""
 
 import hashlib
 
@@ -8,7 +8,7 @@ from parallel.mesh import World
 
 
 def seed_generators(device: torch.device, *key: str | int) -> None:
-    """Seeds the default generators of the CPU and of the device by the hash of a key."""
+    """Seeds the default generators of the CPU and of the device with the hash of a key."""
     text = "/".join(str(part) for part in key)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "big") >> 1
@@ -22,15 +22,14 @@ def seed_micro_batch(seed: int, step: int, number: int, world: World) -> None:
     """Call before each micro-batch.
 
     What the model draws in training, such as dropout, is then a function of (run.seed, step, number
-    of the micro-batch, data-parallel rank): a resume repeats it, and nothing that draws in between
-    changes it. The tp and cp ranks of a data-parallel rank draw the same numbers, as tp needs for
-    what all of its ranks compute alike, or as partial sums.
+    of the micro-batch, data-parallel rank). A resume repeats it, and draws in between do not change
+    it. The tp and cp ranks of a data-parallel rank draw the same numbers. tp needs this for values
+    that all of its ranks compute alike, or as partial sums.
     """
-    key = ("step", step, "micro-batch", number, "rank", world.dp_rank)
-    seed_generators(world.device, seed, *key)
+    seed_generators(world.device, seed, "step", step, "micro-batch", number, "rank", world.dp_rank)
 
 
 def seed_update(seed: int, step: int, world: World) -> None:
-    """Call before gradients are clipped: what changes them and the weights from then on must update
-    all replicas alike. Each rank draws the same; noise for shards: docs/fork.md, Random numbers."""
+    """Call before gradients are clipped. All ranks then draw the same numbers, so that replicas are
+    updated alike. Noise for shards: docs/fork.md, Random numbers."""
     seed_generators(world.device, seed, "step", step, "update")

@@ -13,10 +13,10 @@ from parallel.materialize import is_quantized
 
 
 def replicated_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
-    """The parameters with a name that matches a pattern of `replicated`: a tied matrix has two.
+    """The parameters with a name that matches a pattern of `replicated`. A tied matrix has two names.
 
-    Raises ConfigError for a pattern that matches nothing, or that matches a trainable parameter:
-    its gradient would not be reduced.
+    Raises ConfigError for a pattern that matches nothing, or that matches a trainable parameter,
+    whose gradient would not be reduced.
     """
     parameters = dict(named_parameters(model, remove_duplicate=False))
     layer_of = {name: name.rpartition(".")[0] for name in parameters}
@@ -28,8 +28,8 @@ def replicated_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]
             raise ConfigError(
                 f"[parallel] replicated: {pattern!r} matches none of {first_names}, ..."
             )
-        # A rank reads the rows of a weight once, and computes all parameters of a quantized layer
-        # from them: these are replicated together.
+        # A quantized layer's parameters are replicated together, because a rank computes all of them
+        # from the rows of the weight that it reads.
         layers = {layer_of[name] for name in matching}
         quantized = {layer for layer in layers if is_quantized(model.get_submodule(layer))}
         matching += [name for name in parameters if layer_of[name] in quantized]
@@ -59,11 +59,11 @@ def cast_at_access(
 ) -> None:
     """Casts the replicated parameters of a unit's modules to this dtype at each access.
 
-    They are stored in their own dtype, so that a checkpoint does not depend on what is sharded.
+    They are stored in their original dtype, so that a checkpoint does not depend on `replicated`.
     """
     for module in list(nn.ModuleList(modules).modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
             is_cast = parameter.is_floating_point() and parameter.dtype != dtype
             if parameter in replicated and is_cast:
-                # unsafe: torch does not check that the dtype stays
+                # unsafe: the dtype changes, which torch would refuse.
                 parametrize.register_parametrization(module, name, Cast(dtype), unsafe=True)

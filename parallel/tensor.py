@@ -1,17 +1,16 @@
 """Tensor parallelism (https://arxiv.org/abs/1909.08053): ranks compute with shards of matrices.
 
-It includes sequence parallelism (https://arxiv.org/abs/2205.05198). Outside attention and
-feed-forward, tokens do not interact, so activations are sharded along the sequence. Each of the two
-sublayers of a block computes
+It includes sequence parallelism (https://arxiv.org/abs/2205.05198): outside attention and
+feed-forward, tokens do not interact, so activations are sharded along the sequence. Each of a
+block's two sublayers computes
 
     norm -> all-gather -> colwise linear -> local heads or features -> rowwise linear
          -> reduce-scatter -> + residual
 
 The embedding and the head are sharded over the vocabulary. Modules compute with plain tensors: the
-local shards of the weights, and activations that the functions below all-gather. torch's own
-parallelize_module() with ColwiseParallel and RowwiseParallel would have them compute with DTensors,
-which costs host time in every operator and does not know the chunked loss over a sharded
-vocabulary.
+local shards of the weights, and activations that the functions below all-gather. With torch's
+parallelize_module(), ColwiseParallel and RowwiseParallel they would compute with DTensors, which cost
+host time in every operator and do not support a chunked loss over a sharded vocabulary.
 
 Shapes: B batch, T tokens of the sequence, T / tp tokens of this rank, D model dimension, V
 vocabulary, C tokens of a chunk of the loss.
@@ -46,11 +45,10 @@ from parallel.ranks import local_world_size
 from parallel.torch_patches import share_classes
 from system import print_error
 
-# Of x @ weight.T: colwise shards the output features, rowwise the input features.
+# For x @ weight.T, colwise shards the output features and rowwise the input features.
 COLWISE = Shard(0)
 ROWWISE = Shard(1)
-# The placement of each module's weight over tp. What its module declares in `tp_dims`
-# (model/llama.py) comes first.
+# The placement of each module's weight over tp. A module's `tp_dims` (model/llama.py) override it.
 TP_PLAN = {
     "embedding": Shard(0),
     "blocks.*.attention_norm": Replicate(),
@@ -64,9 +62,9 @@ TP_PLAN = {
     "head.norm": Replicate(),
     "head": Shard(0),
 }
-# Parameters and layers of a linear layer, by name, and the placement of its weight with which they
-# are sharded, too: a bias, the scales of quantized rows, and B of an adapter have the layer's output
-# features, A its input features. With another they are replicated. None needs a collective.
+# Further parameters and layers inside a linear layer, by name. Each is sharded like the layer's
+# weight if the weight has this placement, and else replicated. A bias, the scales of quantized rows,
+# and an adapter's B have the layer's output features, and A has its input features.
 WITH_WEIGHT = {"bias": COLWISE, "scales": COLWISE, "lora_a": ROWWISE, "lora_b": COLWISE}
 
 
@@ -93,7 +91,7 @@ def apply_tensor_parallelism(model: Llama, world: World) -> None:
         ):
             sublayer.forward = tp.all_gather_input(sublayer.forward)
             rowwise.register_forward_hook(tp.scatter_output)
-        # Selective checkpointing saves the result of its reduce-scatter instead.
+        # Selective activation checkpointing saves the result of o_proj's reduce-scatter instead.
         block.attention.o_proj.keep_output = False
     model.head.norm.register_forward_hook(tp.gather_output)
     model.head.forward = tp.vocab_parallel_head(model.head)
@@ -101,7 +99,8 @@ def apply_tensor_parallelism(model: Llama, world: World) -> None:
 
 
 def check_tp_plan(model: Llama, world: World) -> None:
-    """Raises ConfigError for a parameter that the plan lacks, or that every rank would add."""
+    """Raises ConfigError for a parameter that has no placement, or that every rank would add to the
+    output."""
     for name, parameter in model.named_parameters():
         path, _, attribute = name.rpartition(".")
         placement = placement_of(model, name)
@@ -126,7 +125,7 @@ def check_tp_plan(model: Llama, world: World) -> None:
 
 
 def placement_of(model: Llama, parameter: str) -> Placement | None:
-    """The placement over tp of the parameter of this name; None if the TP plan has no entry."""
+    """A parameter's placement over tp, by its name; None if nothing defines one."""
     module_path, _, attribute = parameter.rpartition(".")
     tp_dims = getattr(model.get_submodule(module_path), "tp_dims", {})
     if attribute in tp_dims:
@@ -145,15 +144,15 @@ def placement_of(model: Llama, parameter: str) -> Placement | None:
 
 
 class ToLocal(nn.Module):
-    """Parametrization: the module computes with the local tensor of a DTensor over tp."""
+    """Parametrization: the module computes with the local tensor of its DTensor over tp."""
 
     def __init__(self, placement: Placement):
         super().__init__()
         self.grad_placement = placement
         if placement.is_replicate():
             # A replicated weight sees local tokens (a block's norms), local heads (the norms of
-            # queries and keys) or local features (adapters). So its local gradient is a part of
-            # the sum.
+            # queries and keys) or local features (adapters). So its local gradient is one term of a
+            # sum over tp.
             self.grad_placement = Partial()
 
     def forward(self, weight: DTensor) -> Tensor:
@@ -171,7 +170,7 @@ def shard_weights(model: Llama, world: World) -> None:
             if weight not in sharded:
                 dtensor = distribute_tensor(weight, mesh, [placement], src_data_rank=None)
                 sharded[weight] = nn.Parameter(dtensor, weight.requires_grad)
-            # unsafe: torch does not check the parametrized weight's type and shape
+            # unsafe: the type and shape change, which torch would refuse.
             parametrize.register_parametrization(module, name, ToLocal(placement), unsafe=True)
             module.parametrizations[name].original = sharded[weight]
         if isinstance(module, Linear) and placement_of(model, f"{path}.weight") == ROWWISE:
@@ -183,7 +182,7 @@ def placements_with_tp(
 ) -> tuple[DeviceMesh, dict[str, tuple[Placement, ...]]]:
     """FSDP2's mesh with tp as its last dimension, and each parameter's placements on it, by name.
 
-    For parallel/verify.py. mesh and fsdp_placements: without tp.
+    For parallel/verify.py. mesh, fsdp_placements: FSDP2's, without tp.
     """
     *replicas, shards = fsdp_placements
     placements: dict[str, Any] = {}  # Any: to a type checker _StridedShard is not a Placement
@@ -191,7 +190,7 @@ def placements_with_tp(
         placement = placement_of(model, name)
         assert placement, "check_tp_plan() refuses the model"
         if placement == Shard(0):
-            # FSDP2 shards tp's local rows. In the full tensor, an FSDP2 rank's rows are strided.
+            # FSDP2 shards tp's local rows, so an FSDP2 rank's rows are strided in the full tensor.
             strided = _StridedShard(0, split_factor=world.tp)
             placements[name] = (*replicas, strided, placement)
         else:
@@ -217,12 +216,13 @@ class SequenceParallel:
         return reduce_scatter(output, 1, self.group)
 
     def all_gather_input(self, forward: Callable) -> Callable:
-        """The forward of attention or feed-forward, which now takes the local tokens."""
+        """Wraps the forward of attention or feed-forward: the new one takes the local tokens."""
 
         def forward_of_local_tokens(x: Tensor, *args) -> Tensor | tuple:
             output = forward(all_gather(x, 1, self.group), *args)
             if isinstance(output, tuple):
-                # A fork's (x, terms): all ranks add up all tokens, so each counts its share.
+                # A fork's (x, terms). Every rank computes the terms of all tokens, so each counts
+                # its share.
                 x, terms = output
                 return x, {name: term / self.group.size for name, term in terms.items()}
             return output
@@ -238,10 +238,10 @@ class SequenceParallel:
         def forward(tokens: Tensor) -> Tensor:
             row = tokens - first_row
             is_local = (row >= 0) & (row < rows)
-            # Zeros for the rows of other ranks, which the reduce-scatter adds.
+            # The rows of other ranks are zeros here. The reduce-scatter adds them.
             x = local_forward(row.where(is_local, 0)) * is_local[..., None]  # (B, T, D)
-            # clone(): the result must not be a view. An in-place operation on a view that a unit
-            # returns would drop FSDP2's backward hooks.
+            # clone(): a unit must not return a view. An in-place operation on it would drop FSDP2's
+            # backward hooks.
             return reduce_scatter(x, 1, self.group).clone()
 
         return forward
@@ -271,7 +271,7 @@ class SequenceParallel:
     def sum_terms(self, terms: LossSums) -> LossSums:
         """The blocks' terms of the loss, summed over all tp ranks.
 
-        Gradients flow only into this rank's terms: each rank backpropagates its own share.
+        Gradients flow only into this rank's terms: each rank backpropagates its share.
         """
         local = torch.stack(list(terms.values()))
         other_ranks = all_reduce(local.detach(), self.group) - local.detach()
@@ -285,7 +285,7 @@ class VocabularyShard(loss.Shard):
     gather: Callable[[Tensor], Tensor]  # all-gathers (...) to (tp, ...)
 
     def sum(self, local: Tensor) -> Tensor:
-        # All ranks compute the same loss of it, so each one's gradient is that of its own part.
+        # All ranks compute the same loss from the sum, so each needs only its own term's gradient.
         return self.gather(local.detach()).sum(0) + (local - local.detach())
 
     def max(self, local: Tensor) -> Tensor:

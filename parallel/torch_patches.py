@@ -1,4 +1,4 @@
-"""Workarounds that reach into torch where it has no option.
+"""Workarounds that use torch's internals, where torch has no option.
 
 Each names the versions that need it, and the test that fails without it.
 """
@@ -30,10 +30,10 @@ def set_default_timeout(timeout: datetime.timedelta) -> None:
 
 
 def shorten_nccl_timeout(seconds: float) -> None:
-    """Sets the timeout of NCCL's collectives, of all process groups; a no-op without NCCL.
+    """Sets the timeout of NCCL's collectives in all process groups; a no-op without NCCL.
 
-    In all versions a group keeps the timeout that it was made with, and NCCL records what it waits
-    for (its flight recorder) only when that is over.
+    In all versions a group keeps its initial timeout, and NCCL's flight recorder writes what it waits
+    for only when that is over.
     Test: parallel/test_torch_patches.py, test_nccl_times_out_before_the_watchdog.
     """
     if not dist.is_nccl_available():
@@ -46,10 +46,10 @@ def shorten_nccl_timeout(seconds: float) -> None:
 
 
 def accept_integer_parameters() -> None:
-    """Has fully_shard() accept frozen integer parameters, such as NF4 codes.
+    """Makes fully_shard() accept frozen integer parameters, such as NF4 codes.
 
-    torch 2.11 creates every sharded parameter with requires_grad=True, which fails for integers,
-    before it copies the original's flag. Later versions do not need this.
+    torch 2.11 creates every sharded parameter with requires_grad=True, which fails for integers, and
+    copies the original's flag later. Newer versions do not need this.
     Test: parallel/test_torch_patches.py, test_frozen_integers_are_sharded.
     """
     if not IS_TORCH_2_11:
@@ -59,15 +59,15 @@ def accept_integer_parameters() -> None:
     def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
         return nn.Parameter(data, requires_grad and data.is_floating_point())
 
-    # pyrefly: ignore[bad-assignment]  # what of torch.nn that file uses
+    # pyrefly: ignore[bad-assignment]  # that file uses only these two names of torch.nn
     _fsdp_param.nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)
 
 
 def free_reduce_scatter_inputs(model: nn.Module) -> None:
-    """Has the computing stream wait for FSDP2's last reduce-scatter, and frees its input.
+    """Makes the computing stream wait for FSDP2's last reduce-scatter, and frees its input.
 
-    In all versions FSDP2 keeps that until the next one of the model, or until the end of a backward
-    that is set as the last. Version 2.11 keeps one state, later ones a list.
+    In all versions FSDP2 keeps the input until the model's next reduce-scatter, or until the end of a
+    backward that is set as the last. Version 2.11 stores one state, newer ones a list.
     Test: parallel/test_fsdp.py, test_next_micro_batch_finds_the_first_units_gathered.
     """
     # pyrefly: ignore[not-callable]  # a sharded model
@@ -78,13 +78,13 @@ def free_reduce_scatter_inputs(model: nn.Module) -> None:
     else:
         states = fsdp._comm_ctx.reduce_scatter_states
     for state in states:
-        if state.event is not None:  # as on a CPU
+        if state.event is not None:  # None on a CPU
             fsdp._device_handle.current_stream().wait_event(state.event)
     states.clear()
 
 
 def share_classes(model: nn.Module) -> None:
-    """Gives modules of one class that are parametrized alike one class again.
+    """Restores one class for modules that had one class and are parametrized alike.
 
     In all versions torch creates a class for each parametrized module (parametrize.py:
     _inject_new_class), and torch.compile would compile a graph for each class. Tensor parallelism
@@ -100,21 +100,20 @@ def share_classes(model: nn.Module) -> None:
 
 
 def silence_advice_on_policies() -> None:
-    """Silences what torch logs of each selective checkpointing policy that it compiles.
+    """Silences what torch logs about each selective checkpointing policy that it compiles.
 
-    All versions advise not to change a tensor in place. No block does.
+    All versions advise against changing a tensor in place. No block does.
     Test: parallel/test_torch_patches.py, test_advice_on_compiled_policies_is_silenced.
     """
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
 def shield_compilers(signals: Iterable[signal.Signals]) -> None:
-    """Has Inductor and Triton start their compiling processes with these signals blocked, those that
-    ask a run to stop.
+    """Makes Inductor and Triton start their compiler processes with these signals blocked.
 
-    scancel, for one, sends them to all processes of a job, of which the rank alone is to act on
-    them. In all versions, a compiler or worker that dies of one fails the rank, which would have
-    saved and stopped, or leaves it waiting for a kernel.
+    They are the signals that ask a run to stop. scancel, for example, sends them to all processes of
+    a job, but only the ranks should act on them. In all versions, if a signal kills a compiler or a
+    worker, the rank fails instead of saving, or waits for a kernel forever.
     Test: parallel/test_torch_patches.py, test_a_stop_does_not_reach_what_compiles.
     """
     from torch._inductor import cpp_builder
@@ -123,7 +122,7 @@ def shield_compilers(signals: Iterable[signal.Signals]) -> None:
     def with_blocked(start: Callable) -> Callable:
         @functools.wraps(start)
         def shielded(*arguments: object, **keywords: object) -> object:
-            # of this thread; a child process inherits it
+            # A child process inherits this thread's mask.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
             try:
                 return start(*arguments, **keywords)
@@ -138,4 +137,4 @@ def shield_compilers(signals: Iterable[signal.Signals]) -> None:
         # pyrefly: ignore[missing-import]  # builds for CPUs come without it
         from triton.runtime import build
 
-        build._build = with_blocked(build._build)  # of its driver, in the rank itself
+        build._build = with_blocked(build._build)  # compiles Triton's driver, in the rank itself

@@ -1,4 +1,4 @@
-"""What a rank does first, before it imports torch; and what the launcher hands to it."""
+"""What a rank does before it imports torch, and how the launcher passes it its configuration."""
 
 import gc
 import os
@@ -13,10 +13,11 @@ from config import ConfigError
 from system import die_with_parent
 
 CONFIG = "config.toml"  # the configuration in an attempt's folder
-ATTEMPT = "TRAINER_ATTEMPT"  # the variable that names the attempt's folder to torchrun and ranks
-PARENT = "TRAINER_PARENT"  # the process id of what starts the ranks: launcher or torchrun
-# of processes that another launcher has started: torchrun, Open MPI, MPICH or Intel MPI, srun
-COUNTS = (
+# Environment variables for torchrun and the ranks.
+ATTEMPT = "TRAINER_ATTEMPT"  # the attempt's folder
+PARENT = "TRAINER_PARENT"  # the process id of the launcher or torchrun, which starts the ranks
+# How many processes another launcher has started: torchrun, Open MPI, MPICH or Intel MPI, srun.
+PROCESS_COUNTS = (
     "WORLD_SIZE",
     "PET_NNODES",
     "OMPI_COMM_WORLD_SIZE",
@@ -26,9 +27,9 @@ COUNTS = (
 
 
 def check_not_one_of_several() -> None:
-    """Raises ConfigError if another launcher has started several processes, of which this is one:
-    each would train a model of its own."""
-    for name in COUNTS:
+    """Raises ConfigError if another launcher started this process as one of several: each would train
+    a separate model."""
+    for name in PROCESS_COUNTS:
         value = os.environ.get(name) or "1"
         if value not in ("1", "1:1"):
             raise ConfigError(
@@ -38,19 +39,19 @@ def check_not_one_of_several() -> None:
 
 
 def resume_newest(cfg: config.Config) -> config.Config:
-    """The configuration of a restart: `checkpoint.resume = N` counts in the first attempt, later
-    ones resume from the newest checkpoint."""
+    """The configuration of a restart. Only the first attempt resumes from step N of
+    `checkpoint.resume = N`. A restart resumes from the newest checkpoint."""
     if not (cfg.checkpoint and isinstance(cfg.checkpoint.resume, int)):
         return cfg
     return replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))
 
 
 def begin_rank(usage: str) -> tuple[Namespace, config.Config]:
-    """What a rank does first, before it imports torch, which takes seconds: its arguments and
-    configuration, which the launcher has resolved, or which it reads itself without one. Exits with
-    2 if they are invalid. usage: of --help."""
-    gc.disable()  # until the imports are done: it takes a fifth of their time, and frees nothing
-    # until the run begins, Ctrl-C ends the process without a traceback
+    """Returns a rank's arguments and configuration, before the slow import of torch. Under the
+    launcher the configuration is resolved already. Exits with 2 if it is invalid. usage: the text
+    that --help prints first."""
+    gc.disable()  # until the imports are done: it takes a fifth of their time and frees nothing
+    # Until the run begins, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if PARENT in os.environ:
         die_with_parent(int(os.environ[PARENT]))

@@ -1,4 +1,4 @@
-"""What a launch ran on (environment.json), and the log of each of its ranks."""
+"""The environment of a launch (environment.json), and the log of each rank."""
 
 import logging
 import os
@@ -15,18 +15,13 @@ import system
 from metrics import log
 
 REPO = pathlib.Path(__file__).parent.parent
-GIT_SECONDS = 10.0  # a network's disk may hang, or a repository be huge
-DIFF_BYTES = 2**16  # of a larger diff the rest is left out: each launch keeps its own
+GIT_SECONDS = 10.0  # a network disk may hang, or a repository be huge
+DIFF_BYTES = 2**16  # the rest of a larger diff is cut: each launch stores one
 
 
 def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
     """The machines, versions and code of a launch. hosts: the host of each rank."""
-    gpu = None
-    gpu_memory_gib = None
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        gpu = properties.name
-        gpu_memory_gib = properties.total_memory / 2**30
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -37,8 +32,8 @@ def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hosts": sorted(set(hosts)),
         "machine": platform.machine(),
-        "gpu": gpu,
-        "gpu_memory_gib": gpu_memory_gib,
+        "gpu": gpu and gpu.name,
+        "gpu_memory_gib": gpu and gpu.total_memory / 2**30,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "ranks": len(hosts),
@@ -57,12 +52,12 @@ def git(*words: str) -> str | None:
 
 
 def start_logging(folder: pathlib.Path, rank: int) -> None:
-    """Every rank logs to logs/rank-N.log; rank 0 also to the console, the others redirect stdout
-    and stderr to it."""
+    """Has this rank log to logs/rank-N.log. Rank 0 also logs to the console. The other ranks redirect
+    stdout and stderr to their logs."""
     path = folder / "logs" / f"rank-{rank}.log"
     try:
         path.parent.mkdir(exist_ok=True)
-        # appends, also after another program has truncated the file
+        # It appends, even after another program has truncated the file.
         in_file = logging.FileHandler(path)
     except OSError as error:  # a full disk
         system.print_error(f"{path}: {error.strerror}; this launch has none")
@@ -70,7 +65,7 @@ def start_logging(folder: pathlib.Path, rank: int) -> None:
     in_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log.setLevel(logging.INFO)
     log.propagate = False
-    # a full disk or a closed terminal is no reason to stop, nor to print tracebacks
+    # A full disk or a closed terminal neither stops the run nor prints tracebacks.
     logging.raiseExceptions = False
     log.handlers = [in_file]
     if rank == 0:
@@ -78,5 +73,5 @@ def start_logging(folder: pathlib.Path, rank: int) -> None:
         return
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-        # pyrefly: ignore[missing-attribute]  # it is open
+        # pyrefly: ignore[missing-attribute]  # the stream is open
         os.dup2(in_file.stream.fileno(), stream.fileno())

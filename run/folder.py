@@ -1,4 +1,4 @@
-"""A run's folder: who works in it (.lock), and what became of it (status.json)."""
+"""A run's folder: its lock (.lock) and its state (status.json)."""
 
 import json
 import pathlib
@@ -10,23 +10,23 @@ import filelock
 import system
 from config import ConfigError
 
-ENDING_SECONDS = 30.0  # for ranks that were killed, until they release the lock
+ENDING_SECONDS = 30.0  # how long ranks that were killed may take to release the lock
 
 
 class RunLock:
-    """The lock and the status of a run's folder. Rank 0 holds it until its process ends; after a
-    failure the launcher takes it, too."""
+    """The lock and the status of a run's folder. Rank 0 holds the lock until its process ends. After
+    a failure the launcher acquires it."""
 
     def __init__(self, folder: pathlib.Path, attempt: str | None):
         """attempt: the id that the status carries; None without a launcher."""
         self.folder = folder
         self.attempt = attempt
         self.lock: filelock.BaseFileLock | None = None
-        self.step = 0  # that of the status
+        self.step = 0  # of the last status
 
     def acquire(self, seconds: float) -> None:
-        """Makes the folder and locks it. Waits `seconds` for processes that are about to end.
-        Raises ConfigError if another run works there, and OSError."""
+        """Creates the folder and locks it. Waits `seconds` for processes that are about to end.
+        Raises ConfigError if another run holds the lock, and OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = lock(self.folder, seconds)
 

@@ -1,4 +1,4 @@
-"""One run inside its ranks, around what trains: phases with timeouts, steps, the run's folder."""
+"""One run, inside each rank and around the training: phases with timeouts, steps, the run's folder."""
 
 import contextlib
 import gc
@@ -30,32 +30,27 @@ from run.folder import ENDING_SECONDS, RunLock
 from run.watchdog import Watchdog
 from system import listen, read_json, write_if_possible
 
-DUMP_SECONDS = 60.0  # for NCCL to record its collectives before the watchdog ends the process
-COLLECT_EVERY_STEPS = 100  # Python's garbage; automatic, it would stall each rank at another time
-# may compile, or take as long as what they wait for
+DUMP_SECONDS = 60.0  # NCCL dumps its last collectives before the watchdog ends the process
+GC_EVERY_STEPS = 100  # automatic garbage collection would stall each rank at a different time
+# Phases that may compile, or wait for other ranks' slow phases.
 SLOW_PHASES = ("start", "first step", "first evaluation batch", "end")
 
 
 class StopFlag:
-    """Whether a signal stops all ranks: all-reduced in each step, with the count of targets, on the
-    host, which does not wait for the device."""
+    """Whether a signal stops all ranks. It is all-reduced in each step, together with the number of
+    targets, on the host, which does not wait for the device."""
 
     def __init__(self) -> None:
-        self.received = 0  # the signal that this rank knows of, by its number
-        self.signal = 0  # the signal that all stop by
-
-    @property
-    def stops(self) -> bool:
-        """Whether all ranks stop after this step."""
-        return self.signal > 0
+        self.received = 0  # the number of the first signal that this rank received, or 0
+        self.signal = 0  # the number of the signal that stops all ranks, or 0
 
     def receive(self, number: int, frame: Any) -> None:
         """The signal handler of a rank."""
         self.received = self.received or number
 
     def all_reduce(self, count: int = 0) -> int:
-        """Returns the sum of all ranks' counts. A signal that a rank receives later counts at the
-        next call. Collective."""
+        """Updates `signal`, and returns the sum of all ranks' counts. A signal that arrives during
+        the call takes effect at the next. Collective."""
         # [0]: the count; [n]: how many ranks received signal n
         sums = torch.zeros(signal.NSIG, dtype=torch.int64)
         sums[0] = count
@@ -69,22 +64,23 @@ class StopFlag:
 
 
 class Run:
-    """All of a run that is not training; train() in train.py shows the order of its calls."""
+    """Everything about a run except the training itself. train() in train.py shows the order of its
+    calls."""
 
     def __init__(self, cfg: Config, world: World, watchdog: Watchdog, attempt: Path | None):
-        """attempt: its folder; None without a launcher."""
+        """attempt: the attempt's folder; None without a launcher."""
         self.cfg = cfg
         self.world = world
         self.watchdog = watchdog
         self.attempt = attempt
         self.folder = config.run_folder(cfg.run)
         self.stop_flag = StopFlag()
-        self.seconds: dict[str, float] = defaultdict(float)  # spent in each phase() so far
+        self.seconds: dict[str, float] = defaultdict(float)  # spent so far, by phase()
         self.start = 0  # the step that training resumes after
         self.step = 0  # the last step trained, by this launch or an earlier one
-        self.checkpointer: Checkpointer | None = None  # from begin() on
-        self.run_lock: RunLock | None = None  # on rank 0, from begin() on
-        self.traced: Callable[[int], Any] = contextlib.nullcontext  # around each step
+        self.checkpointer: Checkpointer | None = None  # set by begin()
+        self.run_lock: RunLock | None = None  # set by begin(), on rank 0
+        self.traced: Callable[[int], Any] = contextlib.nullcontext  # traced(step) wraps each step
         if cfg.profile:
             from extras.profiler.profiler import Profiler
 
@@ -93,19 +89,19 @@ class Run:
     @property
     def stops(self) -> bool:
         """Whether all ranks stop after this step."""
-        return self.stop_flag.stops
+        return self.stop_flag.signal > 0
 
     def begin(self, checkpointer: Checkpointer) -> list[str]:
-        """Takes the run's folder: the lock, the status, a log per rank. Nothing is created or
-        changed before this, so invalid input loses nothing. Returns warnings for the log.
-        Collective. Raises ConfigError."""
+        """Locks the run's folder, writes the status and starts the logs. Nothing is created or changed
+        before this, so invalid input loses nothing. Returns warnings for the log. Collective. Raises
+        ConfigError."""
         self.checkpointer = checkpointer
         self.start = self.step = checkpointer.start
         self._enter("start", self.start)
-        # from now on a signal asks to stop: on all ranks, before one of them takes the folder
+        # From now on a signal asks to stop. The barrier: on all ranks, before rank 0 writes anything.
         listen(self.stop_flag.receive)
         dist.barrier()
-        warnings = on_rank_zero(lambda: self._take_folder(checkpointer))
+        warnings = on_rank_zero(lambda: self._lock_and_fill_folder(checkpointer))
         self._enter("set-up")
         start_logging(self.folder, self.world.rank)
         hosts = all_gather_objects(platform.node())
@@ -113,8 +109,9 @@ class Run:
             warnings += self._write_environment(hosts)
         return warnings
 
-    def _take_folder(self, checkpointer: Checkpointer) -> list[str]:
-        """On rank 0. Returns warnings. Raises ConfigError if another run has it, and OSError."""
+    def _lock_and_fill_folder(self, checkpointer: Checkpointer) -> list[str]:
+        """On rank 0. Returns warnings. Raises ConfigError if another run uses the folder, and
+        OSError."""
         attempt = self.attempt.name.removeprefix(".attempt-") if self.attempt else None
         run_lock = RunLock(self.folder, attempt)
         run_lock.acquire(ENDING_SECONDS)
@@ -126,7 +123,7 @@ class Run:
         for path in checkpointer.dataset.tokenizer_files:
             write_if_possible(self.folder / path.name, path.read_bytes())
         metrics.drop_rows(self.folder / "metrics.jsonl", self.start)
-        # last: the follower reads the other files once it sees the status
+        # The status comes last: the follower reads the other files once it sees it.
         run_lock.write_status("running", self.step)
         self.run_lock = run_lock
         return warnings
@@ -148,9 +145,9 @@ class Run:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Gives its body a timeout, and its name in an error file. Adds its time to `seconds`.
-        On an exception the phase stays, so that the error file names it."""
-        # so that work that is queued on the GPU does not count as theirs
+        """Gives its body a timeout, and a name for the error file. Adds its time to `seconds`. After
+        an exception the phase remains set, so that the error file names it."""
+        # Work that is still queued on the GPU belongs to the steps, not to these phases.
         if name in ("evaluation", "save"):
             torch.get_device_module(self.world.device).synchronize()
         began = time.perf_counter()
@@ -170,33 +167,32 @@ class Run:
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """Yields each step to train, up to `last` or until all ranks agree to stop. Collective."""
-        self.stop_flag.all_reduce()  # a signal may have come before
+        self.stop_flag.all_reduce()  # a signal may have arrived before
         gc.collect()
         gc.freeze()
         gc.disable()
         for step in range(first, last + 1):
             if self.stops:
                 break
-            self._enter("first step" if step == first else "step", step)  # the first compiles
+            self._enter("first step" if step == first else "step", step)  # the first may compile
             with self.traced(step):
                 yield step
             self.step = step
             if step == first:
                 timeout = self.cfg.run.step_timeout_seconds
                 shorten_nccl_timeout(max(timeout / 2, timeout - DUMP_SECONDS))
-            if step % COLLECT_EVERY_STEPS == 0:
+            if step % GC_EVERY_STEPS == 0:
                 gc.collect()
         self._enter("end")
 
     def agree(self, valid_tokens: int) -> int:
-        """Once a step: returns the targets of all data ranks, given this rank's, and finds whether
-        any rank was asked to stop. Collective."""
-        # cp and tp ranks have the same samples
+        """Call once a step. Returns the number of targets of all data ranks, and updates `stops`.
+        valid_tokens: this rank's targets. Collective."""
+        # cp and tp ranks count the same samples.
         return self.stop_flag.all_reduce(valid_tokens) // (self.world.cp * self.world.tp)
 
     def log_save(self, step: int, problem: str | None) -> None:
-        """Logs how the save of a step ended, on rank 0. problem: why it failed, None if it
-        succeeded."""
+        """Logs whether the save of a step succeeded, on rank 0. problem: why it failed, or None."""
         assert self.run_lock
         if problem:
             log.error("not saved: %s", problem)
@@ -206,14 +202,14 @@ class Run:
             self.run_lock.write_status("running", step)
 
     def end(self) -> None:
-        """Records how the run ended, once all ranks are through. Collective. Raises SaveFailed if
-        it was stopped and nothing saves its steps."""
+        """Writes the final status, once all ranks have finished. Collective. Raises SaveFailed if the
+        run was stopped and its steps are not saved, because [checkpoint] is off."""
         dist.barrier()
         if self.checkpointer and self.stops and not self.cfg.checkpoint:
             raise SaveFailed(
                 f"stopped after step {self.step}; without [checkpoint] nothing is saved"
             )
-        if self.run_lock is None:  # not rank 0, or it only evaluated
+        if self.run_lock is None:  # not rank 0, or --eval-only
             return
         if self.stops:
             name = signal.Signals(self.stop_flag.signal).name
@@ -224,8 +220,8 @@ class Run:
             self.run_lock.write_status("finished", self.step)
 
     def fail(self, code: int) -> None:
-        """Records a failure. First lets a save in the background finish: it is valid whatever else
-        failed."""
+        """Writes the status of a failure. First waits for a save in the background, which is valid
+        whatever else failed."""
         if self.checkpointer:
             self.checkpointer.wait()
         if self.run_lock:

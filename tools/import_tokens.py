@@ -27,8 +27,8 @@ import numpy as np
 import system
 from config import ConfigError, run_tool
 from data.folder import MANIFEST, sample_hash, short_hash
-from data.order import name_hash
 from tools.prepare.parts import last_hundredth
+from tools.prepare.source import name_hash
 from tools.prepare.tokenizer import tokenizer_files, tokenizer_hash
 
 SUFFIXES = (".bin", ".npy", ".ds")

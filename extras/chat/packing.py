@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from config import ConfigError
-from data.tokens import TokenStream, stream_of
+from data.tokens import TokenStream, mapped, stream_of
 
 SAMPLED = 2000  # conversations whose tokens with a loss are counted at a launch
 
@@ -195,12 +195,22 @@ class Packed:
         return line
 
 
+def document_ends(stream: TokenStream) -> np.ndarray:
+    """The position after the last token of each document. Reads all files of ends."""
+    ends = [np.empty(0, np.int64)]
+    for file, file_end in zip(stream.files, stream.file_ends):
+        assert file.ends, "conversations have a file of ends"
+        of_file = mapped(file.ends)
+        ends.append(of_file[of_file <= file.length] + (file_end - file.length))
+    return np.concatenate(ends)
+
+
 def open_packed(
     folder: pathlib.Path, manifest: dict, split: str, vocab_size: int, seq_len: int, seed: int
 ) -> Packed:
     """Opens "train" or "heldout" and plans its windows. Raises ConfigError and OSError."""
     stream = stream_of(folder, manifest, split, vocab_size)
-    ends = stream.document_ends()
+    ends = document_ends(stream)
     left_out = manifest["left_out"]
     if split == "train" and not len(ends):
         raise ConfigError(

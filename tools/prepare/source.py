@@ -3,6 +3,7 @@
 import collections
 import errno
 import glob
+import hashlib
 import io
 import json
 import math
@@ -17,7 +18,6 @@ from typing import IO, Any, NamedTuple
 import config
 from config import ConfigError
 from data.folder import STDLIB
-from data.order import name_hash
 from system import TRANSIENT_ERRORS, print_error, warn_once
 from tools.prepare.formats import options_for, row_format
 from tools.prepare.row_format import MissingColumn
@@ -51,6 +51,12 @@ class ByteRange(NamedTuple):
     file: SourceFile
     begin: int = 0
     end: int | None = None
+
+
+def name_hash(name: str) -> bytes:
+    """The sort key of a source's files, from the name within the source: files are read in the order of
+    a hash, so that a corpus of many files is shuffled."""
+    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
 
 
 def documents(
