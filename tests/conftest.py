@@ -29,21 +29,22 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import config
 import system
 from config import ConfigError
+from data.dataset import open_dataset
 from data.folder import identity
+from data.loader import Loader
 from model import loss as loss_module
 from model.build import meta_model
 from model.llama import Llama, named_parameters
 from parallel.materialize import ReadShard, materialize
-from parallel.mesh import World, build_mesh
+from parallel.mesh import World, build_mesh, fsdp_mesh
 from parallel.parallelize import parallelize
-from tests.gloo import run_on_ranks
 
 torch.set_num_threads(1)
 REPO = pathlib.Path(__file__).parent.parent
@@ -55,14 +56,7 @@ if not (REPO / "tools").exists():
             collect_ignore.append(path)
 
 TINY = {
-    "model": {
-        "dim": 48,
-        "n_layers": 2,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "ffn_dim": 80,
-        "vocab_size": 320,
-    },
+    "model": dict(dim=48, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=80, vocab_size=320),
     "train": {"steps": 4, "seq_len": 32, "global_batch_size": 8, "micro_batch_size": 2},
     "optim": {"lr": 3e-3, "warmup_steps": 2},
     "parallel": {"param_dtype": "float32"},
@@ -80,44 +74,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first: run two at a time they should not end one by one. A test that starts ranks or a launch
-    is slow."""
-    uses_ranks = {"write_config", "on_ranks"}
+    """The longest files first: run two at a time they should not end one by one. A test of a launch is slow."""
     for item in items:
-        if isinstance(item, pytest.Function) and uses_ranks & {*item.fixturenames}:
+        if "write_config" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
-    order = {"first": 0, "early": 1, None: 2}
-    items.sort(
-        key=lambda item: order[next((m.name for m in item.iter_markers() if m.name in order), None)]
-    )
-
-
-def pytest_collection_finish() -> None:
+    items.sort(key=lambda item: not item.get_closest_marker("early"))
+    items.sort(key=lambda item: not item.get_closest_marker("first"))
     gc.collect()
     gc.freeze()  # a collection need not look through all that imports have made
 
 
-WORDS = (
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "sat",
-    "ran",
-    "on",
-    "under",
-    "mat",
-    "hat",
-    "and",
-    "but",
-    "then",
-    "red",
-    "blue",
-)
+WORDS = "the a cat dog sat ran on under mat hat and but then red blue"
 
 
 def words(seed: int, count: int) -> str:
-    return " ".join(random.Random(seed).choices(WORDS, k=count))
+    return " ".join(random.Random(seed).choices(WORDS.split(), k=count))
 
 
 @pytest.fixture(scope="session")
@@ -140,26 +111,20 @@ def prepared(corpus, tmp_path_factory) -> pathlib.Path:
 
 
 def write_prepared(
-    cfg: config.Config,
-    train: list[np.ndarray],
-    heldout: list[np.ndarray],
-    parts: int = 1,
-    **changes: object,
+    cfg: config.Config, train: list, heldout: list, parts: int = 1, **changes: object
 ) -> None:
-    """The folder of a configuration's source, of these documents' ids. parts: files of the training
-    text. changes: of its manifest."""
+    """The folder of a configuration's source, of these documents' arrays of ids. parts: files of the
+    training text. changes: of its manifest."""
     folder = pathlib.Path(cfg.data.path or "")
     folder.mkdir(parents=True, exist_ok=True)
+    texts = [("heldout", -1, heldout), *(("train", i, train[i::parts]) for i in range(parts))]
     token_files: dict[str, list] = {"train": [], "heldout": []}
-    for number in range(-1, parts):
-        split = "heldout" if number < 0 else "train"
-        documents = heldout if number < 0 else train[number::parts]
+    for split, number, documents in texts:
         names = [f"{split}-{number}{suffix}" for suffix in (".bin", ".ends.bin", ".sizes.bin")]
         ends = np.cumsum([len(ids) for ids in documents], dtype="<i8")
         np.concatenate(documents).astype("<u2").tofile(folder / names[0])
         ends.tofile(folder / names[1])
-        # in bytes: one less than ids
-        (np.diff(ends, prepend=0) - 1).tofile(folder / names[2])
+        (np.diff(ends, prepend=0) - 1).tofile(folder / names[2])  # bytes: one less than ids
         entry = [names[0], "uint16", int(ends[-1]), 0, names[1], None, names[2]]
         token_files[split].append(entry)
     source = pathlib.Path(cfg.data.source)
@@ -183,15 +148,13 @@ def write_prepared(
 
 def tables(**sections: dict | None) -> dict:
     """TINY with sections changed key by key; None removes a section or a key."""
-    merged = {
-        name: {**TINY.get(name, {}), **(sections.get(name, {}) or {})}
-        for name in {*TINY, *sections}
-    }
-    return {
-        name: {key: value for key, value in values.items() if value is not None}
-        for name, values in merged.items()
-        if sections.get(name, {}) is not None
-    }
+    merged = {}
+    for name in TINY | sections:
+        changes = sections.get(name, {})
+        if changes is not None:
+            values = {**TINY.get(name, {}), **changes}
+            merged[name] = {key: value for key, value in values.items() if value is not None}
+    return merged
 
 
 def make_config(**sections: dict | None) -> config.Config:
@@ -220,6 +183,27 @@ def build(cfg: config.Config, world: World, read: ReadShard | None = None) -> Ll
     return model
 
 
+def over_meshes(tensors: list[Tensor], world: World) -> Iterator[tuple[str, nn.ParameterList]]:
+    """(a mesh, these tensors as parameters on it), of every mesh of so many ranks. The last is on none."""
+    n = world.size
+    meshes = {"sharded": (1, n, 1, 1), "replicas": (n, 1, 1, 1)}
+    if n == 4:
+        meshes |= {"hybrid": (2, 2, 1, 1), "cp": (1, 2, 2, 1), "tp": (1, 2, 1, 2)}
+    for name, shape in meshes.items():
+        ours = World(world.rank, n, world.device, build_mesh("cpu", shape))
+        mesh = fsdp_mesh(ours)
+        placements = [Replicate(), Shard(0)][-mesh.ndim :]
+        over: list[tuple] = [(mesh, placements)] * 3
+        if ours.tp > 1:  # by columns, the same on all tp ranks, not known to tp
+            both = ours.mesh["dp_shard", "tp"]
+            over[:2] = [(both, [Shard(0), Shard(1)]), (both, [Shard(0), Replicate()])]
+        model = nn.ParameterList()
+        for tensor, where in zip(tensors, over):
+            model.append(distribute_tensor(tensor, *where, src_data_rank=None))
+        model.append(tensors[-1].clone())
+        yield name, model
+
+
 @contextlib.contextmanager
 def compiled_by(backend: str | Callable) -> Iterator[None]:
     """What is compiled within has this backend of torch.compile, not Inductor."""
@@ -243,7 +227,7 @@ def hashes(tensors: dict[str, Tensor]) -> dict[str, str]:
     return found
 
 
-def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """By name, of the parameters that have one."""
     return {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
 
@@ -264,15 +248,9 @@ def sentencepiece_model(path: pathlib.Path, **options: Any) -> Any:
 
     from tools.prepare.tokenizer import Tokenizer
 
-    defaults = {
-        "normalization_rule_name": "identity",
-        "remove_extra_whitespaces": False,
-        "vocab_size": 300,
-        "model_type": "bpe",
-        "byte_fallback": True,
-        "hard_vocab_limit": False,
-        "minloglevel": 2,
-    }
+    defaults = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    defaults |= {"vocab_size": 300, "model_type": "bpe", "byte_fallback": True}
+    defaults |= {"hard_vocab_limit": False, "minloglevel": 2}
     with path.open("wb") as file:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=(words(i, 50) for i in range(50)),
@@ -298,11 +276,6 @@ def needs_extra(*names: str) -> pytest.MarkDecorator:
 def nightly_if(takes_long: bool) -> list[pytest.MarkDecorator]:
     """The marks of a case that reaches nothing which the others do not."""
     return [pytest.mark.nightly] if takes_long else []
-
-
-def available(cases: dict) -> dict:
-    """The cases, sections by name, that need no removed extra: for a table whose cases all run in one launch."""
-    return {name: sections for name, sections in cases.items() if not lacks(**sections)}
 
 
 def lacks(**sections: dict | None) -> bool:
@@ -334,10 +307,7 @@ def shipped_configs() -> list[pathlib.Path]:
 
 def copy_tracked(folder: pathlib.Path, without: tuple[str, ...] = ()) -> pathlib.Path:
     """The repository as a newcomer has it, tracked files alone, and without these folders."""
-    tracked = subprocess.run(
-        ["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True
-    ).stdout.split()
-    for name in tracked:
+    for name in subprocess.check_output(["git", "ls-files"], cwd=REPO, text=True).split():
         removed = any(name.startswith(f"{path}/") for path in without)
         if not removed and (REPO / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -347,10 +317,8 @@ def copy_tracked(folder: pathlib.Path, without: tuple[str, ...] = ()) -> pathlib
 
 def run_tool(main: Callable, *words: object) -> int:
     """The exit code of a tool, as from the shell."""
-    with (
-        mock.patch.object(sys, "argv", ["tool", *map(str, words)]),
-        pytest.raises(SystemExit) as ended,
-    ):
+    arguments = mock.patch.object(sys, "argv", ["tool", *map(str, words)])
+    with arguments, pytest.raises(SystemExit) as ended:
         config.run_tool(main)
     assert isinstance(ended.value.code, int)
     return ended.value.code
@@ -370,22 +338,13 @@ def config_for(source: object, tmp_path: pathlib.Path, **data: object) -> config
 
 def data_rank(rank: int = 0, ranks: int = 1, cp: int = 1) -> SimpleNamespace:
     """What of a World the data needs: a data rank, on a CPU; with cp the first of that many."""
-    import torch
-
-    return SimpleNamespace(
-        dp_rank=rank,
-        dp_size=ranks,
-        cp=cp,
-        device=torch.device("cpu"),
-        mesh=SimpleNamespace(get_local_rank=lambda name: 0),
-    )
+    mesh = SimpleNamespace(get_local_rank=lambda name: 0)
+    device = torch.device("cpu")
+    return SimpleNamespace(dp_rank=rank, dp_size=ranks, cp=cp, device=device, mesh=mesh)
 
 
 def loader_of(cfg: config.Config, rank: int = 0, ranks: int = 1, step: int = 0, cp: int = 1) -> Any:
     """The Loader of a data rank after a step."""
-    from data.dataset import open_dataset
-    from data.loader import Loader
-
     samples = step * cfg.train.global_batch_size
     return Loader(open_dataset(cfg), cfg.train, data_rank(rank, ranks, cp), step, samples)
 
@@ -407,20 +366,13 @@ def write_config(tmp_path, corpus, prepared):
 
 
 def launch(
-    *arguments: object,
-    nproc: int = 1,
-    cwd: pathlib.Path = REPO,
-    repo: pathlib.Path = REPO,
-    **env: str,
+    *arguments: object, nproc: int = 1, cwd: object = REPO, repo: pathlib.Path = REPO, **env: str
 ) -> subprocess.CompletedProcess:
     """repo/run_train.sh, to its end."""
+    command = [repo / "run_train.sh", *map(str, arguments)]
+    env = {**os.environ, "PYTHON": sys.executable, "NPROC": str(nproc), **env}
     return subprocess.run(
-        [repo / "run_train.sh", *map(str, arguments)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHON": sys.executable, "NPROC": str(nproc), **env},
+        command, cwd=str(cwd), capture_output=True, text=True, timeout=300, env=env
     )
 
 
@@ -463,11 +415,6 @@ def saved_tensors(folder: pathlib.Path, step: int) -> dict[str, Tensor]:
 def content(folder: pathlib.Path) -> dict[pathlib.Path, bytes | None]:
     """Every file below it, and every folder."""
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
-
-
-@pytest.fixture(scope="session")
-def on_ranks():
-    return run_on_ranks
 
 
 @pytest.fixture(scope="session")

@@ -45,9 +45,7 @@ class RoutedFeedForward(FeedForward):
         return out, {"balance": 0.1 * balance, "router_z": 0.01 * z_loss}
 
 
-def routed_block(
-    block: Block, x: Tensor, cos: Tensor, sin: Tensor, mask=None
-) -> tuple[Tensor, dict]:
+def routed_block(block: Block, x: Tensor, cos: Tensor, sin: Tensor, mask=None) -> tuple:
     x = x + block.attention(block.attention_norm(x), cos, sin, mask)
     out, terms = block.feed_forward(block.feed_forward_norm(x))
     return x + out, terms
@@ -76,21 +74,14 @@ def routed_context_parallelism(as_before: Callable, model, seq_len, world) -> No
 @contextlib.contextmanager
 def routed() -> Iterator[None]:
     """The model with RoutedFeedForward in every block, on every mesh."""
-    with contextlib.ExitStack() as changes:
-        changes.enter_context(mock.patch("model.llama.FeedForward", RoutedFeedForward))
-        changes.enter_context(mock.patch.object(Block, "forward", routed_block))
-        changes.enter_context(
-            mock.patch.dict(
-                "parallel.tensor.TP_PLAN", {"blocks.*.feed_forward.router": Replicate()}
-            )
-        )
-        changes.enter_context(
-            mock.patch.object(
-                context,
-                "apply_context_parallelism",
-                partial(routed_context_parallelism, context.apply_context_parallelism),
-            )
-        )
+    in_context = partial(routed_context_parallelism, context.apply_context_parallelism)
+    plan = {"blocks.*.feed_forward.router": Replicate()}
+    with (
+        mock.patch("model.llama.FeedForward", RoutedFeedForward),
+        mock.patch.object(Block, "forward", routed_block),
+        mock.patch.dict("parallel.tensor.TP_PLAN", plan),
+        mock.patch.object(context, "apply_context_parallelism", in_context),
+    ):
         yield
 
 
@@ -184,8 +175,7 @@ def attend_with_sink(attention: Attention, q: Tensor, k: Tensor, v: Tensor, mask
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5  # (B, H, T, T)
-    scores = scores.masked_fill(
-        torch.ones(length, length, device=q.device).triu(1).bool(), -math.inf
-    )
+    later = torch.ones(length, length, device=q.device).triu(1).bool()
+    scores = scores.masked_fill(later, -math.inf)
     sink = attention.sink[:, None, None].expand(*scores.shape[:3], 1)
     return torch.cat([scores, sink], dim=3).softmax(3)[..., :-1] @ v

@@ -82,11 +82,7 @@ def joined(documents: list[list[int]]) -> Text:
 
 @functools.cache
 def read_source(
-    pattern: str,
-    field: str,
-    max_tokens: int | None,
-    validation: str | None,
-    tokenizer: str,
+    pattern: str, field: str, max_tokens: int | None, validation: str | None, tokenizer: str
 ) -> Source:
     """Training text up to the document with which max_tokens are reached. Held out are the documents whose hash
     says so, or another source's, or else the last hundredth of the text."""
@@ -169,9 +165,7 @@ def window(text: Text, start: int, length: int, masked: bool) -> tuple[list[int]
     if not masked:
         documents = [0] * len(documents)
     targets = []
-    for (_, before), (after, document) in zip(
-        zip(ids, documents), zip(ids[1:], documents[1:]), strict=False
-    ):
+    for after, before, document in zip(ids[1:], documents, documents[1:]):
         targets.append(after if before == document else IGNORED)
     lacking = length - len(targets)
     inputs = (ids + [0] * length)[:length]
@@ -201,16 +195,14 @@ def rotated(x: Tensor, m: config.Model, positions: Tensor) -> Tensor:
         wave = 2 * math.pi / frequency
         low_wave = s.original_max_position_embeddings / s.low_freq_factor
         high_wave = s.original_max_position_embeddings / s.high_freq_factor
-        smooth = (s.original_max_position_embeddings / wave - s.low_freq_factor) / (
-            s.high_freq_factor - s.low_freq_factor
-        )
+        smooth = s.original_max_position_embeddings / wave - s.low_freq_factor
+        smooth = smooth / (s.high_freq_factor - s.low_freq_factor)
         between = (1 - smooth) * frequency / s.factor + smooth * frequency
         longer = torch.where(wave > low_wave, frequency / s.factor, between)
         frequency = torch.where(wave < high_wave, frequency, longer)
     angle = positions[:, None, :, None] * frequency  # (B, 1, T, E/2)
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
-        torch.ones_like(angle), angle
-    )
+    unit = torch.polar(torch.ones_like(angle), angle)
+    turned = torch.complex(x[..., :half], x[..., half:]) * unit
     return torch.cat([turned.real, turned.imag], -1)
 
 
@@ -247,38 +239,36 @@ def logits_of(
         x = x + linear((scores.softmax(-1) @ v).transpose(1, 2).flatten(2), "attention.o_proj")
         h = rms_norm(x, weights[f"blocks.{i}.feed_forward_norm.weight"], m.norm_eps)
         gate = linear(h, "feed_forward.gate_proj")
-        x = x + linear(
-            gate * gate.sigmoid() * linear(h, "feed_forward.up_proj"), "feed_forward.down_proj"
-        )
+        hidden = gate * gate.sigmoid() * linear(h, "feed_forward.up_proj")
+        x = x + linear(hidden, "feed_forward.down_proj")
     return rms_norm(x, weights["head.norm.weight"], m.norm_eps) @ head.T
 
 
 # The weights before the first step
 
 
+NAMES = {  # here, and in Hugging Face's folders
+    "embedding.": "model.embed_tokens.",
+    "head.norm.": "model.norm.",
+    "head.": "lm_head.",
+    "blocks.": "model.layers.",
+    ".attention_norm": ".input_layernorm",
+    ".feed_forward_norm": ".post_attention_layernorm",
+    ".attention.": ".self_attn.",
+    ".feed_forward.": ".mlp.",
+}
+
+
 def name_in_folder(name: str) -> str:
-    """Hugging Face's name of a weight."""
-    names = {"embedding.": "model.embed_tokens.", "head.norm.": "model.norm.", "head.": "lm_head."}
-    for ours, theirs in names.items():
-        if name.startswith(ours):
-            return theirs + name.removeprefix(ours)
-    names = {
-        "blocks.": "model.layers.",
-        "attention_norm": "input_layernorm",
-        "feed_forward_norm": "post_attention_layernorm",
-        "attention.": "self_attn.",
-        "feed_forward.": "mlp.",
-    }
-    for ours, theirs in names.items():
+    for ours, theirs in NAMES.items():
         name = name.replace(ours, theirs)
     return name
 
 
 def name_in_adapter(name: str) -> str:
     """PEFT's name of ...q_proj.lora_a.weight."""
-    return f"base_model.model.{name_in_folder(name)}".replace("lora_a", "lora_A").replace(
-        "lora_b", "lora_B"
-    )
+    name = name_in_folder(name).replace("lora_a", "lora_A").replace("lora_b", "lora_B")
+    return f"base_model.model.{name}"
 
 
 def first_weights(cfg: config.Config) -> dict[str, Tensor]:
@@ -394,14 +384,12 @@ class Run:
     def __init__(self, cfg: config.Config):
         self.weights = first_weights(cfg)
         self.optimizer = Optimizer(cfg.optim, self.weights)
-        self.trained = [
-            name
-            for name in self.weights
-            if not any(fnmatch.fnmatch(name, pattern) for pattern in cfg.model.freeze)
-            and (cfg.lora is None or "lora_" in name)
-        ]
-        for name in self.trained:
-            self.weights[name].requires_grad_()
+        self.trained = []
+        for name, weight in self.weights.items():
+            is_frozen = any(fnmatch.fnmatch(name, pattern) for pattern in cfg.model.freeze)
+            if not is_frozen and (cfg.lora is None or "lora_" in name):
+                self.trained.append(name)
+                weight.requires_grad_()
         self.samples = 0  # read so far
         self.rows: dict[int, dict] = {}
         self.evaluations: dict[int, dict] = {}
@@ -466,23 +454,17 @@ class Run:
                 tokens = cfg.eval.batches * cfg.train.global_batch_size * cfg.train.seq_len
                 count = min(count, tokens + 1)
             read = Text(text.ids[:count], text.document[:count])
-            rows = [
-                window(read, start, cfg.train.seq_len, masked)
-                for start in range(0, count - 1, cfg.train.seq_len)
-            ]
+            starts = range(0, count - 1, cfg.train.seq_len)
+            rows = [window(read, start, cfg.train.seq_len, masked) for start in starts]
             losses, its_targets = self.losses(cfg, rows)
             nats.append(losses.sum().item())
             targets.append(its_targets)
             sizes.append(text_bytes(text, count, cfg.data.tokenizer))
-        found = {
-            "loss": sum(nats) / sum(targets),
-            "bits_per_byte": sum(nats) / math.log(2) / sum(sizes),
-        }
+        bits = [n / math.log(2) for n in nats]
+        found: dict = {"loss": sum(nats) / sum(targets), "bits_per_byte": sum(bits) / sum(sizes)}
         if cfg.data.sources:
             found["loss_by_source"] = [n / t for n, t in zip(nats, targets)]
-            found["bits_per_byte_by_source"] = [
-                n / math.log(2) / size for n, size in zip(nats, sizes)
-            ]
+            found["bits_per_byte_by_source"] = [n / size for n, size in zip(bits, sizes)]
         return found
 
 

@@ -12,11 +12,8 @@ import torch.nn.functional as F
 import evaluate
 from data.dataset import open_dataset
 from evaluate import Evaluation
-from tests.conftest import (
-    build,
-    make_config,
-    mesh_for,
-)
+from tests import forks
+from tests.conftest import build, make_config, mesh_for
 from tests.distributed import distributed
 from tests.reference import fresh_model
 
@@ -61,23 +58,23 @@ def test_source_without_a_target_has_no_loss_and_leaves_the_mean_alone(world, mo
 @pytest.mark.parametrize("ranks, parallel", [(1, {}), (2, {}), (2, {"cp": 2}), (2, {"tp": 2})])
 @distributed()
 def test_loss_is_the_mean_over_all_targets(world, ranks, parallel, corpus, prepared):
-    """Of the model in evaluation mode; afterwards it is in training mode again."""
+    """Without a fork's terms. Of the model in evaluation mode; afterwards it is in training mode again."""
     data = {"source": str(corpus), "path": str(prepared)}
     cfg = make_config(data=data, parallel=parallel, eval={})
     world = mesh_for(cfg, world)
-    model = build(cfg, world)
     modes = set()
-    model.head.register_forward_hook(lambda head, *unused: modes.add(head.training))
     dataset = open_dataset(cfg)
-    result = Evaluation(cfg, model, world, dataset, mock.MagicMock(stops=False)).result()
     stream = dataset.sources[0].validation
     ids = torch.from_numpy(stream.read(0, stream.length))
-    plain = fresh_model(cfg)
     nats = 0.0
-    for begin in range(0, stream.length - 1, cfg.train.seq_len):
-        window = ids[begin : begin + cfg.train.seq_len + 1]
-        with torch.no_grad():
+    with forks.routed(), torch.no_grad():
+        model = build(cfg, world)
+        model.head.register_forward_hook(lambda head, *unused: modes.add(head.training))
+        result = Evaluation(cfg, model, world, dataset, mock.MagicMock(stops=False)).result()
+        plain = fresh_model(cfg)
+        for begin in range(0, stream.length - 1, cfg.train.seq_len):
+            window = ids[begin : begin + cfg.train.seq_len + 1]
             logits = plain(window[None, :-1])[0]
-        nats += F.cross_entropy(logits, window[1:], reduction="sum").item()
+            nats += F.cross_entropy(logits, window[1:], reduction="sum").item()
     assert result and result["loss"] == pytest.approx(nats / (stream.length - 1), rel=1e-5)
     assert modes == {False} and model.training

@@ -1,14 +1,13 @@
 """minimal.py is the specification: train.py makes its fresh weights, losses, gradient norms and
 checkpoints, on 1, 2 and 4 ranks."""
 
-import ast
 import contextlib
 import functools
 import io
 import json
 import math
-import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -41,67 +40,42 @@ BASE = {
     "checkpoint": {},
 }
 SMALL = {"dim": 20, "n_layers": 1, "n_heads": 1, "ffn_dim": 8}
-CASES = {
+FULL = {"recompute": "full", "prefetch_forward": 2, "prefetch_backward": 2}
+KEPT = {"reshard_after_forward": False, "prefetch_forward": 0, "prefetch_backward": 0}
+TIED = {"tie_embeddings": True, "head_dim": 10, "n_heads": 4, "n_kv_heads": 2}
+WSD = {"schedule": "wsd", "decay_steps": 2, "schedule_steps": 5, "min_lr_ratio": 0.5}
+HALF = {"param_dtype": "bfloat16"}
+ONE = {"micro_batch_size": 1}
+CASES: dict[str, dict] = {
     "plain": {"train": {"micro_batch_size": None}},
-    "recomputed": {
-        "parallel": {"recompute": "full", "prefetch_forward": 2, "prefetch_backward": 2},
-        "optim": {"schedule": "linear"},
-        "train": {"micro_batch_size": 1},
-    },
+    "recomputed": {"parallel": FULL, "optim": {"schedule": "linear"}, "train": ONE},
     "kept": {
-        "parallel": {
-            "reshard_after_forward": False,
-            "prefetch_forward": 0,
-            "prefetch_backward": 0,
-            "reduce_dtype": "bfloat16",
-        },
+        "parallel": {**KEPT, "reduce_dtype": "bfloat16"},
         "optim": {"schedule": "constant"},
         "train": {"max_grad_norm": "off"},
         "run": {"seed": 7},
     },
     "tied": {
-        "model": {
-            "tie_embeddings": True,
-            "head_dim": 10,
-            "n_heads": 4,
-            "n_kv_heads": 2,
-            "norm_eps": 1e-2,
-            "rope_theta": 100.0,
-        },
-        "optim": {
-            "schedule": "wsd",
-            "decay_steps": 2,
-            "schedule_steps": 5,
-            "min_lr_ratio": 0.5,
-            "betas": [0.8, 0.9],
-        },
+        "model": {**TIED, "norm_eps": 1e-2, "rope_theta": 100.0},
+        "optim": {**WSD, "betas": [0.8, 0.9]},
     },
-    "tied, recomputed": {
-        "model": {"tie_embeddings": True},
-        "train": {"micro_batch_size": 1},
-        "parallel": {"recompute": "full", "prefetch_forward": 2, "prefetch_backward": 2},
-    },
-    "bfloat16": {"parallel": {"param_dtype": "bfloat16"}},
+    "tied, recomputed": {"model": {"tie_embeddings": True}, "train": ONE, "parallel": FULL},
+    "bfloat16": {"parallel": HALF},
     "bfloat16, wide stream": {
-        "parallel": {
-            "param_dtype": "bfloat16",
-            "output_dtype": "float32",
-            "reduce_dtype": "bfloat16",
-        },
-        "train": {"micro_batch_size": 1},
+        "parallel": {**HALF, "output_dtype": "float32", "reduce_dtype": "bfloat16"},
+        "train": ONE,
     },
     "narrow stream": {"parallel": {"output_dtype": "bfloat16"}},
     "epochs": {  # of 23 windows
         "model": SMALL,
-        "train": {"steps": 4, "seq_len": 1000, "global_batch_size": 12, "micro_batch_size": 1},
+        "train": {"seq_len": 1000, "global_batch_size": 12, **ONE},
         "checkpoint": {"save_every_steps": 2},
     },
     "few": {  # an epoch, of 76 windows, ends in the eighth step
         "model": SMALL,
-        "train": {"steps": 12, "seq_len": 30, "global_batch_size": 10, "micro_batch_size": 1},
+        "train": {"steps": 12, "seq_len": 30, "global_batch_size": 10, **ONE},
     },
 }
-TEXT_OF = {"few": "few"}
 RANKS = {1: ["plain", "tied", "bfloat16", "epochs"], 2: [*CASES], 4: ["plain", "tied, recomputed"]}
 # relative differences of tensors in checkpoints
 NARROW = {"exp_avg": 2**-6, "exp_avg_sq": 2**-6}
@@ -143,8 +117,7 @@ def check_rows(
     ours: list[dict], theirs: list[dict], loss: float = 1e-5, norm: float = 2e-4
 ) -> None:
     """loss, norm: relative differences that are allowed."""
-    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
-    for key, difference in {"loss": loss, "grad_norm": norm}.items():
+    for key, difference in {"step": 0, "loss": loss, "grad_norm": norm}.items():
         expected = [row[key] for row in theirs]
         assert [row[key] for row in ours] == pytest.approx(expected, rel=difference)
 
@@ -162,7 +135,7 @@ ROWS = [(ranks, case) for ranks, cases in RANKS.items() for case in cases]
 @pytest.mark.parametrize("ranks, case", ROWS)
 @distributed()
 def test_train_computes_what_minimal_does(world, texts, tmp_path, ranks, case):
-    data = texts[TEXT_OF.get(case, "three files")]
+    data = texts["few" if case == "few" else "three files"]
     path = tmp_path / "x.toml"
     on_rank_zero(lambda: toml(tmp_path, {"data": data}, CASES[case]))
     cfg = config.load(str(path))
@@ -173,10 +146,7 @@ def test_train_computes_what_minimal_does(world, texts, tmp_path, ranks, case):
         return
     files = minimal.open_data(minimal.read_options(str(path)))
     assert (len(files) > 1) == (case != "few")  # windows lie in two
-    if "bfloat16" in case:
-        check_rows(ours, theirs, 2**-11, 2**-10)
-    else:
-        check_rows(ours, theirs)
+    check_rows(ours, theirs, *((2**-11, 2**-10) if "bfloat16" in case else ()))
     checkpoint = f"checkpoints/step-{cfg.train.steps:08d}"
     expected = read_by_torch(config.run_folder(cfg.run) / checkpoint, tmp_path / "theirs")
     tensors = read_by_torch(tmp_path / "x-minimal" / checkpoint, tmp_path / "ours")
@@ -214,7 +184,7 @@ def test_fresh_weights_are_equal_bit_for_bit(world, tmp_path, ranks, case):
 
 
 @pytest.mark.slow
-def test_a_run_of_one_process_resumes_on_two_with_another_batch_size(texts, tmp_path):
+def test_run_of_one_process_resumes_on_two_with_another_batch_size(texts, tmp_path):
     """By its own commands, on data that it finds in prepared/: as train.py on one process."""
     data = {"source": texts["three files"]["source"]}
     shutil.copytree(texts["three files"]["path"], tmp_path / "prepared" / "three files")
@@ -226,13 +196,8 @@ def test_a_run_of_one_process_resumes_on_two_with_another_batch_size(texts, tmp_
     for steps, batch_size, command in (7, 8, []), (12, 4, torchrun):
         train = {"steps": steps, "global_batch_size": batch_size, "micro_batch_size": 2}
         path = toml(tmp_path, schedule, {"data": data, "train": train})
-        done = subprocess.run(
-            [sys.executable, *command, REPO / "minimal.py", path],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
+        command = [sys.executable, *command, REPO / "minimal.py", path]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         ours += [json.loads(line) for line in done.stdout.splitlines()]
         path = toml(tmp_path / "theirs", schedule, {"data": texts["three files"], "train": train})
@@ -244,7 +209,7 @@ def test_a_run_of_one_process_resumes_on_two_with_another_batch_size(texts, tmp_
 
 
 @distributed(ranks=2)
-def test_a_gradient_that_is_not_finite_ends_the_run(world, texts, tmp_path, monkeypatch):
+def test_gradient_that_is_not_finite_ends_the_run(world, texts, tmp_path, monkeypatch):
     path = tmp_path / "x.toml"
     on_rank_zero(lambda: toml(tmp_path, {"data": texts["three files"]}))
     monkeypatch.setattr(minimal, "learning_rate", lambda *arguments: math.nan)
@@ -338,36 +303,19 @@ def write_folder(name: str, identity: dict, complete: bool = True) -> None:
 # Options
 
 
+REFUSED = """parallel.tp=2 parallel.cp=2 parallel.float8="rowwise" parallel.keep_fp32=["head"]
+optim.state_dtype="bfloat16" optim.name="muon" model.freeze=["head*"] model.init_from="x"
+model.qk_norm=true model.rope_scaling.factor=2 data.document_mask=true data.sources=[{source="x"}]
+data.format="tokens" data.messages_field="x" lora.rank=2 train.skip_nonfinite=1 train.step=1
+sections.x=1 run.sed=7 eval.batch=1 checkpoint.keep=2"""
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("parallel.tp", "2"),
-        ("parallel.cp", "2"),
-        ("parallel.float8", '"rowwise"'),
-        ("parallel.keep_fp32", '["head"]'),
-        ("optim.state_dtype", '"bfloat16"'),
-        ("optim.name", '"muon"'),
-        ("model.freeze", '["head*"]'),
-        ("model.init_from", '"x"'),
-        ("model.qk_norm", "true"),
-        ("model.rope_scaling.factor", "2"),
-        ("data.document_mask", "true"),
-        ("data.sources", '[{source = "x"}]'),
-        ("data.format", '"tokens"'),
-        ("data.messages_field", '"x"'),
-        ("lora.rank", "2"),
-        ("train.skip_nonfinite", "1"),
-        ("train.step", "1"),
-        ("sections.x", "1"),
-        ("run.sed", "7"),
-        ("eval.batch", "1"),
-        ("checkpoint.keep", "2"),
-    ],
-)
-def test_an_option_that_is_not_implemented_is_refused(tmp_path, name, value):
+@pytest.mark.parametrize("option", REFUSED.split())
+def test_option_that_is_not_implemented_is_refused(tmp_path, option):
     path = toml(tmp_path)
     minimal.read_options(str(path))
+    name, _, value = option.partition("=")
     section, key = name.rsplit(".", 1)
     lines = path.read_text().splitlines()
     if f"[{section}]" not in lines:
@@ -389,9 +337,7 @@ def test_an_option_that_is_not_implemented_is_refused(tmp_path, name, value):
         ((REPO / "configs/tiny.toml").read_text(), "run_train.sh -m prepare CONFIG"),
     ],
 )
-def test_wrong_input_ends_with_2_and_without_a_traceback(
-    tmp_path, monkeypatch, capsys, text, expected
-):
+def test_wrong_input_exits_with_2(tmp_path, monkeypatch, capsys, text, expected):
     monkeypatch.chdir(tmp_path)
     if text is not None:
         pathlib.Path("x.toml").write_text(text)
@@ -416,9 +362,9 @@ def test_defaults_are_those_of_train():
     for section, defaults in minimal.OPTIONS:
         for option, default in defaults.items():
             theirs = config.SCHEMA.options[f"{section}.{option}"].default
-            theirs = None if theirs is MISSING else theirs
-            theirs = [*theirs] if isinstance(theirs, tuple) else theirs
-            assert default == theirs, option
+            if isinstance(theirs, tuple):
+                theirs = [*theirs]
+            assert default == (None if theirs is MISSING else theirs), option
 
 
 @pytest.mark.quick
@@ -452,15 +398,7 @@ def test_options_that_change_no_loss_are_ignored(tmp_path):
 def test_it_is_one_page_that_imports_torch_alone():
     lines = (REPO / "minimal.py").read_text().splitlines()
     assert len(lines) <= 400 and max(map(len, lines)) <= 100
-    tree = ast.parse("\n".join(lines))
-    names = set()
-    for node in ast.walk(tree):
-        assert not isinstance(node, ast.Global)
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module)
-    assert {name.split(".")[0] for name in names} <= {"torch", "tomli", *sys.stdlib_module_names}
-    for node in tree.body:
-        if isinstance(node, ast.Assign):
-            assert all(target.id.isupper() for target in node.targets)
+    text = "\n".join(lines)
+    modules = {*re.findall(r"^ *(?:from|import) (\w+)", text, re.M)}
+    assert modules <= {"torch", "tomli", *sys.stdlib_module_names}
+    assert not re.search(r"^ *global |^[a-z]\w* = ", text, re.M)

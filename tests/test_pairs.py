@@ -5,13 +5,14 @@ drawn once, so that nearly any two values of options that the same code reads ar
 in the first 24, which need no extra. Paths that begin with @ are below folder().
 """
 
-import functools
+import contextlib
 import itertools
 import json
 import pathlib
 import shutil
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +20,21 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 import config
-from tests import cases, plain
-from tests.conftest import REPO, lacks, make_config, rows, words
+from parallel import materialize
+from parallel.mesh import World
+from tests import plain
+from tests.conftest import (
+    REPO,
+    compiled_by,
+    lacks,
+    make_config,
+    refuses,
+    rows,
+    train_run,
+    words,
+)
 from tests.conftest import saved_tensors as weights
+from tests.distributed import run_on_ranks
 from tools.prepare.prepare import prepare
 
 pytestmark = [pytest.mark.first, pytest.mark.slow]
@@ -147,52 +160,51 @@ def legs_of(sections: dict) -> list[Leg]:
     return [Leg(begun, 0), Leg({**sections, "train": train}, before)]
 
 
-class Trained(NamedTuple):
-    folder: pathlib.Path
-    legs: list[Leg]
-    refused: list[str]  # why each leg was
+def sections_of(number: int, folder: pathlib.Path) -> dict:
+    found = json.loads(ROWS[number].replace('"@', f'"{folder}/'))
+    return {
+        **found,
+        "train": {**found.get("train", {}), "steps": STEPS},
+        "run": {**found.get("run", {}), "name": f"row-{number}", "output_dir": f"{folder}/runs"},
+    }
 
 
 @pytest.fixture(scope="module")
-def train_all(folder, on_ranks) -> Callable[[int], dict[int, Trained]]:
-    """Trains the rows of a number of ranks, in one process group; they are known by their numbers."""
-    data: dict[str, str] = {}
+def prepared_once(folder) -> Callable[[dict], str]:
+    """The folder of a row's data; rows may share it."""
+    made: dict[str, str] = {}
 
-    @functools.cache
-    def train(ranks: int) -> dict[int, Trained]:
-        runs = {}
-        launches = []
-        for number, row in enumerate(ROWS):
-            sections = sections_of(row, folder)
-            if sections.pop("ranks") != ranks or lacks(**sections):
-                continue
-            sections["data"]["path"] = prepared_once(sections, folder, data)
-            run = Trained(folder / f"runs/row-{number}", legs_of(sections), [])
-            at = {"name": run.folder.name, "output_dir": str(run.folder.parent)}
-            for leg in run.legs:
-                leg.sections["run"] = {**sections.get("run", {}), **at}
-                launches.append((run, leg.sections))
-            runs[number] = run
-        refused = on_ranks(ranks, cases.train_in_turn, [each for _, each in launches], timeout=900)
-        for (run, _), why in zip(launches, refused[0]):
-            run.refused.append(why)
-        return runs
+    def prepared(sections: dict) -> str:
+        text = {key: value for key, value in sections["data"].items() if key != "document_mask"}
+        path = made.setdefault(repr(text), str(folder / f"data-{len(made)}"))
+        cfg = make_config(**{**sections, "data": {**sections["data"], "path": path}})
+        prepare(cfg.data, cfg.model.vocab_size)
+        return path
 
-    return train
+    return prepared
 
 
-def sections_of(row: str, folder: pathlib.Path) -> dict:
-    found = json.loads(row.replace('"@', f'"{folder}/'))
-    return {**found, "train": {**found.get("train", {}), "steps": STEPS}}
+@contextlib.contextmanager
+def larger_weights() -> Iterator[None]:
+    """Fresh projections are eight times as large: as they are, attention is nearly uniform, and hardly any option of
+    the model shows in a loss."""
+    draw = materialize.draw
+
+    def larger(out: torch.Tensor, *arguments: Any) -> None:
+        draw(out, *arguments)
+        if arguments[-1].endswith("_proj.weight"):
+            out.mul_(8)
+
+    with mock.patch.object(materialize, "draw", larger):
+        yield
 
 
-def prepared_once(sections: dict, folder: pathlib.Path, made: dict[str, str]) -> str:
-    """The folder of its data; rows may share it."""
-    text = {key: value for key, value in sections["data"].items() if key != "document_mask"}
-    path = made.setdefault(repr(text), str(folder / f"data-{len(made)}"))
-    cfg = make_config(**{**sections, "data": {**sections["data"], "path": path}})
-    prepare(cfg.data, cfg.model.vocab_size)
-    return path
+def train_leg(world: World, leg: Leg) -> None:
+    cfg = make_config(**leg.sections)
+    expected = refuses(leg.refused) if leg.refused else contextlib.nullcontext()
+    # traced and partitioned, but without kernels, which take half a minute
+    with expected, larger_weights(), compiled_by("aot_eager_decomp_partition"):
+        train_run(cfg, world)
 
 
 # Their truth
@@ -217,27 +229,26 @@ def near(cfg: config.Config) -> Near:
     return Near(EXACT, EXACT, 1e-4)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(
-            number,
-            id=f"line {number + 1}",
-            marks=[pytest.mark.quick] if json.loads(row)["ranks"] == 1 else [],
-        )
-        for number, row in enumerate(ROWS)
-    ],
-)
-def test_run_is_the_plain_one(number, train_all):
-    runs = train_all(json.loads(ROWS[number])["ranks"])
-    if number not in runs:
+ON_ONE_RANK = [json.loads(row)["ranks"] == 1 for row in ROWS]
+NUMBERS = [
+    pytest.param(number, id=f"line {number + 1}", marks=[pytest.mark.quick] if is_alone else [])
+    for number, is_alone in enumerate(ON_ONE_RANK)
+]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_run_is_the_plain_one(number, folder, prepared_once):
+    sections = sections_of(number, folder)
+    ranks = sections.pop("ranks")
+    if lacks(**sections):
         pytest.skip("it needs an extra that was removed")
-    run = runs[number]
-    for leg, why in zip(run.legs, run.refused, strict=True):
-        assert leg.refused in why and bool(leg.refused) == bool(why), why
-    legs = [leg for leg in run.legs if not leg.refused]
+    sections["data"]["path"] = prepared_once(sections)
+    legs = legs_of(sections)
+    for leg in legs:
+        run_on_ranks(ranks, train_leg, leg)
+    legs = [leg for leg in legs if not leg.refused]
     configs = [make_config(**leg.sections) for leg in legs]
-    with cases.larger_weights():
+    with larger_weights():
         plain_run = plain.Run(configs[0])
     loss_means: dict[int, float] = {}  # by the step of the row
     saved: set[int] = set()
@@ -251,9 +262,10 @@ def test_run_is_the_plain_one(number, train_all):
             saved = {step for step in saved if step <= leg.begins_after}
             saved = kept_of(saved | saved_by(cfg, leg.begins_after), cfg)
     tolerance = near(configs[0])
-    check_rows(rows(run.folder), plain_run, loss_means, tolerance)
-    check_evaluations(rows(run.folder, "eval"), plain_run, tolerance)
-    check_checkpoints(run.folder, saved, plain_run, configs[0], tolerance)
+    run = config.run_folder(configs[0].run)
+    check_rows(rows(run), plain_run, loss_means, tolerance)
+    check_evaluations(rows(run, "eval"), plain_run, tolerance)
+    check_checkpoints(run, saved, plain_run, configs[0], tolerance)
 
 
 def check_checkpoints(

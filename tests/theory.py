@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 import config
 from model.llama import Llama, named_parameters
@@ -12,16 +13,16 @@ from model.loss import CHUNK
 from parallel.activation_checkpoint import KEEP_EVERY, is_checkpointed
 from parallel.fsdp import all_gather_dtype, unit_dtypes, unit_parameters, units
 from parallel.replicated import replicated_parameters
+from parallel.tensor import placement_of
 
 
 def largest_shards(model: Llama, shards: int, tp: int) -> dict[nn.Parameter, int]:
     """Elements of the largest shard of each parameter: ceil(rows / shards) rows of what tp leaves a rank of it."""
-    if tp > 1:
-        from parallel.tensor import placement_of
     found = {}
     for name, q in named_parameters(model):
-        shape, placement = [*q.shape], placement_of(model, name) if tp > 1 else None
-        if placement and placement.is_shard():
+        shape = [*q.shape]
+        placement = placement_of(model, name) if tp > 1 else Replicate()
+        if isinstance(placement, Shard):
             shape[placement.dim] //= tp
         found[q] = math.ceil(shape[0] / shards) * math.prod(shape[1:])
     return found
@@ -48,10 +49,8 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
     p = cfg.parallel
     dp_replicate, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
     shards, dp_size = dp_shard * cp, dp_replicate * dp_shard
-    sequences, accumulation = (
-        config.micro_batch_size(cfg.train, dp_size),
-        config.accumulation_steps(cfg.train, dp_size),
-    )
+    sequences = config.micro_batch_size(cfg.train, dp_size)
+    accumulation = config.accumulation_steps(cfg.train, dp_size)
     reductions = accumulation if p.sync_every_micro_batch else 1
     scatters = accumulation if dp_replicate > 1 else reductions
     replicated, numel = replicated_parameters(model, p), largest_shards(model, shards, tp)
@@ -71,7 +70,7 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
     # of the sum of squares: tp's parts, and what all tp ranks have, apart
     add("all_reduce", (shards > 1) + (tp > 1) * (1 + (shards > 1)), 8)
     add("all_reduce", shards > 1, 4 * len(in_8_bits))
-    for kind, times, size in over_tp_and_cp(cfg, model, sequences, accumulation, scatters, cp, tp):
+    for kind, times, size in over_tp_and_cp(cfg, model, sequences, accumulation, scatters):
         add(kind, times, size)
     if cfg.optim.name == "muon":
         sizes = [*of_muon(cfg, model, ranks, numel)]
@@ -81,10 +80,8 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
         parameters = [q for q in unit_parameters(modules) if q not in replicated]
         frozen_so_far &= not any(q.requires_grad for q in parameters)
         param_dtype, reduce_dtype = unit_dtypes(p, name)
-        size = sum(
-            numel[q] * (1 if q in in_8_bits else all_gather_dtype(q, param_dtype).itemsize)
-            for q in parameters
-        )
+        sizes = {q: all_gather_dtype(q, param_dtype).itemsize for q in parameters}
+        size = sum(numel[q] * (1 if q in in_8_bits else sizes[q]) for q in parameters)
         trained = sum(numel[q] for q in parameters if q.requires_grad)
         if shards > 1:
             is_tied, is_edge = len(modules) > 1, bool({model.head, model.embedding} & {*modules})
@@ -110,15 +107,9 @@ def of_muon(
     max(n e, m E) elements, within the replica, and one of max(R n e, M e) between R replicas."""
     from extras.optimizers.muon import flop, owners
 
-    if cfg.parallel.tp > 1:
-        from parallel.tensor import placement_of
-
     replicas, *within = config.mesh_shape(cfg, ranks)
-    matrices = [
-        (name, q)
-        for name, q in named_parameters(model)
-        if name.startswith("blocks") and q.ndim == 2 and q.requires_grad
-    ]
+    trained = [(name, q) for name, q in named_parameters(model) if q.requires_grad]
+    matrices = [(name, q) for name, q in trained if name.startswith("blocks") and q.ndim == 2]
     owner = owners([flop(q.shape) for _, q in matrices], ranks, replicas)
     by_shape: dict[tuple, list[int]] = {}
     for (name, q), rank in zip(matrices, owner):
@@ -134,13 +125,7 @@ def of_muon(
 
 
 def over_tp_and_cp(
-    cfg: config.Config,
-    model: Llama,
-    sequences: int,
-    accumulation: int,
-    scatters: int,
-    cp: int,
-    tp: int,
+    cfg: config.Config, model: Llama, sequences: int, accumulation: int, scatters: int
 ) -> Iterator[tuple[str, int, int]]:
     """(collective, number, bytes of each) of tensor and context parallelism per step and rank. With L blocks and A
     micro-batches of so many sequences, G of which reduce gradients, and F blocks with recompute = "full" or n:
@@ -159,8 +144,8 @@ def over_tp_and_cp(
     """
     p = cfg.parallel
     m = cfg.model
-    t = cfg.train
-    tokens, names = sequences * t.seq_len // cp, config.unit_names(m)
+    cp, tp = p.cp, p.tp
+    tokens, names = sequences * cfg.train.seq_len // cp, config.unit_names(m)
     trained = {name: q for name, q in named_parameters(model) if q.requires_grad}
     flows = model.embedding.weight.requires_grad  # does a gradient flow into what comes next?
 
@@ -174,9 +159,8 @@ def over_tp_and_cp(
     for i in range(m.n_layers):
         block, activations = f"blocks.{i}.", size(f"blocks.{i}")
         checkpointed = is_checkpointed(p.recompute, i)
-        values = flows or trains(
-            f"{block}attention_norm", f"{block}attention.k_", f"{block}attention.v_"
-        )
+        attention = f"{block}attention"
+        values = flows or trains(f"{attention}_norm", f"{attention}.k_", f"{attention}.v_")
         for module in ("attention", "feed_forward"):
             into = flows or trains(f"{block}{module}_norm")
             flows = into or trains(f"{block}{module}.")
@@ -190,8 +174,6 @@ def over_tp_and_cp(
             yield "all_gather", accumulation * (1 + checkpointed), keys_and_values
             yield "reduce_scatter", accumulation * values, keys_and_values
     if tp > 1:
-        from parallel.tensor import placement_of
-
         embedding, head = names[0], names[0 if m.tie_embeddings else -1]
         yield "all_gather", accumulation * model.embedding.weight.requires_grad, size(embedding)
         yield "reduce_scatter", accumulation, size(embedding)

@@ -7,29 +7,24 @@ import datetime
 import logging
 import signal
 import subprocess
-from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._inductor import cpp_builder
 from torch._inductor.compile_worker.subproc_pool import SubprocPool
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
+from parallel.activation_checkpoint import checkpoint_selectively
 from parallel.mesh import fsdp_mesh
 from parallel.torch_patches import (
     accept_integer_parameters,
     shield_compilers,
     shorten_nccl_timeout,
-    silence_advice_on_policies,
 )
 from run.rank import distributed as run_environment
 from system import SIGNALS
@@ -51,23 +46,19 @@ def test_frozen_integers_are_sharded(world):
 
 
 def test_advice_on_compiled_policies_is_silenced(monkeypatch):
-    def policy(*unused, **options) -> CheckpointPolicy:
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    def checkpointed(x: Tensor) -> Tensor:
-        contexts = partial(create_selective_checkpoint_contexts, policy)
-        return checkpoint(torch.sin, x, use_reentrant=False, context_fn=contexts)
-
+    """Of a block with selective checkpointing. Without the patch torch gives it."""
     heard = []
     log = logging.getLogger("torch._higher_order_ops.wrap")
     monkeypatch.setattr(log, "disabled", False)
     monkeypatch.setattr(log, "handle", lambda record: heard.append(record.getMessage()))
     log.setLevel(logging.WARNING)
-    for silence, count in (lambda: None, 1), (silence_advice_on_policies, 1):
-        silence()
+    block: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    checkpointed = checkpoint_selectively(block, "selective", compiled=True)
+    for level, count in (log.level, 0), (logging.WARNING, 1):
+        log.setLevel(level)
         torch._logging.warning_once.cache_clear()
         torch._dynamo.reset()
-        torch.compile(checkpointed, backend="aot_eager")(torch.ones(3, requires_grad=True))
+        torch.compile(checkpointed, backend="aot_eager")(torch.ones(2, 3, requires_grad=True))
         assert len(heard) == count
     assert "context_fn is passed" in heard[0]
 

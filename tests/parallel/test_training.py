@@ -147,22 +147,28 @@ def test_gathering_once_a_step_changes_no_bit(world, ranks, model):
 
 
 @pytest.mark.parametrize(
-    "ranks, meshes",
+    "fork, ranks, meshes",
     [
-        (2, [mesh(), mesh(recompute="selective"), mesh(tp=2)]),
-        (4, [mesh(), mesh(tp=2), mesh(dp_replicate=2)]),
+        (forks.with_parameters, 2, [mesh(), mesh(recompute="selective"), mesh(tp=2)]),
+        (forks.with_parameters, 4, [mesh(), mesh(tp=2), mesh(dp_replicate=2)]),
+        (forks.routed, 1, [mesh(compile=True, recompute="elementwise")]),
+        (forks.routed, 2, [mesh(tp=2, recompute="full"), mesh(cp=2)]),
+        (forks.routed, 4, [mesh(dp_replicate=2, sync_every_micro_batch=False)]),
+        (forks.routed, 4, [mesh(tp=2, recompute="selective"), mesh(cp=2, tp=2, recompute=2)]),
     ],
 )
 @distributed()
-def test_parameters_of_a_fork_train_as_in_the_plain_loop(world, ranks, meshes):
-    """A gate, a layer scale, a bias, a sink per head and a buffer."""
-    with forks.with_parameters():
+def test_fork_trains_as_in_the_plain_loop(world, fork, ranks, meshes):
+    """A gate, a layer scale, a bias, a sink per head and a buffer; terms of the loss."""
+    with fork(), without_kernels():
         theirs = plain_loop(config_of({}))
         for sections in meshes:
             cfg = config_of(sections)
             ours = trainer_steps(cfg, mesh_for(cfg, world))
             assert ours.losses == pytest.approx(theirs.losses, rel=1e-5), sections
             assert ours.norms == pytest.approx(theirs.norms, rel=2e-5), sections
+            for our_terms, their_terms in zip(ours.terms, theirs.terms, strict=True):
+                assert our_terms == pytest.approx(their_terms, rel=1e-5), sections
             for name, weight in theirs.weights.items():
                 assert is_near(ours.weights[name], weight), (sections, name)
 

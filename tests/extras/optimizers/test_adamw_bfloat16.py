@@ -1,6 +1,7 @@
 """AdamW with moments in bfloat16, rounded stochastically, against torch's in float32 and against its definitions."""
 
 import zlib
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,7 @@ import config
 from extras.optimizers import adamw_bfloat16, muon
 from extras.optimizers.adamw_bfloat16 import hash32
 from optim import build_optimizer
-from tests.cases import over_meshes
-from tests.conftest import full, make_config
+from tests.conftest import full, make_config, over_meshes
 from tests.distributed import distributed
 
 
@@ -95,7 +95,7 @@ def test_moments_are_rounded_by_random_bits_of_their_own(compile):
     assert abs(np.corrcoef(errors[0].flat, errors[1].flat)[0, 1]) < 5 / np.sqrt(g.size)
 
 
-def test_a_compiled_update_computes_no_index():
+def test_compiled_update_computes_no_index():
     """Of a torch.arange inside it Inductor makes an index of 64 bits where shapes are dynamic, which Triton then
     refuses to view as a float32: the kernel fails on a GPU alone."""
 
@@ -104,22 +104,20 @@ def test_a_compiled_update_computes_no_index():
         return graph
 
     operators = set()
-    p = torch.nn.Parameter(torch.randn(6, 4))
-    grad = torch.randn(6, 4)
+    p = torch.randn(6, 4)
     moment = torch.zeros(6, 4, dtype=torch.bfloat16)
-    number = torch.ones(())
-    numbers = adamw_bfloat16.number_elements(p, "key")
-    adamw = torch.compile(adamw_bfloat16.update_bfloat16, backend=captured, dynamic=True)
-    scalars = (number, number, torch.zeros(()), number)
-    adamw(p.detach(), grad, moment, moment.clone(), *scalars, numbers, 0.9, 0.95, 1e-8, 0.1)
-    momentum = torch.compile(muon.update_bfloat16, backend=captured, dynamic=True)
-    momentum(moment, grad, number, numbers, 0.9)
+    one = torch.ones(())
+    numbers = adamw_bfloat16.number_elements(torch.nn.Parameter(p), "key")
+    compiled = partial(torch.compile, backend=captured, dynamic=True)
+    adamw = compiled(adamw_bfloat16.update_bfloat16)
+    adamw(p, p, moment, moment.clone(), one, one, 0 * one, one, numbers, 0.9, 0.95, 1e-8, 0.1)
+    compiled(muon.update_bfloat16)(moment, p, one, numbers, 0.9)
     assert any("view" in name for name in operators)  # what is captured is the update
     assert not [name for name in operators if "arange" in name or "iota" in name]
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_a_parameter_without_a_gradient_stays_as_it_is(state_dtype):
+def test_parameter_without_a_gradient_stays_as_it_is(state_dtype):
     parameters = torch.nn.ParameterList(torch.ones(3, 2) for _ in range(2))
     optimizer = build_optimizer(parameters, options(state_dtype))
     parameters[1].grad = torch.ones(3, 2)
@@ -145,36 +143,30 @@ def test_every_option_of_each_group_is_used_and_vectors_do_not_decay(betas):
         # corrected for their bias, the moments of one gradient are it and its square
         expected = start.double() - 0.01 * (g / (g.abs() + 0.3) + decay * start.double())
         torch.testing.assert_close(p.detach().double(), expected, rtol=1e-6, atol=1e-7)
-        for key, moment in (
-            ("exp_avg", (1 - betas[0]) * g),
-            ("exp_avg_sq", (1 - betas[1]) * g * g),
-        ):
+        moments = {"exp_avg": (1 - betas[0]) * g, "exp_avg_sq": (1 - betas[1]) * g * g}
+        for key, moment in moments.items():
             stored = optimizer.state[p][key]
             assert stored.shape == p.shape
             assert ((stored.double() - moment).abs() <= 2**-7 * moment.abs()).all(), key
 
 
-@pytest.mark.parametrize("scale, is_finite", [(4.0, True), (4.0, False)])
-def test_a_gradient_that_is_scaled_or_not_finite(scale, is_finite):
-    """Clipping divides by grad_scale; where found_inf is set, weights, moments and the count of steps stay."""
+def test_gradient_is_divided_by_its_scale_and_skipped_where_it_is_not_finite():
+    """As clipping scales it. Weights, moments and the count of steps stay."""
     gradient = random(30, 20)
     expected, expected_state = updated(options(eps=0.1), [gradient, -gradient])
     parameter = torch.nn.Parameter(random(30, 20, seed=1))
     optimizer = build_optimizer(torch.nn.ParameterList([parameter]), options(eps=0.1))
-    optimizer.grad_scale = torch.tensor(scale)
-    for values in (gradient, -gradient):
-        parameter.grad = scale * values
-        optimizer.step()
-    if not is_finite:
-        parameter.grad = torch.full((30, 20), torch.inf)
-        optimizer.found_inf = torch.ones(())
+    optimizer.grad_scale = torch.tensor(4.0)
+    for scale in (4.0, -4.0, torch.inf):
+        parameter.grad = scale * gradient
+        optimizer.found_inf = torch.tensor(float(scale == torch.inf))
         optimizer.step()
     assert parameter.equal(expected)
     for key, value in expected_state.items():
         assert optimizer.state[parameter][key].equal(value), key
 
 
-def test_a_second_moment_decays_in_bfloat16():
+def test_second_moment_decays_in_bfloat16():
     """At beta2 = 0.999 a change is 2^-10 of the moment and less: to the nearest, it would be rounded away each time."""
     gradients = [torch.full((64, 64), 1.0)] * 100 + [torch.zeros(64, 64)] * 400
     ours, theirs = (
