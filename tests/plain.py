@@ -322,7 +322,7 @@ def learning_rate(o: config.Optim, end: int, step: int) -> float:
     """Up in a line, then down to min_lr_ratio of it at `end`, then flat."""
     if step < o.warmup_steps:
         return o.lr * step / o.warmup_steps
-    begin = end - o.decay_steps if o.schedule == "wsd" else o.warmup_steps
+    begin = end - (o.decay_steps or 0) if o.schedule == "wsd" else o.warmup_steps
     gone = 0.0
     if step > begin:
         gone = min(1.0, (step - begin) / (end - begin))
@@ -444,6 +444,7 @@ class Run:
     @torch.no_grad()
     def evaluate(self, cfg: config.Config, sources: list[Source]) -> dict:
         """Each target that is read counts once; sums over sums."""
+        assert cfg.eval
         nats = []
         targets = []
         sizes = []
@@ -459,7 +460,7 @@ class Run:
             losses, its_targets = self.losses(cfg, rows)
             nats.append(losses.sum().item())
             targets.append(its_targets)
-            sizes.append(text_bytes(text, count, cfg.data.tokenizer))
+            sizes.append(text_bytes(text, count, str(cfg.data.tokenizer)))
         bits = [n / math.log(2) for n in nats]
         found: dict = {"loss": sum(nats) / sum(targets), "bits_per_byte": sum(bits) / sum(sizes)}
         if cfg.data.sources:

@@ -31,7 +31,7 @@ def test_source_without_a_target_has_no_loss_and_leaves_the_mean_alone(world, mo
         def forward(self, loss: torch.Tensor, valid: torch.Tensor) -> tuple:
             return {"loss": loss}, valid
 
-    def validation_batches(stream: list, *unused: Any) -> list[tuple]:
+    def validation_batches(stream: str, *unused: Any) -> list[tuple]:
         return [(torch.tensor(loss), torch.tensor(valid)) for loss, valid in batches[stream]]
 
     monkeypatch.setattr(evaluate, "validation_batches", validation_batches)
@@ -63,7 +63,7 @@ def test_loss_is_the_mean_over_all_targets(world, ranks, parallel, corpus, prepa
     cfg = make_config(data=data, parallel=parallel, eval={})
     world = mesh_for(cfg, world)
     modes = set()
-    dataset = open_dataset(cfg)
+    dataset: Any = open_dataset(cfg)
     stream = dataset.sources[0].validation
     ids = torch.from_numpy(stream.read(0, stream.length))
     nats = 0.0

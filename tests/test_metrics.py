@@ -50,8 +50,8 @@ def recorder_of(
     dataset: Any = mock.Mock(Dataset, epochs=lambda samples, _: samples / 100)
     dataset.by_source.return_value = {}
     dataset.notes.return_value = ["a note"]
-    progress = Progress(step=start, samples=start)
-    return Recorder(cfg, ours, folder, progress, dataset, seconds or Counter())
+    spent: Any = seconds or Counter()
+    return Recorder(cfg, ours, folder, Progress(step=start, samples=start), dataset, spent)
 
 
 def log_step(
@@ -185,7 +185,7 @@ def test_times_leave_out_what_is_not_training(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 100.0)
     monkeypatch.setattr(metrics, "flops_per_token", lambda model, seq_len: 7)
     cfg = make_config(train={"steps": 4}, log={"every_steps": 3})
-    seconds = Counter(data=1.0)
+    seconds: Any = Counter({"data": 1})
     recorder = recorder_of(cfg, tmp_path, seconds=seconds)
     for step in (1, 2, 3, 4):
         seconds["data"] += 1
@@ -286,7 +286,7 @@ def test_start_of_a_run_is_logged(tmp_path, monkeypatch, logged):
     cfg = make_config(train=train, optim={"warmup_steps": 2000})
     sizes = {"dp_replicate": 2, "dp_shard": 3, "dp_size": 6, "tp": 2, "size": 12}
     recorder = recorder_of(cfg, tmp_path, 7, **sizes)
-    recorder.dataset.epochs = lambda *unused: {"web": 1.2345, "code": 0.5}
+    monkeypatch.setattr(recorder.dataset, "epochs", lambda *unused: {"web": 1.2345, "code": 0.5})
     recorder.log_start(meta_model(cfg.model), "a table", ["a warning"])
     warning, size, steps, warmup, *rest = logged.messages
     assert (warning, *rest) == ("a warning", "a note", "a table")

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import MISSING
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ import minimal
 from config import flatten
 from data.folder import identity
 from model.llama import named_parameters
+from optim import local_tensor
 from parallel.ranks import on_rank_zero
 from tests.conftest import REPO, build, is_near, mesh_for, tables, train_run, write_prepared
 from tests.data import order_model
@@ -180,7 +182,7 @@ def test_fresh_weights_are_equal_bit_for_bit(world, tmp_path, ranks, case):
     ours = dict(model.named_parameters())
     assert ours.keys() == theirs.keys()
     for name, parameter in ours.items():
-        assert torch.equal(parameter.to_local(), theirs[name].to_local()), name
+        assert torch.equal(local_tensor(parameter), local_tensor(theirs[name])), name
 
 
 @pytest.mark.slow
@@ -243,7 +245,7 @@ def test_samples_are_those_of_the_model(tokens, seq_len):
         train=SimpleNamespace(seq_len=seq_len),
     )
     number = 0
-    files = [Positions(0, 1000), Positions(1000, 1007), Positions(1007, tokens)]
+    files: Any = [Positions(0, 1000), Positions(1000, 1007), Positions(1007, tokens)]
     for epoch in range(3):
         for window in order_model.epoch_order(tokens, seq_len, 3, epoch, 0):
             sample = minimal.read_sample(cfg, files, number)

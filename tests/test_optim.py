@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_run_within_its_warm_up_stays_on_the_same_line(kind):
     decay = {"decay_steps": 20} if kind == "wsd" else {}
     for steps in (10, 500):
         changes = {"schedule": kind, "lr": 3e-4, "warmup_steps": 2000, **decay}
-        cfg = make_config(train={"steps": steps}, optim=changes)
+        cfg: Any = make_config(train={"steps": steps}, optim=changes)
         for step in (1, 9, steps):
             for rule in (learning_rate, minimal.learning_rate):
                 lr = rule(cfg.optim, config.schedule_steps(cfg), step)
@@ -111,7 +112,7 @@ def test_what_a_model_derives_from_its_weights_follows_each_update(state_dtype):
     weight = model.head.norm.weight  # ones
     seen = []
     model.after_weight_update = lambda model: seen.append(weight.detach().clone())
-    optimizer = build_optimizer(model, cfg.optim)
+    optimizer: Any = build_optimizer(model, cfg.optim)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()

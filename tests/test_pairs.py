@@ -54,7 +54,7 @@ TEXTS = {
     "more-2.jsonl": 43,
 }
 ROWS = (REPO / "tests/pairs.jsonl").read_text().splitlines()
-BASE = {
+BASE: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -124,7 +124,7 @@ def write_adapter(
     torch.manual_seed(1)
     settings = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, init_lora_weights=False)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    get_peft_model(model, settings).save_pretrained(folder)
+    get_peft_model(model, settings).save_pretrained(str(folder))
 
 
 # The runs
@@ -327,6 +327,7 @@ def check_evaluations(found: list[dict], plain_run: plain.Run, tolerance: Near) 
 def saved_by(cfg: config.Config, begins_after: int) -> set[int]:
     """The steps after which a launch saves."""
     steps = range(begins_after + 1, cfg.train.steps + 1)
+    assert cfg.checkpoint
     every = cfg.checkpoint.save_every_steps
     return {step for step in steps if step == cfg.train.steps or (every and step % every == 0)}
 
@@ -334,6 +335,7 @@ def saved_by(cfg: config.Config, begins_after: int) -> set[int]:
 def kept_of(saved: set[int], cfg: config.Config) -> set[int]:
     """The newest keep_last, and milestones."""
     c = cfg.checkpoint
+    assert c
     newest = sorted(saved)[-(c.keep_last or len(saved)) :]
     return {
         step

@@ -6,6 +6,7 @@ import platform
 import shutil
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -147,7 +148,7 @@ class HostReads(TorchDispatchMode):
         self.own = guard.on_host.data_ptr()
         self.count = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, function, types, args: Any = (), kwargs=None):
         if function is torch.ops.aten._local_scalar_dense.default:
             self.count += args[0].data_ptr() != self.own
         return function(*args, **(kwargs or {}))

@@ -182,9 +182,9 @@ def over_tp_and_cp(
         chunk = CHUNK["cuda compiled" if p.compile else "cuda"]
         yield "all_gather", accumulation * 3 * (tokens // chunk), tp * 4 * chunk
         yield "all_gather", accumulation * 3 * (tokens % chunk > 0), tp * 4 * (tokens % chunk)
-        whole = {q for name, q in trained.items() if placement_of(model, name).is_replicate()}
+        whole = {q for n, q in trained.items() if isinstance(placement_of(model, n), Replicate)}
         for unit, modules in units(model):
             # deferred, FSDP2 accumulates gradients in the dtype of the reduction; torch 2.15 does so from the first on
-            dtype = unit_dtypes(p, unit)[scatters != accumulation or torch.__version__ >= (2, 15)]
+            dtype = unit_dtypes(p, unit)[scatters != accumulation or torch.__version__ >= "2.15"]
             for q in {*unit_parameters(modules)} & whole:
                 yield "all_reduce", scatters, dtype.itemsize * q.numel()

@@ -77,7 +77,7 @@ def test_moments_are_rounded_by_random_bits_of_their_own(compile):
     _, state = updated(options(), [gradient], compile)
     g = gradient.numpy()
     key = zlib.crc32(b"0 0") ^ lowbias32(np.array(1, np.uint64))
-    bits = lowbias32(np.arange(g.size, dtype=np.uint64) ^ lowbias32(np.uint64(key)))
+    bits = lowbias32(np.arange(g.size, dtype=np.uint64) ^ lowbias32(np.array(key, np.uint64)))
     bits = bits.reshape(g.shape)
     errors = []
     for name, exact, noise in (
@@ -155,7 +155,7 @@ def test_gradient_is_divided_by_its_scale_and_skipped_where_it_is_not_finite():
     gradient = random(30, 20)
     expected, expected_state = updated(options(eps=0.1), [gradient, -gradient])
     parameter = torch.nn.Parameter(random(30, 20, seed=1))
-    optimizer = build_optimizer(torch.nn.ParameterList([parameter]), options(eps=0.1))
+    optimizer: Any = build_optimizer(torch.nn.ParameterList([parameter]), options(eps=0.1))
     optimizer.grad_scale = torch.tensor(4.0)
     for scale in (4.0, -4.0, torch.inf):
         parameter.grad = scale * gradient

@@ -37,7 +37,7 @@ from tests.reference import fresh_model
 # 3 and 4 do not divide the rows; of the keys' four, the last of three ranks has none
 MODEL = {"dim": 46, "n_heads": 4, "n_kv_heads": 2, "head_dim": 2, "ffn_dim": 76}
 OPTIM = {"name": "muon", "lr": 3e-3, "muon_lr": 6e-3, "warmup_steps": 2}
-REPLICAS = {"dp_replicate": 2, "dp_shard": 1}
+REPLICAS: dict[str, Any] = {"dp_replicate": 2, "dp_shard": 1}
 MESHES = {  # by the number of ranks
     1: [{}],
     2: [{}, REPLICAS, {"tp": 2}, {"cp": 2}],
@@ -229,7 +229,7 @@ def test_tables_and_gains_of_a_fork_are_not_orthogonalized(world):
 def test_run_resumes_on_any_mesh_and_from_no_other_optimizer(corpus, prepared, tmp_path):
     """Losses are those without a break; on the same mesh all tensors, with a momentum in bfloat16, bit for bit."""
 
-    def train(name: str, ranks: int, steps: int, dtype: str = "float32", **parallel: int) -> list:
+    def train(name: str, ranks: int, steps: int, dtype: str = "float32", **parallel: Any) -> list:
         cfg = config_of(
             parallel,
             train={"steps": steps},
