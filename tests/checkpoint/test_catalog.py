@@ -336,16 +336,3 @@ def test_state_that_does_not_fit_is_refused(world, tmp_path, monkeypatch, state,
     monkeypatch.setattr("checkpoint.checkpointer.restore", lambda *unused: None)
     with refuses(words):
         Checkpointer(cfg, world, NoData()).restore(None, None, base)
-
-
-@pytest.mark.quick
-@distributed(ranks=1)
-def test_save_is_due_at_intervals_at_the_end_and_when_stopping(world, tmp_path):
-    def due(**checkpoint: int) -> list[int]:
-        cfg = run_config(tmp_path, train={"steps": 7}, checkpoint=checkpoint)
-        checkpointer = Checkpointer(cfg, world, NoData())
-        assert checkpointer.is_due(2, stopping=True)
-        return [step for step in range(1, 8) if checkpointer.is_due(step, stopping=False)]
-
-    assert due() == [7]
-    assert due(save_every_steps=3) == [3, 6, 7]

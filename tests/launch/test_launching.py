@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -229,33 +230,24 @@ def ended(exit_code: int, text: str = "") -> list[tuple[dict, str]]:
     return [outcome_of(0, text, phase=EXITED, progress=99, exit_code=exit_code)]
 
 
-class FakeRanks:
-    """Writes error files, by rank, and ends with an exit code, instead of training. attempts: of each."""
-
-    def __init__(self, attempts: list[tuple[list[tuple[dict, str]], int]], restarts: int = 0):
-        self.nodes = 1
-        self.restarts = restarts
-        self.attempts = iter(attempts)
-
-    def environment(self, run_folder: pathlib.Path, timeout: float) -> dict[str, str]:
-        return dict(os.environ)
-
-    def command(self, attempt: str) -> list[str]:
-        files, code = next(self.attempts)
-        lines = ["import os, pathlib, sys", "folder = pathlib.Path(os.environ['TRAINER_ATTEMPT'])"]
-        for line, text in files:
-            content = f"{json.dumps(line)}\n{text}"
-            lines.append(f"(folder / 'error-{line['rank']}').write_text({content!r})")
-        end = f"sys.exit({code})" if code >= 0 else f"os.kill(os.getpid(), {-code})"
-        return [sys.executable, "-c", "\n".join([*lines, end])]
-
-
 def launch_of(
     folder: pathlib.Path, *attempts: tuple[list[tuple[dict, str]], int], restarts: int = 0
 ) -> tuple[int, dict]:
-    """(exit code, status) of a launch whose ranks end so."""
+    """(exit code, status) of a launch whose ranks leave these error files and end so, in each attempt."""
+    remaining = iter(attempts)
+
+    def command(attempt: str) -> list[str]:
+        files, code = next(remaining)
+        for line, text in files:
+            path = folder / f"r/.attempt-{attempt}/error-{line['rank']}"
+            path.write_text(f"{json.dumps(line)}\n{text}")
+        return ["bash", "-c", f"exit {code}" if code >= 0 else f"kill {code} $$"]
+
+    environment = lambda run_folder, timeout: dict(os.environ)  # noqa: E731
+    ranks: Any = SimpleNamespace(
+        nodes=1, restarts=restarts, command=command, environment=environment
+    )
     cfg = make_config(run={"name": "r", "output_dir": str(folder)}, checkpoint={"resume": 7})
-    ranks: Any = FakeRanks([*attempts], restarts)
     code = launch.Supervisor(cfg, ranks, []).train()
     status = folder / "r/status.json"
     return code, json.loads(status.read_text()) if status.exists() else {}

@@ -18,14 +18,13 @@ import config
 import system
 from checkpoint import catalog
 from checkpoint.checkpointer import Checkpointer
-from checkpoint.load import Reader
 from data.loader import Loader
 from model.llama import Llama
 from run import environment
 from run.folder import RunLock, lock, read_status
 from run.run import Run
 from run.watchdog import LINE_BYTES, Watchdog, read_rank_outcomes, write_killed
-from tests.conftest import make_config, mesh_for, refuses, rows, train_run
+from tests.conftest import make_config, refuses, rows, train_run
 from tests.distributed import distributed
 
 
@@ -121,16 +120,6 @@ def test_signal_to_one_rank_stops_all_after_the_same_step(world, tmp_path, rank)
     assert steps == [1, 2, 3, 4] and run.stop_flag.signal == signal.SIGUSR1
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("parallel, data_ranks", [({}, 4), ({"tp": 2}, 2), ({"tp": 2, "cp": 2}, 1)])
-@distributed(ranks=4)
-def test_targets_of_a_step_are_those_of_all_data_ranks(world, parallel, data_ranks, tmp_path):
-    cfg = make_config(parallel=parallel)
-    run = run_of(mesh_for(cfg, world), tmp_path, parallel=parallel)
-    assert run.agree(10 + run.world.dp_rank) == sum(range(10, 10 + data_ranks))
-    assert not run.stops
-
-
 # What a run writes
 
 
@@ -155,22 +144,6 @@ def test_rows_are_on_disk_before_their_checkpoint_is_published(world, write_conf
     monkeypatch.setattr(system, "publish", published)
     train_run(load(write_config(checkpoint={"save_every_steps": 2})), world)
     assert found[1:] == [("step-00000002", [1, 2]), ("step-00000004", [1, 2, 3, 4])]
-
-
-@pytest.mark.parametrize("ranks, reshard", [(2, False), (4, True)])
-@distributed()
-def test_checkpoint_after_an_evaluation_has_every_tensor(world, ranks, reshard, write_config):
-    """What a forward pass without backward left unsharded is sharded again, or its state would be missing."""
-    parallel = {"reshard_after_forward": reshard}
-    path = write_config(parallel=parallel, eval={"batches": 1}, checkpoint={}, train={"steps": 2})
-    cfg = load(path)
-    train_run(cfg, world)
-    expected = set()
-    for name, _ in Llama(cfg.model).named_parameters():
-        states = [f"optim.{name}.{key}" for key in ("step", "exp_avg", "exp_avg_sq")]
-        expected |= {f"model.{name}", *states}
-    saved = Reader(catalog.path_of(catalog.root_of(cfg), 2)).metadata.state_dict_metadata
-    assert {*saved} == expected
 
 
 @distributed(ranks=1)
