@@ -1,5 +1,6 @@
 """A fork's own data set: three methods (docs/fork.md, "Your own data")."""
 
+from collections.abc import Sequence
 from unittest import mock
 
 import numpy as np
@@ -24,7 +25,7 @@ class Sums(Dataset):
         text = "".join(f"{x}+{y}={x + y}\n" for x, y in zip(a, b))
         return Sample(np.frombuffer(text.encode(), np.uint8)[: self.seq_len + 1].astype(np.int64))
 
-    def validation(self) -> list[list[Sample]]:
+    def validation(self) -> list[Sequence[Sample]]:
         return [[self.sample(2**40 + number) for number in range(64)]]
 
     def identities(self) -> list[dict]:
