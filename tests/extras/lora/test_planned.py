@@ -1,6 +1,7 @@
 """What a run with adapters sends and keeps, against the formulas of the plan."""
 
 import dataclasses
+import functools
 import itertools
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch
 import config
 from model.build import build_model, meta_model
 from tests import cases
+from tests.compiled_block import kept_bytes_per_token
 from tests.conftest import make_config, tables
 
 STRATEGIES = {
@@ -76,15 +78,12 @@ def test_collectives_equal_the_formula(on_ranks, base, ranks):
 
 def test_what_a_compiled_block_keeps_does_not_hang_on_how_its_base_is_kept(base):
     """Of a base in 4 bits the codes, not the weights made of them; with adapters no more than without, but A x."""
-    from benchmarks import counted_step
-
     m, kept = make_config(**case(base, "", "")).model, {}
     m = dataclasses.replace(m, dim=256, ffn_dim=704)
     for dtype, setting in itertools.product((None, "nf4"), ("none", "elementwise")):
         lora = config.Lora(rank=2, base_dtype="nf4") if dtype else None
-        with mock.patch.object(counted_step, "Llama", lambda m, lora=lora: build_fake(m, lora)):
-            forward, _ = counted_step.block_graphs(m, 128, setting, False)
-        kept[dtype, setting] = counted_step.kept_bytes(forward, (1, 128, 256)) // 128
+        make = functools.partial(build_fake, lora=lora)
+        kept[dtype, setting] = kept_bytes_per_token(m, 128, setting, make)
     for setting in ("none", "elementwise"):
         assert kept["nf4", setting] <= kept[None, setting] + 7 * 2 * 2, kept
 
