@@ -40,7 +40,7 @@ def tracked(*patterns: str) -> list[str]:
 FILES = {  # by the module's name
     path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): path
     for path in tracked("*.py")
-    if not path.startswith(("tests/", "benchmarks/"))
+    if not path.startswith(("tests/", "benchmarks/", "docs/"))
 }
 EXTRAS = [module for module in FILES if module.startswith("extras.")]
 TOOLS = [module for module in FILES if module.startswith("tools.")]

@@ -1,183 +1,177 @@
 """The first hour on a GPU: does it train, how fast, and as planned? docs/cluster.md explains it.
 
-    ./run_train.sh -m benchmarks.gpu [--seconds 600] [--json gpu.json] [--only GROUP ...]
+    ./run_train.sh -m benchmarks.gpu [--seconds 600] [--json gpu.json] [--only GROUP ...] [--afresh]
     ./run_train.sh -m benchmarks.gpu --tiny        tiny sizes, to see that all of it runs
 
-Without a GPU the sizes are always tiny.
-
-First it checks the machine, trains configs/tiny.toml next to a CPU, and runs the tests marked gpu.
-Then it times arms (arms.py): train.py's step as configured, with options changed, and
-benchmarks/overhead.py's bare loop, each next to its plan; and the parts of a step alone
-(benchmarks/kernels.py). The most informative come first, and what time does not allow is skipped.
-Clocks and power are read, never set. --reduce-scatter-buffers=2 and
---separate-reduce-scatter-group try FSDP2's settings for slow networks; on several GPUs
-benchmarks.step does.
-
-The JSON file is replaced after every arm. Started again with the same file, the program continues:
-it keeps every arm that has a result, and measures what was skipped, cut off or failed. The file is
-of one device, one set of versions and options, and one state of the code. For any other it is
-refused; --afresh begins it anew.
-
-Each group runs in a process of its own. A new process continues the group after a crash, after an
-arm that took more than a quarter of --seconds, or where memory was not freed.
+Runs the arms of arms.py, each in a process, next to its plan; without a GPU at tiny sizes. An arm
+that takes more than a quarter of --seconds is killed. Started again with the same JSON file, which
+is replaced after every arm, it measures what was skipped, cut off or failed. A file of another
+device, other versions or another state of the code is refused; --afresh begins it anew.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import pathlib
-import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
+import config
 import system
-from benchmarks.gpu import processes, report
-from benchmarks.gpu.arms import GROUPS
-from benchmarks.gpu.measure import Work
-from benchmarks.step import add_experiments, experiments
+from benchmarks import REPO
+from benchmarks.gpu import polled
+from benchmarks.gpu.arms import ARMS, GROUPS, Arm
 from config import ConfigError
+from tools.planner.devices import known_as
+
+LEAST_LIMIT = 30.0  # seconds that an arm may take in any case
+SAME_LOSS, STEADY = 0.02, 0.015  # difference of losses; share of speed
+PLANNED = ("peak_gib", "reserved_gib", "step_seconds")
+HIDDEN = ("group", "arm", "status", "config", "polled", "errors")
+COLUMNS = {"tokens_per_second_per_device": ",.0f", "mfu": ".1%", "micro_batch_seconds": ".4f"}
+COLUMNS |= {"optimizer_seconds": ".4f", "first_step_seconds": ".1f", "vs_shipped": ".3f"}
+COLUMNS |= dict.fromkeys(PLANNED, ".3f")  # of a line, with their formats
 
 
-def arguments(argv: list[str]) -> argparse.Namespace:
+def answer(argv: list[str], seconds: float, *before: str) -> dict:
+    """What `[BEFORE] python -m ARGV` prints as JSON, and its status."""
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}  # as a launch's
+    # Not pipes: compile workers may outlive the process, and keep them open.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        own = {"cwd": REPO, "env": environment, "preexec_fn": system.die_with_parent}
+        command = [*before, sys.executable, "-m", *argv]
+        process = subprocess.Popen(command, stdout=out, stderr=errors, **own)
+        try:
+            code = process.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may wait for its driver
+                process.wait(10)
+            return {"status": f"failed: no answer in {seconds:.0f} s: killed"}
+        printed, complaints = (file.seek(0) or file.read() for file in (out, errors))
+    if "{" in printed and code in (0, 3):  # 3: a plan that does not fit
+        return {"status": "ok", **json.loads(printed[printed.index("{") :])}
+    last = complaints.strip().split("\n")[-1]
+    status = f"refused: {last}" if code == 2 else f"failed: exit code {code}: {last}"
+    status = "out of memory" if "OutOfMemoryError" in last else status
+    return {"status": status, "errors": complaints[-2000:]}
+
+
+def measure(arm: Arm, conditions: dict, tiny: bool, runs: str, seconds: float) -> dict:
+    """The figures of an arm, and its plan."""
+    on_gpu = conditions["device"] == "cuda"
+    argv = arm.argv(tiny, on_gpu, runs)
+    row = {}
+    if arm.target == "llama8b-h200" and not tiny and conditions["gpu_memory_gib"] < 120:
+        row["note"] = "8 of 32 layers"
+        argv.append("--model.n_layers=8")
+    with polled(conditions.get("uuid")) as row["polled"], ThreadPoolExecutor(1) as pool:
+        if on_gpu and arm.kind == "step" and "--bare" not in argv:
+            memory = conditions["gpu_memory_gib"]
+            here = ["--json", "--world-size=1", "--gpus-per-node=1", f"--gpu-memory-gib={memory}"]
+            gpu = known_as(conditions["gpu"], memory)
+            here += [f"--gpu={gpu}"] if gpu else []
+            _, path, _, _, *options = argv
+            planner = ["tools.planner", path, *here, *options]
+            plan = pool.submit(answer, planner, seconds, "nice", "-n19")
+            row |= answer(argv, seconds)
+            row["planned"] = {key: plan.result().get(key) for key in (*PLANNED, "status")}
+        else:
+            row |= answer(argv, seconds)
+    return row
+
+
+def compare(rows: list[dict]) -> None:
+    """Adds to each row its speed relative to its configuration as shipped, last measured before."""
+    shipped = {}
+    for row in rows:
+        if not row.get("tokens_per_second_per_device"):
+            continue
+        if row["arm"].endswith("as shipped"):
+            shipped[row["config"]] = row
+        other = shipped.get(row["config"])
+        if not other:
+            continue
+        row["vs_shipped"] = other["step_seconds"] / row["step_seconds"]
+        same_batch = row["micro_batch_size"] == other["micro_batch_size"]
+        if same_batch and not abs(row["loss"] - other["loss"]) <= SAME_LOSS:  # or NaN
+            row["marked"] = f"void: loss {row['loss']:.3f}, as shipped {other['loss']:.3f}"
+        elif row["arm"].endswith("again") and abs(row["vs_shipped"] - 1) > STEADY:
+            row["marked"] = "not steady: differences smaller than this one mean nothing"
+
+
+def line(row: dict) -> str:
+    """A row on one line: of what trained its speed and memory, of the others all."""
+    words = [f"{row['group']}: {row['arm']}: {row['status']}"]
+    for key, value in row.items():
+        if key in COLUMNS and value is not None:
+            plan = row.get("planned", {}).get(key)
+            ratio = f" ({value / plan:.3f} of the plan)" if plan else ""
+            words.append(f"{key} {value:{COLUMNS[key]}}{ratio}")
+        elif key in ("marked", "note") or ("peak_gib" not in row and key not in HIDDEN):
+            short = json.loads(json.dumps(value), parse_float=lambda x: float(f"{float(x):.4g}"))
+            words.append(f"{key}: {short}")
+    return "; ".join(words)
+
+
+def run(args: argparse.Namespace, path: pathlib.Path) -> list[dict]:
+    """Measures what lacks a result. Raises ConfigError."""
+    deadline = time.time() + args.seconds
+    limit = max(LEAST_LIMIT, args.seconds / 4)
+    conditions = answer(["benchmarks.gpu.parts", "conditions"], 120.0)
+    status = conditions.pop("status")
+    if status != "ok":
+        raise ConfigError(status)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tiny = args.tiny or conditions["device"] != "cuda"
+    print("tiny sizes: no figure of a GPU" if tiny else "full sizes")
+    conditions["tiny"] = tiny
+    rows = {}
+    if path.exists() and not args.afresh:
+        earlier = system.read_json(path)
+        then = earlier.get("measured_under", {})
+        wrong = [f"{n} was {then.get(n)}" for n in conditions if conditions[n] != then.get(n)]
+        if wrong:
+            problem = f"{path}: measured under other conditions ({', '.join(wrong)})"
+            raise ConfigError(f"{problem}; name another --json, or pass --afresh")
+        rows = {(row["group"], row["arm"]): row for row in earlier["rows"]}
+    for arm in ARMS:
+        key = (arm.group, arm.name)
+        status = rows.get(key, {}).get("status", "")
+        if arm.group in args.only and not status.startswith(("ok", "out of memory", "refused")):
+            left = deadline - time.time()
+            row = {"group": arm.group, "arm": arm.name, "answers": arm.answers}
+            row |= {"config": arm.target, "status": "skipped: time"}
+            if left > 0:
+                row |= measure(arm, conditions, tiny, f"{path}.runs", min(left, limit))
+            if "no answer" in row["status"] and left < limit:
+                row["status"] = "cut off: time"
+            rows[key] = row
+            print(line(row), file=sys.stderr, flush=True)
+        ordered = [rows[k] for k in [(arm.group, arm.name) for arm in ARMS] if k in rows]
+        compare(ordered)
+        content = {"measured_under": conditions, "rows": ordered}
+        system.write_atomic(path, json.dumps(content, indent=1))
+    return ordered
+
+
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--json", type=pathlib.Path, help="a file for all figures")
     parser.add_argument("--afresh", action="store_true", help="begin the JSON file anew")
-    parser.add_argument(
-        "--only", choices=GROUPS, nargs="+", default=[*GROUPS], help="groups of arms, in this order"
-    )
+    parser.add_argument("--only", choices=GROUPS, nargs="+", default=GROUPS)
     parser.add_argument("--tiny", action="store_true")
-    add_experiments(parser)
-    return parser.parse_args(argv)
-
-
-def earlier_rows(path: pathlib.Path, conditions: dict[str, Any]) -> list[dict]:
-    """The rows of a file that an earlier start has begun; none without a file.
-
-    Raises ConfigError if it is no such file, or of other conditions.
-    """
-    if not path.exists():
-        return []
-    earlier = system.read_json(path)
-    if not {"measured_under", "rows"} <= earlier.keys():
-        raise ConfigError(
-            f"{path}: was not written by benchmarks.gpu; name another --json, or pass --afresh to "
-            "replace it"
-        )
-    differences = []
-    for name in sorted({*conditions, *earlier["measured_under"]}):
-        then = earlier["measured_under"].get(name)
-        now = conditions.get(name)
-        if then != now:
-            differences.append(f"{name} was {then}, is {now}")
-    if differences:
-        raise ConfigError(
-            f"{path}: measured under other conditions ({'; '.join(differences)}); name another "
-            "--json, or pass --afresh to replace it"
-        )
-    return [row for row in earlier["rows"] if row["arm"] in GROUPS.get(row["group"], {})]
-
-
-class Report:
-    """The rows so far, and their file."""
-
-    def __init__(self, path: pathlib.Path | None, facts: dict[str, Any], rows: list[dict]):
-        self.path = path
-        self.facts = facts
-        self.rows = rows
-
-    def write(self) -> None:
-        if self.path:
-            content = json.dumps({**self.facts, "rows": self.rows}, indent=1)
-            system.write_atomic(self.path, content)
-
-    def add(self, row: dict) -> None:
-        """Adds a row, in place of an earlier one of the same arm."""
-        others = [
-            old for old in self.rows if (old["group"], old["arm"]) != (row["group"], row["arm"])
-        ]
-        self.rows = report.in_order([*others, row])
-        self.write()
-        print(report.line(row), file=sys.stderr, flush=True)
-
-    def without_result(self, group: str) -> list[str]:
-        """The arms of a group that have to be measured."""
-        have = {row["arm"] for row in self.rows if row["group"] == group and report.has_result(row)}
-        return [arm for arm in GROUPS[group] if arm not in have]
-
-    def needs_no_runs(self) -> bool:
-        """Whether no check of training is left to do on this machine."""
-        done = set()
-        for row in self.rows:
-            if row["group"] == "training" and row["status"].startswith(("ok", "skipped: needs")):
-                done.add(row["arm"])
-        return done == {*GROUPS["training"]}
-
-
-def title_of(tiny: bool, device: str) -> str:
-    if tiny:
-        name = "GPU" if device == "cuda" else "CPU"
-        return f"tiny sizes on a {name}: no figure of a GPU"
-    return "full sizes on a GPU"
-
-
-def begin(args: argparse.Namespace, work: Work) -> tuple[Report, Work]:
-    """The report to continue, and the work with the sizes that this device takes. Raises
-    ConfigError."""
-    conditions = processes.identify(work)
-    status = conditions.pop("status")
-    if status != "ok":
-        raise ConfigError(status.removeprefix("refused: "))
-    tiny = args.tiny or conditions["device"] != "cuda"
-    conditions |= {"tiny": tiny, "fsdp": work.fsdp}
-    rows = []
-    if args.json and not args.afresh:
-        rows = earlier_rows(args.json, conditions)
-    facts = {
-        "what": title_of(tiny, conditions["device"]),
-        "seconds": args.seconds,
-        "measured_under": conditions,
-    }
-    begun = Report(args.json, facts, rows)
-    try:
-        begun.write()
-    except OSError as error:
-        raise ConfigError(f"{args.json}: cannot be written: {error.strerror}") from None
-    return begun, Work(**{**vars(work), "tiny": tiny})
-
-
-def measure(args: argparse.Namespace, settings: dict, runs: pathlib.Path) -> Report:
-    """Measures what is left to do. runs: the folder for runs of train.py. Raises ConfigError."""
-    deadline = time.time() + args.seconds
-    work = Work("", [], deadline, args.seconds, str(runs.absolute()), args.tiny, settings)
-    begun, work = begin(args, work)
-    if begun.rows:
-        results = sum(map(report.has_result, begun.rows))
-        print(f"{args.json}: continues; {results} arms have a result", file=sys.stderr)
-    for group in args.only:
-        arms = begun.without_result(group)
-        processes.run_group(Work(**{**vars(work), "group": group, "arms": arms}), begun.add)
-    if begun.needs_no_runs():
-        shutil.rmtree(runs, ignore_errors=True)
-    return begun
-
-
-def main(argv: list[str]) -> int:
-    args = arguments(argv)
-    try:
-        settings = experiments(args)
-        if args.json:
-            done = measure(args, settings, args.json.with_name(f"{args.json.name}.runs"))
-        else:
-            with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
-                done = measure(args, settings, pathlib.Path(folder) / "runs")
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"{done.facts['what']}\n\n{report.text(done.rows)}")
-    return int(any(row["status"].startswith("failed") for row in done.rows))
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+        rows = run(args, (args.json or pathlib.Path(folder, "gpu.json")).absolute())
+    print(*map(line, rows), sep="\n")
+    return int(any(row["status"].startswith("failed") for row in rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    config.run_tool(main)

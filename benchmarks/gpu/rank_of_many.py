@@ -3,17 +3,14 @@
     ./run_train.sh -m benchmarks.gpu.rank_of_many [--ranks 8] [--seconds 540] [--json FILE]
         [--buses 360 50] [--only ARM ...] [--config configs/llama8b.toml] [--section.key=value ...]
 
-torch leaves out all-gathers and reduce-scatters at world size 1. Here the other ranks do not exist:
-torch's "fake" process group, and slept_network.py for what FSDP2 sends. One model serves all arms.
-First each arm's memory, from an empty cache; then rounds, in which each arm trains a step without
-and with each bus (GB/s that a rank sends; some arms on the first alone). What a step takes longer
-with it is exposed communication. Not modeled: NCCL's memory and multiprocessors, slow ranks, the
-gradient norm's all-reduce, values across ranks.
+torch sends nothing at world size 1. Here the other ranks do not exist: torch's "fake" process
+group, and slept_network.py for what FSDP2 sends. First each arm's memory, from an empty cache; then
+rounds, in which each arm trains a step without and with each bus (GB/s that a rank sends; some arms
+on the first alone). What a step takes longer with it is exposed communication. Not modeled: NCCL's
+memory and multiprocessors, slow ranks, the gradient norm's all-reduce, values across ranks.
 """
 
 import argparse
-import copy
-import dataclasses
 import faulthandler
 import gc
 import json
@@ -23,7 +20,7 @@ import statistics
 import sys
 import time
 import traceback
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -32,10 +29,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import config
 import system
 import train
+from benchmarks.gpu import polled
 from benchmarks.gpu.arms import COMMON, ON_A_CPU
-from benchmarks.gpu.measure import polled
 from benchmarks.gpu.slept_network import Network, attach
-from benchmarks.step import build, random_batch, synchronize
+from benchmarks.step import random_batch, sharded, synchronize, with_optimizer
 from model.llama import Llama
 from parallel.fsdp import set_communication, set_prefetch, units, unshard_first_units
 from parallel.mesh import World, build_mesh
@@ -43,27 +40,22 @@ from parallel.mesh import World, build_mesh
 LONGEST = 5.0  # seconds that a step is given before one was timed
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Arm:
     """Changes to the configuration's [parallel], and to set_communication()."""
 
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict = field(default_factory=dict)
     fewer: int = 0  # units that do not stay unsharded for the next micro-batch
     defers: bool = True  # False: the end of each backward waits for its reductions
     micro_batches: int = 3
     all_buses: bool = False
 
-    def set_communication(
-        self, model: Llama, p: config.Parallel, world: World, last_micro_batch: bool
-    ) -> None:
+    def set_communication(self, model: Llama, p: config.Parallel, world: World, last: bool) -> None:
         """In place of parallel.fsdp's, which reads prefetch_forward for these units alone."""
-        kept = dataclasses.replace(p, prefetch_forward=p.prefetch_forward - self.fewer)
-        set_communication(model, kept, world, last_micro_batch)
+        kept = replace(p, prefetch_forward=p.prefetch_forward - self.fewer)
+        set_communication(model, kept, world, last)
         if not self.defers:
             model.set_is_last_backward(True)
-
-    def apply(self, cfg: config.Config) -> config.Config:
-        return dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, **self.options))
 
 
 ONCE = {"gather_once": True}
@@ -85,12 +77,13 @@ class Trainer:
 
     def __init__(self, cfg: config.Config, world: World, network: Network):
         self.cfg, self.world, self.network = cfg, world, network
-        self.parts = self.model, _, self.guard = build(cfg, world)
+        self.parts = self.model, _, self.guard = with_optimizer(sharded(cfg, world), cfg, world)
         self.batches = {n: random_batch(cfg, world, n) for n in (1, 3)}
         self.number = 0  # of steps
 
     def set(self, arm: Arm) -> None:
-        p = arm.apply(self.cfg).parallel
+        p = replace(self.cfg.parallel, **arm.options)
+        self.arm, self.arm_cfg = arm, replace(self.cfg, parallel=p)
         train.set_communication = arm.set_communication
         set_prefetch(self.model, p)
         for _, modules in units(self.model):
@@ -99,96 +92,80 @@ class Trainer:
             modules[0].set_reshard_after_forward(reshard)
             attach(self.network, modules[0], p.one_memory_pool and self.network.on_gpu)
 
-    def step(self, arm: Arm, bus: float) -> dict[str, float]:
+    def step(self, bus: float) -> dict[str, float]:
         self.network.bus = bus
-        cfg, batch = arm.apply(self.cfg), self.batches[arm.micro_batches]
         self.number += 1
+        cfg, batch = self.arm_cfg, self.batches[self.arm.micro_batches]
         began = synchronize(self.world.device)
         unshard_first_units(self.model, cfg.parallel)
         sums, _ = train.training_step(*self.parts, batch, self.number, cfg, self.world)
-        launched = time.perf_counter() - began
         seconds = synchronize(self.world.device) - began
         self.guard.check()  # raises if a gradient is not finite
         tokens = batch.valid_tokens / self.world.dp_size
-        loss = sums["loss"].item() / tokens
-        row = {"seconds": seconds, "launched": launched, "speed": tokens / seconds, "loss": loss}
+        row = {"seconds": seconds, "speed": tokens / seconds, "loss": sums["loss"].item() / tokens}
         return row | self.network.end_step()
 
-    def memory(self, arm: Arm, bus: float) -> dict[str, float]:
+    def memory(self, bus: float) -> dict[str, float]:
         """Peaks of two steps from an empty cache."""
-        self.set(arm)
         if self.network.on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            torch.cuda.reset_accumulated_memory_stats()  # the retries
-        steps = [self.step(arm, bus) for _ in range(2)]
-        figures = {"first_seconds": steps[0]["seconds"], "collectives": steps[1]["collectives"]}
+        steps = [self.step(bus) for _ in range(2)]
+        figures = {"collectives": steps[1]["collectives"]}
         if self.network.on_gpu:
             figures["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
             figures["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
-            figures["retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
         return figures
 
 
-class Report:
-    """What was measured so far, and its file."""
-
-    def __init__(self, path: pathlib.Path, facts: dict[str, Any], names: list[str]):
-        self.path, self.facts = path, facts
-        empty = {"status": "skipped: time", "memory": {}, "steps": {}, "figures": {}}
-        self.arms: dict[str, dict] = {name: copy.deepcopy(empty) for name in names}
-
-    def write(self) -> None:
-        for row in self.arms.values():
-            for bus, steps in row["steps"].items():
-                figures = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
-                pairs = zip(steps, row["steps"][0.0])
-                longer = [with_bus["seconds"] - without["seconds"] for with_bus, without in pairs]
-                row["figures"][bus] = figures | {"exposed": statistics.median(longer)}
-        system.write_atomic(self.path, json.dumps(self.facts | {"arms": self.arms}, indent=1))
-
-    def print(self) -> None:
-        """A line for each arm's memory, and for each of its buses the medians over the rounds."""
-        for name, row in self.arms.items():
-            print(f"{name}: {row['status']}: {words(row['memory'])}", flush=True)
-            for bus, figures in row["figures"].items():
-                print(f"  {bus:g} GB/s: {words(figures)}", flush=True)
+def write(path: pathlib.Path, facts: dict, arms: dict[str, dict]) -> None:
+    """With the medians over the rounds, and what a step takes longer with a bus."""
+    for row in arms.values():
+        for bus, steps in row["steps"].items():
+            figures = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
+            pairs = zip(steps, row["steps"][0.0])
+            longer = [with_bus["seconds"] - without["seconds"] for with_bus, without in pairs]
+            row["figures"][bus] = figures | {"exposed": statistics.median(longer)}
+    system.write_atomic(path, json.dumps(facts | {"arms": arms}, indent=1))
 
 
 def words(figures: dict[str, float]) -> str:
     return ", ".join(f"{key} {value:.5g}" for key, value in figures.items()) or "-"
 
 
-def measure(args: argparse.Namespace, cfg: config.Config, world: World, report: Report) -> None:
+def measure(
+    args: argparse.Namespace, cfg: config.Config, world: World, facts: dict, arms: dict[str, dict]
+) -> None:
     network = Network(world.size, world.device)
     trainer = None
     usable = []
-    for name, row in report.arms.items():
+    for name, row in arms.items():
         if time.time() > args.deadline - 0.35 * args.seconds:
             break  # time for rounds is left
         try:
             trainer = trainer or Trainer(cfg, world, network)
-            row |= {"memory": trainer.memory(ARMS[name], args.buses[0]), "status": "ok"}
+            trainer.set(ARMS[name])
+            row |= {"memory": trainer.memory(args.buses[0]), "status": "ok"}
             usable.append(name)
         except Exception as error:  # what it left of a step would disturb the next: a new model
             row["status"] = f"failed: {type(error).__name__}: {error}"[:300]
             traceback.print_exc()
             trainer = None
         gc.collect()
-        report.write()
+        write(args.json, facts, arms)
     for number in range(args.rounds):
         if not usable or time.time() + LONGEST > args.deadline:
             break
         trainer = trainer or Trainer(cfg, world, network)  # the last one may have failed
         for name in usable if number % 2 == 0 else usable[::-1]:
-            arm, steps = ARMS[name], report.arms[name]["steps"]
-            trainer.set(arm)
-            for bus in [0.0, *(args.buses if arm.all_buses else args.buses[:1])]:
+            steps = arms[name]["steps"]
+            trainer.set(ARMS[name])
+            for bus in [0.0, *(args.buses if ARMS[name].all_buses else args.buses[:1])]:
                 earlier = steps.get(bus, [])
                 longest = max((step["seconds"] for step in earlier), default=LONGEST)
                 if time.time() + longest < args.deadline:
-                    steps[bus] = [*earlier, trainer.step(arm, bus)]
-        report.write()
+                    steps[bus] = [*earlier, trainer.step(bus)]
+        write(args.json, facts, arms)
 
 
 def main(argv: list[str]) -> None:
@@ -204,21 +181,28 @@ def main(argv: list[str]) -> None:
     args.deadline = time.time() + args.seconds
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as a run has it
     on_gpu = torch.cuda.is_available()
-    own = ["--parallel.param_dtype=bfloat16"] if on_gpu else ON_A_CPU
+    own = ["--parallel.param_dtype=bfloat16"] if on_gpu else ON_A_CPU.split()
     batch = [f"--train.global_batch_size={3 * args.ranks}", "--train.micro_batch_size=1"]
-    cfg = config.load(args.config, [*COMMON, *batch, *own, *overrides])
+    cfg = config.load(args.config, [*COMMON.split(), *batch, *own, *overrides])
     faulthandler.dump_traceback_later(args.seconds + 30, exit=True)  # a device that hangs
     dist.init_process_group("fake", rank=0, world_size=args.ranks, store=FakeStore())
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     torch.get_device_module(device).set_device(device)
-    mesh = build_mesh(device.type, config.mesh_shape(cfg, args.ranks))
-    gpu = torch.cuda.get_device_name() if on_gpu else None
-    facts: dict[str, Any] = {"gpu": gpu, "torch": torch.__version__, "argv": argv}
-    report = Report(args.json, facts, args.only)
-    with polled(on_gpu) as facts["polled"]:
-        measure(args, cfg, World(0, args.ranks, device, mesh), report)
-    report.write()  # with the clock
-    report.print()
+    world = World(
+        0, args.ranks, device, build_mesh(device.type, config.mesh_shape(cfg, args.ranks))
+    )
+    gpu = torch.cuda.get_device_properties(0) if on_gpu else None
+    facts = {"gpu": gpu and gpu.name, "torch": torch.__version__, "argv": argv}
+    arms = {}
+    for name in args.only:
+        arms[name] = {"status": "skipped: time", "memory": {}, "steps": {}, "figures": {}}
+    with polled(str(gpu.uuid) if gpu else None) as facts["polled"]:
+        measure(args, cfg, world, facts, arms)
+    write(args.json, facts, arms)  # with the clock
+    for name, row in arms.items():
+        print(f"{name}: {row['status']}: {words(row['memory'])}", flush=True)
+        for bus, figures in row["figures"].items():
+            print(f"  {bus:g} GB/s: {words(figures)}", flush=True)
     os._exit(0)  # at once: the device may not answer any more
 
 
