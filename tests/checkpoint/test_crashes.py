@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -68,7 +69,7 @@ class Disk:
                 found[path.stat().st_ino] = content_of(path)
         tree: Tree = {}
 
-        def visit(names: dict[str, int], folder: str) -> None:
+        def visit(names: Any, folder: str) -> None:
             for name, number in names.items():
                 content = found.get(number, b"")
                 tree[folder + name] = None if isinstance(content, dict) else content

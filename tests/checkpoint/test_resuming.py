@@ -3,6 +3,7 @@
 import json
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def name(step: int, ending: str = "") -> str:
     return f"step-{step:08d}{ending}"
 
 
-def prepare_other(path: pathlib.Path, source: str = "other.jsonl", **changes: object) -> dict:
+def prepare_other(path: pathlib.Path, source: str = "other.jsonl", **changes: Any) -> dict:
     """[data] with a folder of ten documents of 500 tokens. changes: of its manifest."""
     data = {"source": source, "path": str(path)}
     documents = [*token_ids(10, 500).numpy()]

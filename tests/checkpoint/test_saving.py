@@ -17,10 +17,10 @@ from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from checkpoint import catalog, save
-from checkpoint.checkpointer import local_shard
 from checkpoint.load import Reader, restore, tensors_of
 from checkpoint.manifest import UnreadableCheckpoint
 from checkpoint.save import SaveFailed, Saver, Writer, all_finite
+from parallel.materialize import local_tensor
 from parallel.ranks import all_gather_objects
 from parallel.torch_patches import IS_TORCH_2_11
 from tests.checkpoint.conftest import Run, unreadable
@@ -235,7 +235,7 @@ def test_asynchronous_save_from_a_gpu_writes_once_its_copies_are_complete(world,
     kernel = mock.Mock(side_effect=RuntimeError("CUDA error: out of memory"))
 
     def synchronize() -> None:
-        equal = [torch.equal(buffers[n], local_shard(t)) for n, t in run.tensors().items()]
+        equal = [torch.equal(buffers[n], local_tensor(t)) for n, t in run.tensors().items()]
         events.append(f"copied {len(equal)}" if all(equal) else "not copied")
 
     functions = {"cudart": lambda: driver, "_sleep": kernel, "synchronize": synchronize}

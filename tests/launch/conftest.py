@@ -59,7 +59,7 @@ class Launch:
                 continue
             if str(self.path) not in words or int(entry.name) == self.process.pid:
                 continue
-            variables = dict(variable.partition("=")[::2] for variable in environment)
+            variables = dict(variable.split("=", 1) for variable in environment if "=" in variable)
             if any("launch.agent" in word for word in words):
                 found["torchrun"] = int(entry.name)
             elif any(word.endswith("train.py") for word in words):

@@ -24,7 +24,7 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch) -> Callable[..., None]:
+def environment(monkeypatch) -> Callable:
     """Sets variables, of a process that no launcher has started."""
     for name in os.environ:
         if name.startswith(("SLURM_", "PMI_", "OMPI_", "PET_")) or name in ("NPROC", "WORLD_SIZE"):

@@ -93,7 +93,7 @@ class Job:
                 words = (folder / "cmdline").read_text().split("\0")
             except (OSError, ValueError):  # gone, or none of ours
                 continue
-            environment = dict(variable.partition("=")[::2] for variable in variables)
+            environment = dict(variable.split("=", 1) for variable in variables if "=" in variable)
             running = any(word.endswith("/train.py") for word in words[1:3])  # python [-u]
             # not another suite's cluster
             ours = environment.get("SLURM_CONF") == f"{self.cluster.folder}/slurm.conf"

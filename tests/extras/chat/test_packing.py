@@ -13,7 +13,7 @@ import config
 from data.dataset import PreparedDataset
 from data.folder import manifest_of
 from data.tokens import TokenFile, TokenStream
-from extras.chat.packing import Packed, pack
+from extras.chat.packing import Packed, document_ends, pack
 from tests.conftest import loader_of, make_config, refuses
 from tests.tools.prepare.chat.conftest import (
     conversations,
@@ -164,7 +164,7 @@ def test_stored_ids_are_those_of_transformers_complemented_without_a_loss(
     pairs = [zip(made["input_ids"], made["assistant_masks"]) for made in rendered]
     expected = [[token if learned else ~token for token, learned in pair] for pair in pairs]
     assert stream.read(0, stream.length).tolist() == [*itertools.chain(*expected)]
-    assert stream.document_ends().tolist() == [*itertools.accumulate(map(len, expected))]
+    assert document_ends(stream).tolist() == [*itertools.accumulate(map(len, expected))]
 
 
 def test_of_few_conversations_the_last_are_held_out_whole(tokenizer, tmp_path, monkeypatch):
