@@ -356,7 +356,7 @@ def test_shipped_configurations_that_it_reads():
         with contextlib.suppress(ValueError):
             minimal.read_options(str(path))
             accepted.add(path.stem)
-    assert accepted == {"tiny", "smollm2-135m", "tinyllama-1.1b", "llama8b"}
+    assert accepted == {"tiny", "shakespeare-char", "smollm2-135m", "tinyllama-1.1b", "llama8b"}
 
 
 @pytest.mark.quick
