@@ -86,7 +86,7 @@ def test_resume_with_another_batch_size_reads_each_sample_once(configure):
 
 
 @pytest.mark.quick
-def test_batches_hold_the_tokens_of_the_order(configure):
+def test_inputs_and_targets_are_the_tokens_of_the_order(configure):
     cfg = configure(micro_batch_size=4)
     for rank in range(2):
         loader = loader_of(cfg, rank, 2, step=2)

@@ -50,7 +50,7 @@ def test_out_of_memory_in_the_first_step_is_not_retried(launched, write_config):
     assert last.endswith("r.toml --optim.lr=0.001 --dry-run --world-size=1")
 
 
-def test_restart_resumes_with_the_configuration_of_the_launch(launched, write_config):
+def test_ranks_of_a_restart_read_the_configuration_of_the_launch(launched, write_config):
     """The file is edited meanwhile. `checkpoint.resume = N` counts in the first attempt alone."""
     path = write_config("r", train={"steps": 4}, checkpoint={"save_every_steps": 2})
     assert launch(path).returncode == 0

@@ -1,5 +1,6 @@
 """Initial values that a module declares: of any parameter, equal on any mesh, refused where nothing is declared."""
 
+import math
 import re
 
 import pytest
@@ -29,6 +30,17 @@ def test_declared_values_of_each_kind():
     assert block.factor != model.blocks[0].factor
     assert block.attention.q_proj.bias.std().item() == pytest.approx(0.5, rel=0.3)
     assert not torch.equal(block.scale, model.blocks[0].scale)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("cutoff, beyond", [(math.inf, 0.317), (1.0, 0.0)])
+def test_normal_has_its_deviation_and_is_cut_off(cutoff, beyond):
+    """The share beyond one standard deviation, of 100,000 values."""
+    torch.manual_seed(0)
+    values = torch.empty(1000, 100)
+    normal(0.2, cutoff)(values, 0)
+    assert values.mean().abs() < 0.002
+    assert (values.abs() > 0.2 + 1e-6).float().mean().item() == pytest.approx(beyond, abs=0.01)
 
 
 class Table(nn.Module):

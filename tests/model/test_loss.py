@@ -146,7 +146,7 @@ def test_gradients_of_any_compiled_loss(name):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @distributed()
-def test_gradients_of_any_loss_on_shards_of_the_vocabulary(world, ranks):
+def test_values_and_gradients_of_any_loss_on_shards_of_the_vocabulary(world, ranks):
     group = group_of(build_mesh("cpu", (1, 1, 1, ranks))["tp"])
     for name in LOSSES:
         for chunk in (16, 64):

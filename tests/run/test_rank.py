@@ -1,4 +1,5 @@
-"""A rank's process: its device, its process group, and what an error of it means."""
+"""A rank's process: its device, its process group, and what an error of it means. The exit codes of its main() are
+in tests/launch: test_pods.py, test_stopping.py, test_failing.py."""
 
 import os
 import pathlib
