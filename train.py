@@ -78,7 +78,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
         with run.phase("data"):
             batch = next(loader)
         # One all-reduce on the host sums the targets, and tells all ranks whether a signal asks to
-        # stop after this step.
+        # stop after this step (run/__init__.py: how a run stops).
         batch.valid_tokens = run.agree(batch.valid_tokens)
         sums, scalars = training_step(model, optimizer, guard, batch, step, cfg, world)
 

@@ -5,7 +5,7 @@ their outcome into an exit code.
 
 Exit codes: 0 finished, 2 invalid input, 75 stopped after saving, any other a failure. torchrun exits
 with 1 whatever its ranks exit with, so the code comes from their error files (run/watchdog.py). In a
-SLURM job this process is the batch script.
+SLURM job this process is the batch script. run/__init__.py says how a run stops.
 """
 
 import os
