@@ -47,7 +47,7 @@ class Alternating(Run):
     def __init__(self, cfg: config.Config, world: World, bare: Step, batches: list[Batch]):
         super().__init__(cfg, world, Watchdog(world.rank, None), None)
         self.bare, self.batches = bare, batches
-        self.seconds: dict[int, tuple[float, float]] = {}  # by step: (ours, bare)
+        self.pairs: dict[int, tuple[float, float]] = {}  # by step: (ours, bare)
         self.losses: dict[int, Tensor] = {}
 
     def steps(self, *of: Any) -> Iterator[int]:
@@ -58,7 +58,7 @@ class Alternating(Run):
             between = synchronize(device)
             self.losses[step] = self.bare(step, self.batches[step - 1])
             end = synchronize(device)
-            self.seconds[step] = (between - began, end - between)
+            self.pairs[step] = (between - began, end - between)
             began = end
 
 
@@ -81,7 +81,7 @@ def measure(cfg: config.Config, world: World) -> dict[int, tuple[float, float]]:
                 problem = f"train.py's loss is {loss}, the bare loop's {expected}"
                 raise ArithmeticError(f"step {row['step']}: {problem}")
     # the last is due for a row
-    return {step: pair for step, pair in run.seconds.items() if WARM_UP < step < last}
+    return {step: pair for step, pair in run.pairs.items() if WARM_UP < step < last}
 
 
 def typical(steps: list[tuple[bool, float]]) -> float:

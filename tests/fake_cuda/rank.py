@@ -1,16 +1,14 @@
 """Runs train.py on the fake CUDA, without what depends on values, and reports what each step cost.
 
-python -m tests.fake_cuda.rank [--alone N] [--report FILE] [--plant-...] CONFIG [--section.key=value ...]
-torchrun --nproc-per-node 4 -m tests.fake_cuda.rank [...] CONFIG [--section.key=value ...]
+python -m tests.fake_cuda.rank [--alone N] [--report FILE] [--races] [--first CODE] CONFIG [--section.key=value ...]
 
---alone N: this one process is rank 0 of N; the others do not exist. Their answers are those of rank
-0, and NCCL moves nothing anyway. --plant-wait: each step asks for the gradient norm, which waits.
---plant-collective-on RANK: that rank calls one more collective in each step. --races: reports what
-races.py finds. --plant-race NAME: a fault of races.FAULTS. The environment is that of
-build.environment().
+--alone N: this one process is rank 0 of N, under no torchrun; the others do not exist. Their answers are those of rank
+0, and NCCL moves nothing anyway. --races: reports what races.py finds. --first: Python that runs before, for faults.
+The environment is that of build.environment().
 """
 
 import argparse
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -18,33 +16,27 @@ import os
 import pathlib
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-REPO = pathlib.Path(__file__).parent.parent.parent
-
 
 def be_alone(size: int) -> None:
-    """Makes this process rank 0 of `size`: NCCL is the fake anyway, gloo becomes torch's "fake"
-    backend, and objects are gathered as if every rank had this one's."""
+    """Makes this process rank 0 of `size`: NCCL is the fake anyway, gloo becomes torch's "fake" backend, and objects
+    are gathered as if every rank had this one's."""
     import torch.distributed as dist
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
     from torch.distributed.checkpoint import default_planner
 
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(min(size, 8)),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }
-    store = dist.HashStore()
-    init_process_group = dist.init_process_group
+    local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(min(size, 8)), "MASTER_PORT": "29500"}
+    os.environ |= {"RANK": "0", "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", **local}
+    store, init, new_group = dist.HashStore(), dist.init_process_group, dist.new_group
 
     def init_alone(backend: str, **options: Any) -> None:
-        init_process_group(backend.replace("gloo", "fake"), **{**options, "store": store})
+        init(backend.replace("gloo", "fake"), **{**options, "store": store})
+
+    def new_alone(*arguments: Any, backend: str | None = None, **options: Any) -> Any:
+        return new_group(*arguments, backend="fake" if backend == "gloo" else backend, **options)
 
     # by torch's names of parameters: DCP passes some by name
     def gather(object_list: list, obj: Any, group: Any = None) -> None:
@@ -53,96 +45,42 @@ def be_alone(size: int) -> None:
     def gather_on_one(obj: Any, object_gather_list: list, *unused: Any, **options: Any) -> None:
         gather(object_gather_list, obj)
 
-    def scatter(
-        scatter_object_output_list: list,
-        scatter_object_input_list: list,
-        *unused: Any,
-        **options: Any,
-    ) -> None:
+    def scatter(scatter_object_output_list, scatter_object_input_list, *unused, **options) -> None:
         scatter_object_output_list[0] = scatter_object_input_list[0]
 
-    def broadcast(*unused: Any, **options: Any) -> None:
-        pass
-
-    # a checkpoint lacks the other ranks' shards
+    # a checkpoint lacks the other ranks' shards; torch 2.11 returned a bool, later ones the errors
     returned = default_planner._validate_global_plan.__annotations__["return"]
-    valid = True if returned is bool else []  # torch 2.11 returned a bool, later ones the errors
-    default_planner._validate_global_plan = lambda *unused: valid
+    default_planner._validate_global_plan = lambda *unused: True if returned is bool else []
     # the gathered plans all are rank 0's, which must write all of it
-    planner = default_planner.DefaultSavePlanner
-    planner._dedup_save_plans = lambda planner, plans: keep_first(plans)
+    planner, empty = default_planner.DefaultSavePlanner, dataclasses.replace
+    planner._dedup_save_plans = lambda _, p: [p[0], *(empty(plan, items=[]) for plan in p[1:])]
     for module in (dist, dist.distributed_c10d):
-        module.init_process_group = init_alone
-        module.all_gather_object = gather
-        module.gather_object = gather_on_one
+        module.init_process_group, module.new_group = init_alone, new_alone
+        module.all_gather_object, module.gather_object = gather, gather_on_one
         module.scatter_object_list = scatter
-        module.broadcast_object_list = broadcast
-        module.new_group = with_fake_gloo(module.new_group)
-
-
-def keep_first(plans: list) -> list:
-    return [plans[0], *(dataclasses.replace(plan, items=[]) for plan in plans[1:])]
-
-
-def with_fake_gloo(new_group: Any) -> Any:
-    def new_alone(*arguments: Any, backend: str | None = None, **options: Any) -> Any:
-        return new_group(*arguments, backend="fake" if backend == "gloo" else backend, **options)
-
-    return new_alone
+        module.broadcast_object_list = lambda *unused, **options: None
 
 
 def ignore_values() -> None:
-    """No kernel runs, so device memory holds zeros: nothing may wait until a value is in range, or
-    ask whether one is finite."""
+    """No kernel runs, so device memory holds zeros: nothing may wait until a value is in range, or ask whether one is
+    finite."""
     import torch
 
     import optim
-    from checkpoint import save
-    from extras.huggingface.weights import Weights
     from extras.lora.nf4 import NF4Linear
-    from parallel import materialize
 
-    # patch.object raises where the name is gone
-    def replace(owner: Any, name: str, value: Callable) -> None:
-        mock.patch.object(owner, name, value).start()
-
-    quantize = NF4Linear.quantize
-    is_skipped = optim.UpdateGuard._is_skipped
-
-    def quantize_unchecked(*arguments: Any) -> None:
-        with mock.patch.object(torch.Tensor, "isfinite", lambda tensor: torch.tensor(True)):
-            quantize(*arguments)
-
-    def never_skipped(guard: optim.UpdateGuard) -> bool:
-        is_skipped(guard)  # waits as it does on a GPU
-        return False
-
-    replace(Weights, "read_into", lambda weights, name, offsets, out: name in weights.stored)
-    replace(torch.nn.init, "trunc_normal_", lambda tensor, *unused, **options: tensor)
-    replace(materialize, "is_finite", lambda tensor: True)
-    replace(save, "all_finite", lambda tensors: True)
-    replace(NF4Linear, "quantize", quantize_unchecked)
-    replace(optim.UpdateGuard, "_is_skipped", never_skipped)
-
-
-def plant(fault: Callable[[Any], object]) -> None:
-    """Calls fault(gradient norm) in each step."""
-    import optim
-
-    clip_gradients = optim.clip_gradients
-
-    def clip_with_fault(*arguments: Any) -> Any:
-        norm = clip_gradients(*arguments)
-        fault(norm)
-        return norm
-
-    optim.clip_gradients = clip_with_fault
-
-
-def all_reduce(norm: Any) -> None:
-    import torch.distributed as dist
-
-    dist.all_reduce(norm.to_local() if hasattr(norm, "to_local") else norm)
+    quantize, is_skipped = NF4Linear.quantize, optim.UpdateGuard._is_skipped
+    unchecked = mock.patch.object(torch.Tensor, "isfinite", lambda tensor: torch.tensor(True))
+    for name, value in {  # patch() raises where the name is gone
+        "extras.huggingface.weights.Weights.read_into": lambda w, name, *unused: name in w.stored,
+        "torch.nn.init.trunc_normal_": lambda tensor, *unused, **options: tensor,
+        "parallel.materialize.is_finite": lambda tensor: True,
+        "checkpoint.save.all_finite": lambda tensors: True,
+        "extras.lora.nf4.NF4Linear.quantize": lambda *arguments: unchecked(quantize)(*arguments),
+        # waits as it does on a GPU
+        "optim.UpdateGuard._is_skipped": lambda guard: is_skipped(guard) and False,
+    }.items():
+        mock.patch(name, value).start()
 
 
 def counters() -> dict[str, int]:
@@ -152,81 +90,55 @@ def counters() -> dict[str, int]:
     return json.loads(fake.fake_cuda_counters())
 
 
-class Report:
-    """Each step's calls and memory, and the process's communicators, as JSON."""
+def report(path: pathlib.Path, races: Any) -> None:
+    """Has a run write, as JSON, each step's calls and memory, the process's communicators, and races."""
+    from torch import cuda
 
-    def __init__(self, path: str):
-        self.path = path
-        self.steps: list[dict[str, int]] = []
-        self.races: list[str] = []
+    from run.run import Run
 
-    def measured(self, steps: Iterator[int]) -> Iterator[int]:
-        from torch import cuda
+    steps_of_run, rows = Run.steps, []
 
-        self.write()
-        for step in steps:
-            cuda.reset_peak_memory_stats()
-            before = counters()
-            yield step
-            after = counters()
-            row = {name: after[name] - before[name] for name in after}
-            row["step"] = step
-            row["peak_allocated"] = cuda.max_memory_allocated()
-            row["peak_reserved"] = cuda.max_memory_reserved()
-            row["allocated"] = cuda.memory_allocated()  # between steps
-            self.steps.append(row)
-            self.write()  # each time: a run ends by os._exit()
+    def write() -> None:  # each time: a run ends by os._exit()
+        found = {name: counters()[name] for name in ("communicators", "registrations")}
+        found |= {"steps": rows, "races": races.found if races else []}
+        path.write_text(json.dumps(found, indent=1))
 
-    def searched_for_races(self, steps: Iterator[int]) -> Iterator[int]:
-        from tests.fake_cuda.races import Races
+    def measured(run: Run, *of: Any) -> Iterator[int]:
+        with races or contextlib.nullcontext():
+            write()
+            for step in steps_of_run(run, *of):
+                cuda.reset_peak_memory_stats()
+                before = counters()
+                yield step
+                row = {name: count - before[name] for name, count in counters().items()}
+                row |= {"step": step, "allocated": cuda.memory_allocated()}  # between steps
+                row["peak_allocated"] = cuda.max_memory_allocated()
+                row["peak_reserved"] = cuda.max_memory_reserved()
+                rows.append(row)
+                write()
+        write()
 
-        with Races() as races:
-            self.races = races.found
-            yield from steps
-        self.write()
-
-    def write(self) -> None:
-        result = {
-            "steps": self.steps,
-            "communicators": counters()["communicators"],
-            "registrations": counters()["registrations"],
-            "races": self.races,
-        }
-        pathlib.Path(self.path).write_text(json.dumps(result, indent=1))
+    Run.steps = measured
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
     parser.add_argument("--alone", type=int)
-    parser.add_argument("--report")
-    parser.add_argument("--plant-wait", action="store_true")
-    parser.add_argument("--plant-collective-on", default="nobody")
+    parser.add_argument("--report", type=pathlib.Path)
     parser.add_argument("--races", action="store_true")
-    parser.add_argument("--plant-race")
+    parser.add_argument("--first", default="")
     args, train_arguments = parser.parse_known_args()
-    sys.path.insert(0, str(REPO))
+    sys.path.insert(0, os.getcwd())
     if args.alone:
         be_alone(args.alone)
     ignore_values()
-    if args.plant_wait:
-        plant(lambda norm: norm.item())
-    if os.environ.get("RANK") == args.plant_collective_on:
-        plant(all_reduce)
-    if args.plant_race:
-        from tests.fake_cuda.races import FAULTS
-
-        FAULTS[args.plant_race]()
+    exec(args.first, {})
     if args.report:
-        from run.run import Run
+        from tests.fake_cuda.races import Races
 
-        report = Report(args.report)
-        steps = Run.steps
-        Run.steps = lambda run, *of: report.measured(steps(run, *of))
-        if args.races:
-            measured = Run.steps
-            Run.steps = lambda run, *of: report.searched_for_races(measured(run, *of))
-    sys.argv = [str(REPO / "train.py"), *train_arguments]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+        report(args.report, Races() if args.races else None)
+    sys.argv = ["train.py", *train_arguments]
+    runpy.run_path("train.py", run_name="__main__")
 
 
 if __name__ == "__main__":
