@@ -362,7 +362,7 @@ def export_model(saved: SavedModel, folder: Path, dtype: str, limit: int) -> Non
 
     write_weights(folder, cfg.model, read, getattr(torch, dtype), limit)
     if base:
-        assert base.sums is not None  # step=1 computes them
+        assert base.sums is not None  # computed while reading
         compare.check_base(saved.path, cfg.model.init_from, hf_weights.fingerprint([base.sums]))
 
 
