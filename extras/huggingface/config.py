@@ -63,7 +63,7 @@ PROJECTION_MODULES = {
     "up_proj": "mlp.up_proj",
     "down_proj": "mlp.down_proj",
 }
-OTHER_LAYERS = ("model.embed_tokens", "lm_head")  # PEFT supports adapters for them, this does not
+OTHER_LAYERS = ("model.embed_tokens", "lm_head")  # only PEFT supports adapters for them
 # our option in [lora] -> key in adapter_config.json
 ADAPTER_KEYS = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}
 # like ONLY and IGNORED, for adapter_config.json

@@ -242,7 +242,7 @@ def hold_out_end(train: TokenWriter, heldout: TokenWriter, whole_documents: bool
     only between documents."""
     first = max(0, train.tokens - last_hundredth(train.tokens))
     borders = array.array("q", [0, *train.ends])
-    number = max(0, bisect.bisect_right(borders, first) - 1)  # of the document that is cut
+    number = max(0, bisect.bisect_right(borders, first) - 1)  # the document that is cut
     first = borders[number] if whole_documents else first
     moved = itertools.pairwise([first, *train.ends[number:]])
     for (begin, end), size in zip(moved, train.text_bytes[number:]):

@@ -62,7 +62,8 @@ class Texts:
         return text
 
     def encoder(self, folder: pathlib.Path) -> Callable[[list[str]], list[Encoded]]:
-        """A function that tokenizes documents with the tokenizer of a folder. It is thread-safe."""
+        """A function that tokenizes documents with the tokenizer of a folder. For texts, it is
+        thread-safe."""
         from tools.prepare.tokenizer import Tokenizer
 
         tokenizer = Tokenizer(folder)

@@ -46,7 +46,7 @@ PROMPT = ("prompt",)
 COMPLETION = ("completion", "response")
 SYSTEM = ("system",)
 TOOLS = ("tools", "functions")
-# Columns that may change which tokens have a loss; an error unless they are empty or 1
+# Columns that may change what the model learns; an error unless they are empty or 1
 REFUSED = (*LOSS_KEYS, "label", "images", "chat_template_kwargs")
 TOO_DEEP = "is nested too deeply"
 
