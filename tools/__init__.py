@@ -1,3 +1,3 @@
-"""What looks at a run, a configuration or a checkpoint. Nothing outside this folder imports it, and
-`rm -r` removes it: see `python -m tools`.
+"""Programs that inspect a run, a configuration or a checkpoint; `python -m tools` lists them.
+Nothing outside this folder imports it, so `rm -r tools` removes it.
 """

@@ -17,7 +17,8 @@ REPO = TOOLS.parent
 
 
 def module_of(name: str) -> str:
-    """The module of a short name: report is tools.report. Any other module has its own name."""
+    """The module of a tool's short name: `report` is tools.report. Returns other names
+    unchanged."""
     path = TOOLS / name.replace(".", "/")
     if path.with_suffix(".py").exists() or (path / "__main__.py").exists():
         return f"tools.{name}"
@@ -25,7 +26,7 @@ def module_of(name: str) -> str:
 
 
 def tools() -> dict[str, str]:
-    """What each tool is for, by its short name: the first sentence of its file."""
+    """The purpose of each tool, by its short name. It is the first sentence of the tool's file."""
     purposes = {}
     for folder in (REPO / "checkpoint", TOOLS, *TOOLS.glob("*/")):
         for path in sorted(folder.glob("*.py")):

@@ -2,10 +2,10 @@
 
     ./run_train.sh -m follow outputs/tiny
 
-The launcher starts it next to the ranks, and closes its stdin once they have ended (launch/follower.py).
-By hand it does what is left to do: sends the rows that the tracker lacks, and writes the report. It
-reads the run's folder alone (metrics.jsonl, status.json, config.toml, environment.json), and what
-fails here costs the run a line.
+The launcher (launch/follower.py) starts it next to the ranks, and closes its stdin when the ranks
+have ended. Started by hand, it sends the rows that the tracker lacks, and writes the report. It
+reads only the run's folder: metrics.jsonl, status.json, config.toml and environment.json. A failure
+here prints a line, and does not affect the run.
 """
 
 import contextlib
@@ -28,27 +28,27 @@ from system import SIGNALS, print_error, print_line, python_command, read_json
 from tools import report, tracker
 
 POLL_SECONDS = 1.0
-CLOSE_SECONDS = 10.0  # for the tracker to take the last rows
-# after a launch's first row; a plan keeps a core busy, too much for a short run
+CLOSE_SECONDS = 10.0  # timeout for sending the last rows
+# Delay after a launch's first row. Planning keeps a core busy, too much for a short run.
 COMPARE_SECONDS = 30.0
 COMPARE = "import config; from tools.planner.check import main; config.run_tool(main)"
 
 
 class Followed(NamedTuple):
-    """A run that is followed."""
+    """A run, and the state of following it."""
 
     folder: pathlib.Path
     start: int  # the step that this launch resumed after
-    ended: threading.Event  # no row follows
-    failed: threading.Event  # something did, and printed a line
+    ended: threading.Event  # the ranks will write no more rows
+    failed: threading.Event  # a task failed, and printed a line
 
     def rows(self) -> Iterator[dict]:
-        """The rows of metrics.jsonl, from the first on, as they are written; all of them again
-        after ranks that start again have dropped some."""
+        """Yields the rows of metrics.jsonl from the first on, as the ranks write them. Starts over
+        if restarted ranks have truncated the file."""
         offset = 0
         while True:
-            is_last = self.ended.is_set()  # asked before reading, which then sees the last rows
-            with contextlib.suppress(OSError):  # a network's disk, perhaps for a moment
+            is_last = self.ended.is_set()  # check before reading, to see the last rows
+            with contextlib.suppress(OSError):  # a network disk may fail for a moment
                 for line in self._lines(offset):
                     offset = offset + len(line) if line else 0
                     with contextlib.suppress(ValueError):
@@ -58,15 +58,15 @@ class Followed(NamedTuple):
             self.ended.wait(POLL_SECONDS)
 
     def _lines(self, offset: int) -> Iterator[bytes]:
-        """The complete lines from an offset on; from the first on, after an empty one, if no line
-        ends at the offset any more."""
+        """Yields the complete lines from an offset on. If no line ends at the offset any more,
+        yields an empty line and then all lines."""
         with (self.folder / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, offset - 1))
             if offset and file.read(1) != b"\n":
                 file.seek(0)
                 yield b""
             for line in file:
-                if not line.endswith(b"\n"):  # it is being written
+                if not line.endswith(b"\n"):  # still being written
                     return
                 yield line
 
@@ -76,8 +76,8 @@ def send_rows(run: Followed) -> None:
 
 
 def compare_with_plan(run: Followed) -> None:
-    """Starts tools/planner/check.py, of a run on GPUs that lasts. The launch's first row includes
-    compilation: it compares a later one."""
+    """Starts tools/planner/check.py if the run is on GPUs and is not short. Compares a later row
+    than the launch's first, which includes compilation."""
     began = None
     for row in run.rows():
         if row["kind"] != "train" or row["step"] <= run.start:
@@ -94,13 +94,13 @@ def compare_with_plan(run: Followed) -> None:
 
 def write_report(run: Followed) -> None:
     path = run.folder / "metrics.jsonl"
-    # else the run failed before its first row, or its folder was moved or deleted, which it reports
+    # otherwise the run failed before its first row, or its folder is gone, which the run reports
     if path.exists() and path.stat().st_size:
         report.write_report([run.folder])
 
 
 def print_next(run: Followed) -> None:
-    """What the user of a run that has finished may want next."""
+    """After a run has finished, prints what the user may want next."""
     if read_status(run.folder).get("state") == "finished":
         page = run.folder / "report.html"
         cfg = config.load_resolved(str(run.folder / "config.toml"))
@@ -108,7 +108,7 @@ def print_next(run: Followed) -> None:
 
 
 def attempt(work: Callable[[Followed], None], run: Followed) -> None:
-    """Calls work(run). An error is printed in a line: it must not end the run."""
+    """Calls work(run). Prints an error as one line, since it must not end the run."""
     try:
         work(run)
     except Exception as error:
@@ -121,7 +121,7 @@ def attempt(work: Callable[[Followed], None], run: Followed) -> None:
 
 
 def follow(run: Followed) -> None:
-    """Sends and compares until the run ends, then writes the report."""
+    """Sends rows and compares with the plan until the run ends, then writes the report."""
     threads = []
     for work in (send_rows, compare_with_plan):
         threads.append(threading.Thread(target=attempt, args=(work, run), daemon=True))
@@ -139,20 +139,22 @@ def follow(run: Followed) -> None:
 
 
 def launched(folder: str, before: str) -> None:
-    """Follows a launch from the moment its ranks take the run's folder. before: the id of the
-    previous launch, which the status carries until then. Ends the process."""
+    """Follows a launch once its ranks have claimed the run's folder, then ends the process.
+
+    Until then, status.json has the id `before` of the previous launch.
+    """
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # meant for the ranks, whose last rows count, too
+        signal.signal(number, signal.SIG_IGN)  # the ranks handle it; send their last rows, too
     ended = threading.Event()
     threading.Thread(target=_wait_for_end, args=(ended,), daemon=True).start()
     status = _status_of_launch(pathlib.Path(folder), before, ended)
     has_begun = (pathlib.Path(folder) / "metrics.jsonl").exists()
-    if status and (has_begun or status["state"] != "failed"):  # else the ranks never began
+    if status and (has_begun or status["state"] != "failed"):  # else the ranks never started
         run = Followed(pathlib.Path(folder), status["step"], ended, threading.Event())
         follow(run)
         attempt(print_next, run)
     sys.stdout.flush()
-    os._exit(0)  # without a tracker's hooks, which may hang
+    os._exit(0)  # skips exit hooks of trackers, which may hang
 
 
 def _wait_for_end(ended: threading.Event) -> None:
@@ -161,7 +163,7 @@ def _wait_for_end(ended: threading.Event) -> None:
 
 
 def _status_of_launch(folder: pathlib.Path, before: str, ended: threading.Event) -> dict | None:
-    """The first status of a launch; None if its ranks never take the folder."""
+    """The first status of a launch; None if its ranks never claim the folder."""
     while True:
         is_last = ended.is_set()
         status = read_status(folder)

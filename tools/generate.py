@@ -32,23 +32,24 @@ from tools.prepare.tokenizer import Tokenizer
 
 
 class KVCache:
-    """The keys and values of one block so far. attend() takes the place of Attention.attend for a
-    forward pass.
+    """The cached keys and values of one block. attend() replaces Attention.attend during a forward
+    pass.
 
-    It is valid for the model's attention without a mask, once a block. A fork's attend(), or its
-    mask, may read more than a new token's query, or less than all keys.
+    The cache is valid if the block calls the model's attention() once, without a mask. A fork's
+    attend() or mask may read more than a new token's query, or not all keys.
     """
 
     def __init__(self, attend: Callable[..., Tensor]) -> None:
-        """attend: that of the block."""
+        """attend: the block's Attention.attend."""
         self.block_attend = attend
-        self.calls = 0  # in this pass
-        self.is_valid = False  # in this pass
+        self.calls = 0  # in the current pass
+        self.is_valid = False  # in the current pass
         self.keys: Tensor | None = None  # (1, K, S, E)
         self.values: Tensor | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-        """Attention of new tokens to all so far: those of the prompt, or a single one."""
+        """Attention of the new tokens to all tokens so far. The new tokens are the prompt, or a
+        single token."""
         self.calls += 1
         self.is_valid = self.calls == 1 and mask is None and self.block_attend is attention
         if self.is_valid:
@@ -72,14 +73,15 @@ def generate(
 ) -> Iterator[int]:
     """Yields the next token `count` times; the caller may stop early. The prompt must not be empty.
 
-    The model is a plain one. Of a longer prompt it reads the newest `context` tokens. Text that
-    outgrows them restarts at position 0 with its newest half. Where a cache is not valid, or its
-    first new token gets other logits than a pass over the whole text gives, each token reruns the
-    whole text: a fork may mix tokens outside attention.
+    The model is not sharded. It reads the newest `context` tokens of a longer prompt. When the text
+    outgrows the context, its newest half restarts at position 0.
+
+    A fork may mix tokens outside attention. So this compares the first cached logits with a pass
+    over the full text. If they differ, or a cache is not valid, each token reruns the full text.
     """
-    tokens = list(prompt[-context:])  # that the model attends to: of a long prompt the newest
-    first = 0  # position of the first one that it has not seen yet
-    uses_cache: bool | None = None  # unknown until its first new token is compared
+    tokens = list(prompt[-context:])  # the tokens that the model attends to
+    first = 0  # position of the first token that is not in the caches
+    uses_cache: bool | None = None  # None until the first cached logits have been compared
     caches: list[KVCache] = []
     draws = random.Random(seed)
     for _ in range(count):
@@ -102,7 +104,7 @@ def generate(
 def cached_pass(
     model: Llama, tokens: list[int], first: int, caches: list[KVCache], device: torch.device
 ) -> Tensor:
-    """The logits (V) of the last token, by a forward pass over the tokens from `first` on."""
+    """The logits (V) of the last token, from a forward pass over the tokens from `first` on."""
     positions = torch.arange(first, len(tokens), device=device)[None]  # (1, T)
     new = torch.tensor([tokens[first:]], device=device)
     attends = [block.attention.attend for block in model.blocks]
@@ -118,31 +120,33 @@ def cached_pass(
 
 
 def is_near(cached: Tensor, logits: Tensor) -> bool:
-    """Whether logits (V) differ by no more than rounding does, in the model's dtype."""
-    bound = max(1e-4, 4 * torch.finfo(logits.dtype).eps)  # relative to their spread
+    """Whether two logits (V) differ by no more than rounding in the model's dtype."""
+    bound = max(1e-4, 4 * torch.finfo(logits.dtype).eps)  # relative to the spread
     spread = logits.double() - logits.double().mean()
     return bool((cached.double() - logits.double()).norm() <= bound * spread.norm())
 
 
 def choose(logits: Tensor, temperature: float, draw: float) -> int:
-    """A token by its logits (V): the likeliest at temperature 0, else as `draw` from [0, 1) says.
+    """Samples a token by its logits (V) and the random number `draw` in [0, 1). Temperature 0
+    returns the most likely token.
 
-    On the host, in float64: equal on every device. Raises ConfigError for non-finite logits.
+    Samples on the CPU in float64, so that the result is equal on every device. Raises ConfigError
+    if the logits are not finite.
     """
     if not logits.amax().isfinite():
         raise ConfigError("the model's output is not finite")
     if temperature == 0:
         return int(logits.argmax())
     logits = logits.cpu().double()
-    # subtracting the maximum first: no temperature makes a logit +inf
+    # subtract the maximum first, so that a small temperature makes no logit +inf
     cumulative = ((logits - logits.amax()) / temperature).softmax(0).cumsum(0)  # (V)
     index = torch.searchsorted(cumulative, draw * cumulative[-1], right=True)
     return min(int(index), len(cumulative) - 1)
 
 
 def encode(tokenizer, prompt: str) -> list[int]:
-    """Token ids of a prompt, after BOS if the tokenizer has one. Raises ConfigError if there are
-    none."""
+    """The token ids of a prompt, with BOS in front if the tokenizer has one. Raises ConfigError if
+    there are no ids."""
     ids = [*tokenizer.bos, *tokenizer.encode([prompt])[0]]
     if not ids:
         raise ConfigError("--prompt: is empty, and the tokenizer has no BOS token to start from")
@@ -156,7 +160,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="run_train.sh -m generate", description=__doc__.splitlines()[0]
     )
-    # one line, as every error here
+    # print one line, like all other errors here
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="CKPT_OR_RUN")
     parser.add_argument("--prompt", metavar="TEXT", required=True)
@@ -177,7 +181,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
-    """A checkpoint's tokenizer. In an imported folder several tokens may end a text."""
+    """A checkpoint's tokenizer. Adds the EOS tokens in an imported generation_config.json."""
     tokenizer = Tokenizer(folder)
     settings = folder / "generation_config.json"
     if settings.is_file():
@@ -187,37 +191,37 @@ def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
 
 
 def load_model(folder: pathlib.Path, cfg: config.Config, device: torch.device) -> Llama:
-    """A checkpoint's model, with the dtypes in which training evaluates it. Raises ConfigError."""
-    if cfg.lora:  # the checkpoint stores the adapters alone
+    """A checkpoint's model, in the dtypes that validation uses. Raises ConfigError."""
+    if cfg.lora:  # the checkpoint stores only the adapters
         model = load_base(folder, cfg, device)
     else:
         with device:
             model = Llama(cfg.model)
         initialize_buffers(model, cfg.run.seed)
     load.restore(folder, model, None)
-    # the logits of the newest token alone
+    # compute the logits of only the newest token
     model.head.register_forward_pre_hook(lambda head, args: (args[0][:, -1:], *args[1:]))
     p = cfg.parallel
-    if not has_native_bfloat16(device):  # emulated, it is ten times slower
+    if not has_native_bfloat16(device):  # emulation is ten times slower
         p = replace(p, param_dtype="float32", output_dtype=None)
-    elif p.param_dtype == "auto":  # imported weights, which were never trained
+    elif p.param_dtype == "auto":  # imported weights have no dtype of training
         p = replace(p, param_dtype="bfloat16")
     for name, modules in units(model):
         dtype, _ = unit_dtypes(p, name)
         for parameter in unit_parameters(modules):
-            if parameter.is_floating_point():  # as FSDP2: buffers stay as they are
+            if parameter.is_floating_point():  # like FSDP2, leaves buffers unchanged
                 parameter.data = parameter.to(dtype)
     cast_residual_stream(model, p)
     return model.eval()
 
 
 def load_base(folder: pathlib.Path, cfg: config.Config, device: torch.device) -> Llama:
-    """A model with the base weights of a checkpoint's adapters. Raises ConfigError if they are not
-    those that the adapters were trained on."""
+    """A model with the base weights for a checkpoint's adapters. Raises ConfigError if the adapters
+    were trained on other weights."""
     from extras.huggingface.weights import fingerprint, weights_to_read
 
     base = weights_to_read(cfg, step=1)
-    assert base and base.sums is not None  # as adapters have a base
+    assert base and base.sums is not None  # adapters always have a base
     model = meta_model(cfg.model, cfg.lora)
     materialize(model, cfg.run.seed, device, base.read_into)
     compare.check_base(folder, cfg.model.init_from, fingerprint([base.sums]))
@@ -225,12 +229,12 @@ def load_base(folder: pathlib.Path, cfg: config.Config, device: torch.device) ->
 
 
 def print_stream(tokenizer: Tokenizer, ids: list[int], steps: Iterator[int]) -> None:
-    """Prints the text as it grows, up to the first EOS token."""
+    """Prints the text while it is generated, up to the first EOS token."""
     ids = list(ids)
     written = 0  # characters
     try:
         while True:
-            # hold back an incomplete UTF-8 character, which decodes as this one
+            # hold back an incomplete UTF-8 character, which decodes to U+FFFD
             text = tokenizer.decode(ids).rstrip("\N{REPLACEMENT CHARACTER}")
             print(printable(text[written:]), end="", flush=True)
             written = len(text)
@@ -260,11 +264,11 @@ def sample(folder: pathlib.Path, args: argparse.Namespace) -> int:
             "(train.seq_len)"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # a single process is intended
+    # this tool needs only a single process
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     model = load_model(folder, cfg, device)
     steps = generate(model, ids, args.tokens, context, device, args.temperature, args.seed)
-    # for characters that the terminal's encoding lacks
+    # the terminal's encoding may lack some characters
     # pyrefly: ignore[missing-attribute]  # typeshed declares a TextIO, which lacks it
     sys.stdout.reconfigure(errors="backslashreplace")
     print_stream(tokenizer, ids, steps)

@@ -4,11 +4,11 @@
                                                  [--base HF_DIR]
     ./run_train.sh -m huggingface import HF_DIR OUT
 
-Export reads a checkpoint of any world size, or a run's newest good one. It writes config.json,
-generation_config.json, safetensors and the tokenizer, with one output file in memory. Import writes
-one checkpoint folder, to generate from or to export again, with one tensor in memory; a run reads
-HF_DIR directly (model.init_from). OUT is published atomically. It must be new or an empty folder.
-Exits with 2 on failure, naming each problem.
+Export reads a checkpoint of any world size, or a run's newest valid one. It writes config.json,
+generation_config.json, safetensors and the tokenizer, and holds one output file in memory. Import
+writes a checkpoint folder to generate from or to export again, and holds one tensor in memory. A
+run needs no import: model.init_from reads HF_DIR directly. OUT must be new or an empty folder; it
+is published atomically. On failure, exits with 2 and prints each problem.
 """
 
 import argparse
@@ -52,11 +52,11 @@ CHAT_TEMPLATE = "chat_template.jinja"
 def write_weights(
     folder: Path, m: config.Model, read: Callable[[str], Tensor], dtype: torch.dtype, limit: int
 ) -> None:
-    """Writes safetensors files of at most `limit` bytes of tensors (or one tensor), with an index
-    if there are several.
+    """Writes safetensors files, with an index if there are several.
 
-    read(our name) returns a full parameter. Memory: one file's tensors in `dtype`, and one tensor
-    as read. Raises ConfigError.
+    A file contains at most `limit` bytes of tensors, or one larger tensor. read(our name) returns a
+    full parameter. Holds the tensors of one file in `dtype`, and one tensor as read, in memory.
+    Raises ConfigError.
     """
     sizes = {}
     for name, shape in hf_weights.shapes(m).items():
@@ -69,7 +69,7 @@ def write_weights(
         file_name = hf_weights.SINGLE
         if len(shards) > 1:
             file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        # no variable holds the tensors: the next file's would be read beside them
+        # no variable refers to the tensors, so they are freed before the next file's are read
         write_safetensors(
             folder / file_name, {their_names[name]: read(name).to(dtype) for name in names}
         )
@@ -81,7 +81,8 @@ def write_weights(
 
 
 def split_by_size(sizes: dict[str, int], limit: int) -> list[list[str]]:
-    """The names in order, in lists whose sizes add up to at most `limit`, or of one name."""
+    """Splits the names, in order, into lists of at most `limit` bytes in total. A larger entry gets
+    a list of its own."""
     shards = []
     room = 0
     for name, size in sizes.items():
@@ -96,7 +97,7 @@ def split_by_size(sizes: dict[str, int], limit: int) -> list[list[str]]:
 def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
     safetensors = hf_weights.import_safetensors(path)
     path.touch()
-    mode = path.stat().st_mode  # save_file() makes the file readable by its owner only
+    mode = path.stat().st_mode  # save_file() lets only the owner read the file
     try:
         safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
     except safetensors.SafetensorError as error:
@@ -109,8 +110,8 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def write_tokenizer(folder: Path, checkpoint: Path) -> None:
-    """Copies a checkpoint's tokenizer, and adds the files that transformers needs and it lacks.
-    Raises ConfigError."""
+    """Copies a checkpoint's tokenizer, and adds missing files that transformers needs. Raises
+    ConfigError."""
     for path in copied_files(checkpoint):
         shutil.copyfile(path, folder / path.name)
     if (folder / TOKENIZER_CONFIG).is_file():
@@ -122,7 +123,8 @@ def write_tokenizer(folder: Path, checkpoint: Path) -> None:
 
 
 def write_tokenizer_config(folder: Path) -> None:
-    """Adds what transformers needs to read the folder's tokenizer.model, if it can."""
+    """Writes the tokenizer_config.json with which transformers reads the folder's tokenizer.model.
+    Prints a warning instead if there is none."""
     model = read_sentencepiece(folder / "tokenizer.model")
     settings = tokenizer_config(model)
     if settings:
@@ -136,8 +138,8 @@ def write_tokenizer_config(folder: Path) -> None:
 
 
 def copy_from_base(folder: Path, base: Path) -> dict[str, Any]:
-    """Of adapters: copies the base's chat template and generation settings, if both have the same
-    tokenizer. Returns its bos_token_id and eos_token_id then."""
+    """Copies the chat template and the generation settings of the adapters' base, if both have the
+    same tokenizer. Returns the base's bos_token_id and eos_token_id, or {}."""
     base_vocabularies = read_vocabularies(base)
     if not any(vocabulary in base_vocabularies for vocabulary in read_vocabularies(folder)):
         return {}
@@ -146,7 +148,7 @@ def copy_from_base(folder: Path, base: Path) -> dict[str, Any]:
         if not copy.exists():
             shutil.copyfile(path, copy)
         elif path.name == TOKENIZER_CONFIG:
-            # write_tokenizer_config() made it, without a template
+            # write_tokenizer_config() wrote it, without a template
             template = hf_config.read_json(path).get("chat_template")
             if template:
                 write_json(copy, {"chat_template": template, **hf_config.read_json(copy)})
@@ -160,8 +162,8 @@ def copy_from_base(folder: Path, base: Path) -> dict[str, Any]:
 
 
 def keep_one_template(folder: Path) -> None:
-    """Leaves the chat template that transformers prefers, chat_template.jinja; other programs
-    prefer the one in tokenizer_config.json."""
+    """Removes the chat template from tokenizer_config.json if there is also chat_template.jinja.
+    transformers prefers the latter, but other programs prefer the former."""
     path = folder / TOKENIZER_CONFIG
     if not (folder / CHAT_TEMPLATE).is_file() or not path.is_file():
         return
@@ -171,12 +173,12 @@ def keep_one_template(folder: Path) -> None:
 
 
 def read_vocabularies(folder: Path) -> list[bytes]:
-    """The contents of tokenizer.json and tokenizer.model, as far as they exist."""
+    """The bytes of tokenizer.json and tokenizer.model, if they exist."""
     return [path.read_bytes() for path in existing(folder, *TOKENIZERS)]
 
 
 def copied_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint or a Hugging Face folder that are copied unchanged."""
+    """The files of a checkpoint or a Hugging Face folder to copy unchanged."""
     return existing(folder, *hf_weights.TOKENIZER_FILES, GENERATION)
 
 
@@ -204,7 +206,7 @@ def token_ids(checkpoint: Path) -> dict[str, Any]:
 
 
 def end_of_turn(checkpoint: Path) -> list[int]:
-    """The tokens that end an assistant's turn; empty without tokenizer or chat template."""
+    """The tokens that end an assistant's turn; empty without a tokenizer or a chat template."""
     if not existing(checkpoint, CHAT_TEMPLATE) or not existing(checkpoint, *TOKENIZERS):
         return []
     try:
@@ -224,17 +226,17 @@ def end_of_turn(checkpoint: Path) -> list[int]:
 
 
 def as_list(ids: Any) -> list[int]:
-    """The token ids of an eos_token_id."""
+    """The token ids in a value of eos_token_id."""
     if ids is None:
         return []
     return ids if isinstance(ids, list) else [ids]
 
 
 def write_generation_config(folder: Path, checkpoint: Path, base: dict[str, Any]) -> dict[str, Any]:
-    """Writes generation_config.json, whose EOS tokens are the base's, the tokenizer's and the end
-    of turn. That of an import stays as it is. Returns the token ids for config.json.
+    """Writes generation_config.json. Returns the token ids for config.json.
 
-    base: the ids of copy_from_base().
+    Its EOS tokens are the base's, the tokenizer's and the end of turn. An imported
+    generation_config.json stays unchanged. `base` holds the ids of copy_from_base().
     """
     path = folder / GENERATION
     ids = token_ids(checkpoint)
@@ -243,7 +245,7 @@ def write_generation_config(folder: Path, checkpoint: Path, base: dict[str, Any]
     ends = as_list(base.get("eos_token_id")) + as_list(ids.get("eos_token_id"))
     ends = [*dict.fromkeys(ends + end_of_turn(checkpoint))]
     ids |= base
-    if ends:  # a single one as most folders have it, not as a list
+    if ends:  # most folders store a single id as a number, not a list
         ids["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     settings = hf_config.read_json(path) if path.is_file() else {}
     write_json(path, settings | ids)
@@ -251,7 +253,7 @@ def write_generation_config(folder: Path, checkpoint: Path, base: dict[str, Any]
 
 
 def context_length(folder: Path) -> int | None:
-    """max_position_embeddings of a Hugging Face folder, if its config.json has it. Raises
+    """max_position_embeddings in a Hugging Face folder's config.json; None if it is missing. Raises
     ConfigError."""
     length = hf_config.read_json(folder / "config.json").get("max_position_embeddings")
     return length if type(length) is int and length > 0 else None
@@ -262,10 +264,10 @@ def context_length(folder: Path) -> int | None:
 
 @contextlib.contextmanager
 def published(out: Path) -> Iterator[Path]:
-    """Yields an empty folder, syncs it after the block and renames it to `out`.
+    """Yields an empty folder. After the block, syncs it and renames it to `out`.
 
-    A failure leaves nothing; a kill leaves .NAME.tmp, which the next call removes. Raises
-    ConfigError if `out` is not new or empty, or is being written.
+    A failure leaves nothing behind. A kill leaves .NAME.tmp, which the next call removes. Raises
+    ConfigError if `out` is not new or empty, or if another process is writing it.
     """
     temporary = out.with_name(f".{out.name}.tmp")
     folder = temporary / out.name
@@ -286,7 +288,7 @@ def published(out: Path) -> Iterator[Path]:
             system.sync(path)
         system.publish(folder, out)  # replaces at most an empty folder
     finally:
-        # before the release: another process may use it then
+        # remove it before releasing the lock, since another process may use it afterwards
         shutil.rmtree(temporary, ignore_errors=True)
         lock.release()
 
@@ -304,7 +306,7 @@ def is_new_or_empty(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The model of a checkpoint: its configuration, and its parameters by name."""
+    """A checkpoint's model. Reads its parameters by name."""
 
     path: Path
     cfg: config.Config
@@ -312,14 +314,14 @@ class SavedModel:
     reader: load.Reader
 
     def read(self, name: str) -> Tensor:
-        """A full parameter, whichever ranks saved it."""
+        """Reads a full parameter, whichever ranks saved it."""
         item = self.reader.metadata.state_dict_metadata[f"model.{name}"]
         full = torch.empty(item.size, dtype=item.properties.dtype)
         load.read_tensors(self.reader, {f"model.{name}": full})
         return full
 
     def read_merged(self, name: str, base: hf_weights.Weights) -> Tensor:
-        """A full parameter of a run with adapters: the base's, with its adapter merged into it."""
+        """Reads a full parameter of the base, and merges its adapter into it."""
         from extras.lora.adapters import merged
 
         path = name.rpartition(".")[0]
@@ -331,8 +333,9 @@ class SavedModel:
 
 
 def write_companions(saved: SavedModel, folder: Path) -> dict[str, Any]:
-    """Writes what generates text besides a model: the tokenizer, its one chat template, generation
-    settings. Returns the token ids for config.json. Raises ConfigError."""
+    """Writes the files other than the model that generating text needs: the tokenizer, one chat
+    template and the generation settings. Returns the token ids for config.json. Raises
+    ConfigError."""
     write_tokenizer(folder, saved.path)
     base_ids = {}
     if saved.cfg.lora:
@@ -343,13 +346,13 @@ def write_companions(saved: SavedModel, folder: Path) -> dict[str, Any]:
 
 
 def export_model(saved: SavedModel, folder: Path, dtype: str, limit: int) -> None:
-    """Writes a model's Hugging Face folder; adapters are merged into their base. limit: bytes of
-    tensors in a file. Raises ConfigError."""
+    """Writes a model's Hugging Face folder. Merges adapters into their base. A file contains at
+    most `limit` bytes of tensors. Raises ConfigError."""
     cfg = saved.cfg
     base = hf_weights.weights_to_read(cfg, step=1)
     seq_len = cfg.train.seq_len
     if base:
-        assert cfg.model.init_from  # where the base is
+        assert cfg.model.init_from  # names the base
         seq_len = max(seq_len, context_length(hub.local(cfg.model.init_from)) or 0)
     ids = write_companions(saved, folder)
     write_json(folder / "config.json", hf_config.render(cfg.model, seq_len, dtype, ids))
@@ -359,13 +362,13 @@ def export_model(saved: SavedModel, folder: Path, dtype: str, limit: int) -> Non
 
     write_weights(folder, cfg.model, read, getattr(torch, dtype), limit)
     if base:
-        assert base.sums is not None  # read to be compared
+        assert base.sums is not None  # computed while reading
         compare.check_base(saved.path, cfg.model.init_from, hf_weights.fingerprint([base.sums]))
 
 
 def export_adapter(saved: SavedModel, folder: Path, dtype: str) -> None:
-    """Writes PEFT's folder of a run's adapters. Of a run on conversations it also holds what ends
-    an answer. Raises ConfigError."""
+    """Writes a run's adapters as a folder for PEFT. After a run on conversations, adds the
+    tokenizer, chat template and generation settings, which end an answer. Raises ConfigError."""
     cfg = saved.cfg
     if cfg.lora is None:
         raise ConfigError(
@@ -387,16 +390,16 @@ def export_adapter(saved: SavedModel, folder: Path, dtype: str) -> None:
 
 
 def import_folder(name: str, folder: Path) -> None:
-    """Writes a checkpoint of a Hugging Face folder, or of the repository with this id. Raises
+    """Writes a Hugging Face folder, or the repository with this id, as a checkpoint. Raises
     ConfigError and OSError."""
     source = hub.local(name, hub.WEIGHTS)
-    # the problems of both, before the first ends this
+    # report the problems of both together
     together(
         lambda: hf_config.read(source / "config.json"),
         lambda: hf_weights.scan(source),
     )
     if (source / GENERATION).is_file():
-        # fail now, not in a later export, if it is malformed
+        # if it is malformed, fail now and not in a later export
         hf_config.read_json(source / GENERATION)
     train = {"steps": 1}
     length = context_length(source)
@@ -415,7 +418,7 @@ def import_folder(name: str, folder: Path) -> None:
             raise ConfigError(f"{stored.path}: {stored.name} holds values that are not finite")
         return full
 
-    progress = asdict(Progress())  # of no step
+    progress = asdict(Progress())  # before the first step
     state = {**progress, "config": config.to_dict(cfg), "torch": torch.__version__}
     write_checkpoint(folder, model, read, state, copied_files(source))
 
@@ -427,10 +430,10 @@ def write_checkpoint(
     state: dict,
     extra_files: list[Path],
 ) -> None:
-    """Writes a weights-only checkpoint into an empty folder, from a single process outside any run.
+    """Writes a weights-only checkpoint into an empty folder, from a single process.
 
-    `read` returns each parameter of the meta model by name. Raises OSError, and whatever `read`
-    raises.
+    `model` is on the meta device; read(name) returns each of its parameters. Raises OSError, and
+    whatever `read` raises.
     """
 
     class ReadWhenWritten(dcp.DefaultSavePlanner):
@@ -481,9 +484,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def check_output(out: Path, is_export: bool) -> None:
-    """Raises ConfigError for a name that a run would misread, or that cannot be renamed to.
+    """Raises ConfigError if a run could take `out` for its checkpoint, or if it cannot be replaced.
 
-    An import may be called step-00000000, an export no checkpoint at all.
+    An import may be named step-00000000. An export must not be named like a checkpoint.
     """
     if catalog.NAME.fullmatch(out.name):
         step = int(out.name.split("-")[1])
@@ -499,20 +502,20 @@ def export_command(args: argparse.Namespace, checkpoint: Path, folder: Path) -> 
     """Writes a checkpoint's Hugging Face folder. Raises ConfigError."""
     cfg = newest.read_config(checkpoint, args.base)
     saved = SavedModel(checkpoint, cfg, meta_model(cfg.model, cfg.lora), load.Reader(checkpoint))
-    # merged adapters are weights like others
+    # after merging, adapters are part of the weights
     check_export(cfg if args.adapter else replace(cfg, lora=None))
     load.check_tensors(saved.reader, saved.model, None)
     if args.adapter:
         export_adapter(saved, folder, args.dtype)
     else:
         export_model(saved, folder, args.dtype, int(args.shard_gib * GIB))
-    if not checkpoint.exists():  # removed meanwhile: files may be missing that are optional
+    if not checkpoint.exists():  # if it was removed meanwhile, OUT may lack optional files
         raise ConfigError(f"{checkpoint}: was removed while it was read")
 
 
 def main(argv: list[str]) -> int:
     args = parse_arguments(argv)
-    # a single process is intended
+    # this tool needs only a single process
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     out = Path(os.path.abspath(args.out))
     is_export = args.command == "export"

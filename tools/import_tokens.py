@@ -3,13 +3,14 @@
     ./run_train.sh -m import_tokens 'openwebtext/*.bin' prepared/owt --dtype uint16 --eos 50256
     ./run_train.sh CONFIG --data.source=prepared/owt
 
-    .bin    ids alone, as nanoGPT's; or behind llm.c's header, which says their dtype;
-            or Megatron-LM's, with an .idx that says dtype and documents
-    .npy    NumPy's, or ids alone, as OLMo's
-    .ds     datatrove's, with a .ds.index that says the documents
+    .bin    nanoGPT's: only ids; llm.c's: a header with their dtype, then ids;
+            Megatron-LM's: only ids, next to an .idx file with their dtype and the documents
+    .npy    NumPy's; OLMo's: only ids
+    .ds     datatrove's: only ids, next to a .ds.index file with the documents
 
-Documents are an index's, else they end with --eos; each file begins one. The last hundredth of the
-first file, of at most 2^22 tokens, is held out, unless --validation names files.
+An index defines the documents. Without one, each document ends with --eos. A file begins with a new
+document. Unless --validation names files, the last hundredth of the first file is held out (of at
+most 2^22 tokens).
 """
 
 import argparse
@@ -32,33 +33,33 @@ from tools.prepare.source import name_hash
 from tools.prepare.tokenizer import tokenizer_files, tokenizer_hash
 
 SUFFIXES = (".bin", ".npy", ".ds")
-# what is read with a token file, or stands next to it
+# files that accompany a token file; a pattern may match them, too
 COMPANIONS = (".idx", ".ds.index", ".ds.metadata", ".ends.bin")
 DTYPES = ("uint16", "int32", "uint32", "int64")
-LOOKED_AT = 1 << 16  # ids at a file's beginning
-EOS_WITHIN = 1 << 20  # of the first file
+LOOKED_AT = 1 << 16  # check so many ids at a file's beginning
+EOS_WITHIN = 1 << 20  # EOS must be among so many ids at the first file's beginning
 NPY_MAGIC = b"\x93NUMPY"
 LFS_MAGIC = b"version https://git-lfs"
-# llm.c: 256 numbers (int32), of which the first is one of these, and the third the number of ids
+# llm.c: 256 int32 numbers; the first is one of these keys, the third is the number of ids
 LLMC_DTYPES = {20240520: "uint16", 20240801: "uint32"}
 LLMC_HEADER = struct.Struct("<iii1012x")
-# Megatron-LM: magic, version, code of the dtype, number of sequences, of documents' borders
+# Megatron-LM: magic, version, code of the dtype, number of sequences, number of document borders
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_DTYPES = {4: "int32", 8: "uint16"}
 
 
 class Ids(NamedTuple):
-    """The token ids in a file, one after another."""
+    """Where a file stores its token ids, which are contiguous."""
 
-    dtype: str  # of NumPy's and torch's names, little-endian
-    length: int  # tokens
+    dtype: str  # a name that NumPy and torch share; little-endian
+    length: int  # in tokens
     offset: int = 0  # bytes before the first id
-    ends: np.ndarray | None = None  # int64, rising: one past each document's last token
+    ends: np.ndarray | None = None  # int64, ascending: one past each document's last token
 
 
 def list_files(words: list[str]) -> list[pathlib.Path]:
-    """The token files of these names and patterns, in the order in which they are read. Raises
+    """The token files that these names and patterns match, in reading order. Raises
     ConfigError."""
     names = []
     for word in words:
@@ -74,18 +75,18 @@ def list_files(words: list[str]) -> list[pathlib.Path]:
 
 
 def refuse_twice(paths: list[pathlib.Path]) -> None:
-    """Raises ConfigError if two paths, of training or validation, are one file."""
+    """Raises ConfigError if two paths, for training or validation, are the same file."""
     counts = collections.Counter(map(os.path.realpath, paths))
     for path, count in counts.items():
         if count > 1:
             raise ConfigError(f"{path}: is named {count} times, for training or validation")
 
 
-# Formats. Each function raises ConfigError, OSError, and ValueError for a file that was cut.
+# Formats. Each function raises ConfigError, OSError, and ValueError for a truncated file.
 
 
 def read_ids(path: pathlib.Path, dtype: str | None) -> Ids:
-    """Where a file's ids are. dtype: of a file that does not say its own."""
+    """Detects a file's format, and locates its ids. `dtype` applies to formats that store none."""
     with path.open("rb") as file:
         head = file.read(LLMC_HEADER.size)
     if head.startswith(LFS_MAGIC):
@@ -135,7 +136,7 @@ def megatron_ids(path: pathlib.Path, index: pathlib.Path) -> Ids:
             raise ConfigError(f"{index}: is no index of Megatron-LM's with ids of {dtypes}")
         lengths = np.fromfile(file, "<i4", sequences)
         pointers = np.fromfile(file, "<i8", sequences)  # the byte at which each sequence begins
-        documents = np.fromfile(file, "<i8", borders)  # each one's first sequence, and the end
+        documents = np.fromfile(file, "<i8", borders)  # first sequence of each, then the end
     if len(documents) < borders or documents.max(initial=0) > sequences:
         raise ConfigError(f"{index}: was cut")
     ids = plain_ids(path, INDEX_DTYPES[code])
@@ -165,7 +166,7 @@ def datatrove_ids(path: pathlib.Path, index: pathlib.Path) -> Ids:
 
 
 def check_ids(path: pathlib.Path, ids: Ids, eos: int | None) -> None:
-    """Raises ConfigError if the first ids cannot be token ids, or eos is none of them."""
+    """Raises ConfigError if a file's first ids cannot be token ids, or do not include `eos`."""
     count = LOOKED_AT if eos is None else EOS_WITHIN
     head = np.fromfile(path, ids.dtype, min(ids.length, count), offset=ids.offset)
     if not len(head):
@@ -189,18 +190,18 @@ def import_files(
     dtype: str | None,
     eos: int | None,
 ) -> dict:
-    """Writes the documents' ends. Returns what the manifest says of the files. Raises ConfigError
-    and OSError."""
+    """Checks the files, and writes the ends of their documents into the folder. Returns the
+    manifest's entries for the files. Raises ConfigError and OSError."""
     token_files: dict[str, list] = {"train": [], "heldout": []}
     stamps = []
     for path in [*train, *validation]:
         is_first = not stamps
         try:
             ids = read_ids(path, dtype)
-        except ValueError as error:  # numpy's
+        except ValueError as error:  # NumPy raises it for truncated files
             raise ConfigError(f"{path}: cannot be read: {error}") from None
         check_ids(path, ids, eos if is_first else None)
-        border = ids.length if len(stamps) < len(train) else 0  # validation text is behind it
+        border = ids.length if len(stamps) < len(train) else 0  # validation text begins here
         if is_first and not validation:
             border = max(0, border - last_hundredth(border))
         for split, first, stop in (("train", 0, border), ("heldout", border, ids.length)):
@@ -209,7 +210,7 @@ def import_files(
                 token_files[split].append(entry(path, ids, first, stop, ends, eos))
         status = path.stat()
         stamps.append([str(path), status.st_size, status.st_mtime_ns, sample_hash(path)])
-    # of everything but the paths, so that files may move between two imports
+    # excludes the paths, so that the hash stays the same after files have moved
     hashed: list = [sample_hash(ends) for ends in sorted(folder.iterdir())]
     hashed += [sample for *_, sample in stamps]
     for split, entries in token_files.items():
@@ -220,8 +221,8 @@ def import_files(
 def entry(
     path: pathlib.Path, ids: Ids, first: int, stop: int, ends: pathlib.Path, eos: int | None
 ) -> list:
-    """What a manifest lists of a file's tokens first ... stop-1. Writes `ends` if the file has an
-    index."""
+    """The manifest's entry for tokens first ... stop-1 of a file. Writes the file `ends` if the
+    file has an index."""
     begin = ids.offset + first * np.dtype(ids.dtype).itemsize
     if ids.ends is None:
         return [str(path), ids.dtype, stop - first, begin, None, eos, None]
@@ -263,7 +264,7 @@ def main(argv: list[str]) -> int:
             "identity": None,
             "revision": None,
             "tokenizer": tokenizer_hash(tokenizer) if tokenizer else None,
-            "vocab_size": 0,  # ids are compared with the model's as they are read
+            "vocab_size": 0,  # unknown; a run compares ids with its model's as it reads them
             "complete": True,
             **imported,
         }

@@ -2,8 +2,8 @@
 
     ./run_train.sh -m preflight CONFIG [--section.key=value ...]
 
-The launcher starts this before the ranks. It prints warnings, and exits with 2 and a line for
-each problem that would end the run: which limit, what value, what to do. Needs no torch.
+The launcher starts this before the ranks. It prints warnings. If a problem would end the run, it
+exits with 2 and prints a line per problem: the limit, its value and what to do. Needs no torch.
 """
 
 import math
@@ -20,8 +20,8 @@ from launch.ranks import Ranks, first_host, rendezvous_port
 from system import print_error
 
 GIB = 2**30
-# Open files of rank 0, of so many ranks: its store has a connection to each, and so has each of the
-# process groups that every run makes. Measured; those of NCCL, tp and cp come on top.
+# Rank 0 opens FILES, and FILES_OF_RANK more per rank: its store connects to each rank, as do the
+# process groups that every run has. Measured, without the connections of NCCL, tp and cp.
 FILES_OF_RANK = 4
 FILES = 30
 CONNECT_SECONDS = 3.0
@@ -29,7 +29,8 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def open_files(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
-    """The hard limit, to which each rank raises its own, against what gloo opens."""
+    """Checks that rank 0 may open enough files for gloo. Checks the hard limit, because each rank
+    raises its soft limit to that."""
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = FILES_OF_RANK * ranks.total + FILES
     if limit != resource.RLIM_INFINITY and needed > limit:
@@ -41,7 +42,7 @@ def open_files(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
 
 
 def file_size(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
-    """The limit of a file's size against a rank's part of a checkpoint, which is one file."""
+    """Checks that a file may be as large as a rank's part of a checkpoint, which is one file."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     needed = checkpoint_bytes(cfg) / ranks.total
     if cfg.checkpoint and limit != resource.RLIM_INFINITY and needed > limit:
@@ -52,7 +53,8 @@ def file_size(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
 
 
 def first_node(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
-    """A job's other nodes connect to its first, which runs this process, by SLURM's name for it."""
+    """Checks that a job's other nodes can reach its first node, which runs this process. They use
+    SLURM's name for it."""
     if ranks.nodes == 1 or not ranks.job:
         return
     name = first_host(os.environ.get("SLURM_JOB_NODELIST", ""))
@@ -71,7 +73,7 @@ def first_node(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
 
 
 def disk(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
-    """Room for the run's checkpoints."""
+    """Checks that the disk has room for the run's checkpoints."""
     if not cfg.checkpoint:
         return
     root = catalog.root_of(cfg)  # may be a link to another disk
@@ -99,7 +101,7 @@ def disk(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
 
 
 def most_checkpoints(cfg: config.Config) -> int:
-    """How many a run has at the same time, at most: the oldest is removed once the newest is
+    """The maximum number of checkpoints at any time. The oldest is removed only after the newest is
     complete."""
     c = cfg.checkpoint
     assert c
@@ -117,11 +119,11 @@ def matrix_elements(m: config.Model) -> int:
 
 
 def checkpoint_bytes(cfg: config.Config) -> float:
-    """What is saved: the matrices that are trained, in float32, with the optimizer's state. Adapters,
-    or what is not frozen, are little, and count as nothing."""
+    """The approximate size of a checkpoint: the weight matrices in float32, and the optimizer's
+    state for them. 0 with adapters or frozen modules, which save little."""
     if cfg.lora or cfg.model.freeze:
         return 0
-    moments = 1 if cfg.optim.name == "muon" else 2  # muon has one of most matrices
+    moments = 1 if cfg.optim.name == "muon" else 2  # muon stores one for most matrices
     return (4 + moments * BYTES[cfg.optim.state_dtype]) * matrix_elements(cfg.model)
 
 
@@ -134,7 +136,7 @@ def main(argv: list[str]) -> int:
     cfg = config.load(args.config, args.overrides)
     ranks = Ranks.from_environment()
     checks = [open_files, first_node]
-    if not args.eval_only:  # which writes nothing
+    if not args.eval_only:  # an evaluation writes nothing
         checks += [disk, file_size]
     problems = [problem for check in checks for problem in check(cfg, ranks)]
     if problems:

@@ -1,6 +1,7 @@
-"""What transformers computes for a config.json, and PEFT for an adapter_config.json, in plain torch.
-Export refuses a model that computes something else, such as a fork's with another activation, norm
-or RoPE. What 24 tokens cannot show, such as a window of 4096, is an option that config.json lacks.
+"""Computes in plain torch what transformers computes for a config.json, and PEFT for an
+adapter_config.json. Export refuses a model that computes something else, such as a fork's with
+another activation, norm or RoPE. 24 tokens cannot reveal everything, such as a window of 4096. Such
+features need an option, and export refuses options that config.json lacks.
 
 Shapes: T tokens, D model dimension, H query heads, K key/value heads, E head dimension,
 V vocabulary.
@@ -20,16 +21,19 @@ from extras.huggingface.weights import hf_name
 from model.build import build_model
 from parallel.materialize import initialize_buffers
 
-# Of the largest logit. Rounding in float32 is a hundredth of that in 100 blocks.
+# Relative to the largest logit. In 100 blocks, float32 rounding is a hundredth of this.
 TOLERANCE = 1e-3
 TOKENS = 24
 
 
 @torch.no_grad()
 def check_export(cfg: config.Config) -> None:
-    """Compares the logits of cfg's model, with small sizes and random weights, with those of its
-    config.json; with [lora], those of the adapted model with the base's and adapter_config.json.
-    Raises ConfigError if they differ, or if an option is in neither file."""
+    """Compares the logits of cfg's model with the logits that its config.json defines.
+
+    Uses small sizes and random weights. With [lora], compares the adapted model with config.json
+    and adapter_config.json. Raises ConfigError if the logits differ, or if neither file can express
+    an option.
+    """
     m = cfg.model
     hf_config.check_rendered(m, cfg.lora)
     small = replace(
@@ -52,7 +56,7 @@ def check_export(cfg: config.Config) -> None:
         p.copy_(1 + 0.1 * noise if p.ndim == 1 else noise / math.sqrt(p.shape[-1]))
         if name.endswith("lora_b.weight"):
             p.mul_(0.1)  # adapters are small: rounding would add up in a deep model
-    model.embedding.weight.mul_(0.02)  # so small that norm_eps counts
+    model.embedding.weight.mul_(0.02)  # small enough for norm_eps to matter
     tokens = torch.randint(small.vocab_size, (TOKENS,), generator=random)
     positions = torch.arange(TOKENS) * max(1, cfg.train.seq_len // TOKENS)
     ours = model(tokens[None], positions=positions[None])[0]  # (T, V)
@@ -70,7 +74,7 @@ def check_export(cfg: config.Config) -> None:
 
 
 def merged(adapter: dict, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a model into which PEFT has merged its adapters, if it has any."""
+    """A model's weights after PEFT has merged its adapters, if any."""
     full = dict(weights)
     for name, weight in weights.items():
         module = name.removesuffix(".weight")
@@ -82,8 +86,8 @@ def merged(adapter: dict, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def logits(settings: dict, weights: dict[str, Tensor], tokens: Tensor, positions: Tensor) -> Tensor:
-    """(T, V) of Llama or, if model_type says so, of Qwen3. settings: of a config.json. Raises
-    ConfigError if the weights have other names than theirs."""
+    """The logits (T, V) of Llama or Qwen3, as model_type in `settings`, a config.json, selects.
+    Raises ConfigError if the names of the weights differ from transformers'."""
     weights = dict(weights)
     if settings["tie_word_embeddings"]:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
@@ -125,7 +129,8 @@ def logits(settings: dict, weights: dict[str, Tensor], tokens: Tensor, positions
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of q (T, H, E) to k and v (T, K, E); (T, H*E). H/K heads share one of k."""
+    """Causal attention of q (T, H, E) to k and v (T, K, E). H/K query heads share a key head.
+    Returns (T, H*E)."""
     groups = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(groups, dim=1)
     v = v.repeat_interleave(groups, dim=1)
@@ -136,7 +141,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """RoPE of x (T, heads, E) by angles (T, E/2), which the two halves of E share."""
+    """Applies RoPE to x (T, heads, E). Both halves of E use the same angles (T, E/2)."""
     first, second = x.chunk(2, dim=-1)
     cos = angles.cos()[:, None]
     sin = angles.sin()[:, None]
@@ -144,7 +149,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def frequencies(settings: dict) -> Tensor:
-    """RoPE's, (E/2)."""
+    """The frequencies of RoPE, (E/2)."""
     size = settings["head_dim"]
     rope = settings["rope_parameters"]
     plain = 1 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size)

@@ -3,7 +3,8 @@
     ./run_train.sh -m report outputs/tiny                       writes outputs/tiny/report.html
     ./run_train.sh -m report outputs/a outputs/b --out compared.html
 
-A run's page is also written at its end. The page is one file that loads nothing and runs no script.
+The launcher also writes a run's page when the run ends. The page is a single file without scripts,
+and loads no other files.
 """
 
 import argparse
@@ -26,9 +27,9 @@ from tools.svg import Chart, Drawing, Point
 
 
 class Quantity(NamedTuple):
-    """What the page draws over steps."""
+    """A quantity that the page draws over steps."""
 
-    key: str  # of a training row
+    key: str  # in a training row
     title: str
     unit: str = ""
     from_zero: bool = False
@@ -46,7 +47,7 @@ QUANTITIES = (
     ),
     Quantity("peak_memory_gib", "Peak memory", "GiB", from_zero=True),
 )
-# What a training row has besides; any other number is a metric of a fork, and drawn as well.
+# Other keys of a training row. The page also draws any further number: it is a fork's metric.
 NOT_DRAWN = (
     "step",
     "steps",
@@ -58,11 +59,11 @@ NOT_DRAWN = (
     "epochs",
     "batch_digest",
 )
-WIDTH = 600  # of a chart, in units of its drawing
+WIDTH = 600  # size of a chart, in units of its drawing
 HEIGHT = 250
-COLORS = ("#2f7de1", "#d9661f", "#1a9a6b", "#b452c8")  # of runs; further ones are dashed
+COLORS = ("#2f7de1", "#d9661f", "#1a9a6b", "#b452c8")  # one per run; further runs are dashed
 
-# Of rank 0's log: the beginning of a record, and the records that the page shows.
+# In rank 0's log: the beginning of a record, and the records that the page shows
 TIME = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
 LAUNCHED = re.compile(TIME + r".*: ([\d,]+ parameters on .*), [a-z]+[0-9]+$", re.M)
 RESUMED = re.compile(TIME + r".* tokens per step = .*; resuming after step (\d+)$", re.M)
@@ -98,13 +99,13 @@ PAGE = """<!DOCTYPE html>
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """What a run's folder holds."""
+    """The content of a run's folder."""
 
     folder: pathlib.Path
     train: list[dict]  # rows of metrics.jsonl, ascending by step; tables flattened
     evaluations: list[dict]
-    options: dict[str, Any]  # by their dotted names
-    log: str  # rank 0's, to which each launch appends
+    options: dict[str, Any]  # by dotted name
+    log: str  # rank 0's log, to which each launch appends
 
     @property
     def name(self) -> str:
@@ -116,8 +117,10 @@ class ReportedRun:
         return sorted({int(step) for step in RESUMED.findall(self.log)})
 
     def curve(self, key: str) -> list[Point]:
-        """A number of the training rows over steps. A mean loss stands in the middle of its steps,
-        next to the validation loss of the same steps."""
+        """A number of the training rows over steps.
+
+        Draws a mean loss at the middle of its steps, to align it with the validation loss.
+        """
         points = []
         for row in self.train:
             shift = (row["steps"] - 1) / 2 if key == "loss_mean" else 0
@@ -129,7 +132,7 @@ class ReportedRun:
 
 
 def read_run(folder: pathlib.Path) -> ReportedRun:
-    """Raises ConfigError if the folder is not a run's, or has no rows."""
+    """Reads a run's folder. Raises ConfigError if it is not a run's, or has no rows."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is not a folder; name a run's, such as outputs/tiny")
     rows = read_rows(folder / "metrics.jsonl")
@@ -157,7 +160,8 @@ def read_rows(path: pathlib.Path) -> list[dict]:
 
 
 def as_number(value: Any) -> float | None:
-    """None if the value is not a number, or so large that a chart's span could overflow."""
+    """The value if it is a number, else None. Also None for a number so large that a chart's span
+    could overflow."""
     is_number = type(value) in (int, float) and abs(value) < 1e300
     return value if is_number else None
 
@@ -166,7 +170,7 @@ def as_number(value: Any) -> float | None:
 
 
 def draw(quantity: Quantity, runs: list[ReportedRun]) -> str:
-    """A figure of a quantity over steps; "" if no run has it."""
+    """A figure of a quantity over steps; "" if no run has the quantity."""
     curves = [run.curve(quantity.key) for run in runs]
     validation = []
     if quantity.key == "loss_mean":
@@ -196,12 +200,12 @@ def draw(quantity: Quantity, runs: list[ReportedRun]) -> str:
 
 
 def line_of(i: int) -> tuple[str, str]:
-    """(color, dashes) of run i's lines."""
+    """Returns (color, dashes) of run i's lines."""
     return COLORS[i % len(COLORS)], "" if i < len(COLORS) else "6 4"
 
 
 def shown_values(quantity: Quantity, values: list[float]) -> tuple[float, float]:
-    """The values at the ends of a chart's scale."""
+    """Returns (lowest, highest) value of a chart's scale."""
     low = min(values)
     high = max(values)
     if quantity.from_zero:
@@ -212,7 +216,8 @@ def shown_values(quantity: Quantity, values: list[float]) -> tuple[float, float]
 
 
 def thinned(curve: list[Point]) -> list[Point]:
-    """Of many points the lowest and the highest of each of WIDTH stretches; gaps are lowest."""
+    """Reduces a long curve to the lowest and the highest point in each of WIDTH intervals. A gap
+    counts as lowest."""
     size = math.ceil(len(curve) / WIDTH)
     if size <= 2:
         return curve
@@ -227,7 +232,7 @@ def gap_first(point: Point) -> tuple[bool, float]:
     return point[1] is not None, point[1] or 0.0
 
 
-# Tables. A column is a run's values by their labels.
+# Tables. A column is a dict of one run's values by label.
 
 
 def escaped(value: Any) -> str:
@@ -245,7 +250,7 @@ def format_value(value: Any) -> str:
 
 
 def as_column(values: dict) -> dict[str, str]:
-    """A column of these values, without the empty ones."""
+    """A column of these values; skips empty ones."""
     column = {}
     for label, value in config.flatten(values).items():
         if value not in (None, "", {}):
@@ -254,7 +259,7 @@ def as_column(values: dict) -> dict[str, str]:
 
 
 def all_labels(columns: list[dict[str, str]]) -> list[str]:
-    """The labels of all columns, in the order in which they first occur."""
+    """The labels of all columns, in order of first occurrence."""
     labels: dict[str, None] = {}
     for column in columns:
         labels |= dict.fromkeys(column)
@@ -262,7 +267,7 @@ def all_labels(columns: list[dict[str, str]]) -> list[str]:
 
 
 def table(columns: list[dict[str, str]], names: list[str], labels: list[str]) -> str:
-    """A column of values for each run, under the runs' names if there are several."""
+    """A table with one column of values per run. Several runs get a header with their names."""
     rows = []
     if len(names) > 1:
         rows.append(["", *names])
@@ -308,7 +313,7 @@ def summary(run: ReportedRun) -> dict[str, str]:
 
 
 def training_time(run: ReportedRun) -> str | None:
-    """Of all launches, as hours, minutes and seconds."""
+    """The total time of all launches' steps, in hours, minutes and seconds."""
     seconds = 0.0
     for row in run.train:
         seconds += row["steps"] * (as_number(row.get("step_seconds")) or 0)
@@ -316,7 +321,7 @@ def training_time(run: ReportedRun) -> str | None:
 
 
 def label_of_loss(run: ReportedRun) -> str:
-    """Of the last row's loss: over how many steps it is the mean."""
+    """The label of the last row's loss, with the number of steps that it averages."""
     return f"loss, mean of the last {run.train[-1]['steps']} steps" if run.train else "loss"
 
 
@@ -326,7 +331,7 @@ def environment(run: ReportedRun) -> dict[str, str]:
     if launch.get("uncommitted"):
         lines = str(launch["uncommitted"]).splitlines()
         launch["uncommitted"] = f"a diff of {len(lines)} lines, in environment.json"
-    launch.pop("earlier", None)  # the launches before
+    launch.pop("earlier", None)  # previous launches
     return as_column(launch)
 
 
@@ -348,7 +353,7 @@ def page(runs: list[ReportedRun]) -> str:
     evaluations = [
         as_column({**run.evaluations[-1], "kind": None}) if run.evaluations else {} for run in runs
     ]
-    # the dry run's prediction next to what was measured
+    # plan.json has the dry run's predictions next to measured values
     plans = [as_column(read_json(run.folder / "plan.json")) for run in runs]
     charts = [draw(quantity, runs) for quantity in (*QUANTITIES, *other_quantities(runs))]
 
@@ -376,7 +381,7 @@ def page(runs: list[ReportedRun]) -> str:
 
 
 def other_quantities(runs: list[ReportedRun]) -> list[Quantity]:
-    """The metrics of a fork: numbers of the training rows that no other run has."""
+    """A fork's metrics: numbers in the training rows that this repository does not log."""
     known = {*NOT_DRAWN, *(quantity.key for quantity in QUANTITIES)}
     names: dict[str, None] = {}
     for run in runs:
@@ -388,7 +393,7 @@ def other_quantities(runs: list[ReportedRun]) -> list[Quantity]:
 
 
 def legend(names: list[str]) -> str:
-    """The line of each run."""
+    """The legend: a line in each run's color, and its name."""
     entries = []
     for i, name in enumerate(names):
         color, dashes = line_of(i)
@@ -403,7 +408,7 @@ def section(
     names: list[str],
     labels: list[str] | None = None,
 ) -> str:
-    """A table with a heading, of all labels by default; "" if it would be empty."""
+    """A table with a heading; "" if it would be empty. labels=None shows all labels."""
     if labels is None:
         labels = all_labels(columns)
     if not labels:
@@ -412,7 +417,7 @@ def section(
 
 
 def write_report(folders: list[pathlib.Path], out: pathlib.Path | None = None) -> pathlib.Path:
-    """Writes the page, by default into the first run's folder, and returns its path. Raises
+    """Writes the page and returns its path, which is in the first run's folder by default. Raises
     ConfigError with the problems of all folders."""
     runs = config.together(*(functools.partial(read_run, folder) for folder in folders))
     out = out or folders[0] / "report.html"
@@ -425,7 +430,7 @@ def write_report(folders: list[pathlib.Path], out: pathlib.Path | None = None) -
 
 
 def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
-    """The commands that a user may want after a run."""
+    """The message after a run, with commands that the user may want next."""
     folder = str(config.run_folder(cfg.run))
     text = f"finished: {report or folder}"
     if cfg.checkpoint is None:
@@ -436,7 +441,7 @@ def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
         is_code = cfg.data.source == "python-stdlib" and not cfg.data.sources
         prompt = "def " if is_code else "The "
         sample = ["generate", folder, "--prompt", prompt]
-    if any(config.run_folder(cfg.run).glob("tokenizer.*")):  # token files need none
+    if any(config.run_folder(cfg.run).glob("tokenizer.*")):  # imported token files may have none
         text += f"; text from it: {config.command('-m', *sample)}"
     export = ("-m", "huggingface", "export", folder, f"{folder}-hf")
     return f"{text}\nexport: {config.command(*export)}"
@@ -446,7 +451,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="run_train.sh -m report", description=__doc__.splitlines()[0]
     )
-    # one line, as every error here
+    # print one line, like all other errors here
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
     parser.add_argument("runs", type=pathlib.Path, nargs="+", metavar="RUN", help="a run's folder")
     parser.add_argument(

@@ -2,7 +2,7 @@
 
     ./run_train.sh -m show configs/tiny.toml --step 3
 
-The samples of all ranks together, in their order.
+Prints the samples of all ranks, in order.
 """
 
 import io
@@ -39,10 +39,10 @@ def samples(cfg: config.Config, step: int) -> Iterator[str]:
 def heading(
     dataset: PreparedDataset, step: int, number: int, position: SamplePosition, span: Span
 ) -> str:
-    """Names a sample: where the order took it from."""
+    """The heading of a sample: its number, epoch, source, window and tokens."""
     sources = dataset.data.sources
     of_source = f" of {sources[position.source].source}" if sources else ""
-    last = span.stop - 1  # a target only
+    last = span.stop - 1  # it is only a target
     return (
         f"=== step {step}, sample {number}: epoch {position.epoch}{of_source}, window "
         f"{position.window}, tokens {span.start} to {last}"
@@ -55,8 +55,8 @@ def main(argv: list[str]) -> int:
     args, cfg = config.from_command_line(argv, __doc__, parser)
     if args.step < 1:
         raise ConfigError(f"--step {args.step}: steps count from 1")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # None: closed
-        # for characters that the terminal's encoding lacks
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it is None if it was closed
+        # the terminal's encoding may lack some characters
         sys.stdout.reconfigure(errors="backslashreplace")
     for text in samples(cfg, args.step):
         print_line(text)

@@ -1,7 +1,8 @@
-"""Sends a run's rows to Weights & Biases or Trackio (`log.tracker`), which continue a run by its id.
+"""Sends a run's rows to Weights & Biases or Trackio (`log.tracker`). follow.py starts this.
 
-tracker-NAME.json in the run's folder stores that id, and the last row that was sent: a launch that
-resumes from an earlier step sends the rows after it. follow.py starts this.
+tracker-NAME.json in the run's folder stores the tracker's id of the run, so that later launches
+continue it. The file also stores the last row sent. A launch that resumes from an earlier step
+sends only the rows after that row.
 """
 
 import importlib
@@ -19,12 +20,12 @@ PROJECT = "fsdp2"
 
 
 def send(folder: pathlib.Path, rows: Iterable[dict]) -> None:
-    """Sends those of a run's rows that its tracker does not have, if it has one."""
+    """Sends the rows that the run's tracker does not have yet. Does nothing without a tracker."""
     options = config.read_toml(str(folder / "config.toml"))
     name = options["log"].get("tracker")
     if name is None:
         return
-    lock = system.lock(folder / ".tracker.lock")  # raises if another process sends already
+    lock = system.lock(folder / ".tracker.lock")  # raises if another process is sending
     path = folder / f"tracker-{name}.json"
     new = {"id": f"{options['run']['name']}-{secrets.token_hex(4)}", "sent": [0, False]}
     state: dict[str, Any] = system.read_json(path) or new
@@ -35,7 +36,8 @@ def send(folder: pathlib.Path, rows: Iterable[dict]) -> None:
         position = [row["step"], row["kind"] == "eval"]  # the evaluation of a step comes last
         if position <= state["sent"]:
             continue
-        # first: after a kill between the two, a missing row is better than a row twice
+        # Record the row before sending it: if a kill separates the two, a missing row is better
+        # than a duplicate.
         state["sent"] = position
         system.write_atomic(path, json.dumps(state))
         run.log(numbers(row), step=row["step"])
@@ -44,7 +46,7 @@ def send(folder: pathlib.Path, rows: Iterable[dict]) -> None:
 
 
 def open_run(name: str, identity: str, options: dict, folder: str) -> Any:
-    """The tracker's run, new or continued."""
+    """Starts the tracker's run, or continues it."""
     package = importlib.import_module(name)  # wandb or trackio
     identified: dict[str, str] = {"name": identity}
     if name == "wandb":
@@ -53,7 +55,7 @@ def open_run(name: str, identity: str, options: dict, folder: str) -> Any:
 
 
 def numbers(row: dict) -> dict[str, float]:
-    """The numbers of a row by name, as TensorBoard gets them: train/loss."""
+    """The numbers of a row, under the same names as in TensorBoard, such as train/loss."""
     values = {}
     for key, value in config.flatten(row).items():
         if isinstance(value, int | float) and key not in ("step", "steps", "batch_digest"):

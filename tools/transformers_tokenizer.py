@@ -1,9 +1,10 @@
-"""How transformers reads a sentencepiece model: tokenizer_config.json, for its LlamaTokenizer.
+"""Writes the tokenizer_config.json with which transformers' LlamaTokenizer reads a sentencepiece
+model.
 
-Verified on source text with transformers 5.23: token ids are equal, with two exceptions.
-transformers reads sentencepiece's space character (U+2581) in text as a space, and a spelled-out
-control token ("</s>") as that token. A model that it would read otherwise has no such file:
-inexpressible() names why.
+With transformers 5.23, token ids of source text are equal, with two exceptions. transformers reads
+sentencepiece's space character (U+2581) in text as a space, and a spelled-out control token
+("</s>") as that token. If transformers would read a model differently, there is no file;
+inexpressible() gives the reasons.
 """
 
 import sys
@@ -16,8 +17,8 @@ SPACE = "\u2581"
 
 
 def read_sentencepiece(path: Path) -> Any:
-    """The sentencepiece_model_pb2.ModelProto of a tokenizer.model. Raises ConfigError if the file
-    is not one, or a package is missing."""
+    """Reads the sentencepiece_model_pb2.ModelProto in a tokenizer.model. Raises ConfigError if the
+    file has another format, or a package is missing."""
     try:
         from google.protobuf.message import DecodeError
         from sentencepiece import sentencepiece_model_pb2
@@ -37,14 +38,15 @@ def read_sentencepiece(path: Path) -> Any:
 
 
 def _texts(model: Any, entry_type: int) -> list[str]:
-    """The vocabulary entries of a type."""
+    """The vocabulary entries of this type."""
     return [entry.piece for entry in model.pieces if entry.type == entry_type]
 
 
 def inexpressible(model: Any) -> list[str]:
-    """The properties of a ModelProto for which LlamaTokenizer would give other ids or other text.
-    (The trainer's other settings, such as split_digits, shaped the vocabulary, and change nothing
-    afterwards.)"""
+    """The properties of a ModelProto for which LlamaTokenizer would return different ids or text.
+
+    The trainer's other settings, such as split_digits, affect only how the vocabulary was trained.
+    """
     trainer = model.trainer_spec
     normalizer = model.normalizer_spec
     kind = model.SentencePiece
@@ -62,13 +64,13 @@ def inexpressible(model: Any) -> list[str]:
         ),
         "remove_extra_whitespaces": normalizer.remove_extra_whitespaces,
         "escape_whitespaces = false": not normalizer.escape_whitespaces,
-        # transformers puts no space in front of one
+        # transformers adds no space in front of a user-defined symbol
         "add_dummy_prefix": normalizer.add_dummy_prefix,
         "user-defined symbols with spaces": any(
             " " in piece or SPACE in piece for piece in user_defined
         ),
         "entries of type UNUSED": _texts(model, kind.UNUSED),
-        # of equal scores the leftmost merge comes first; transformers ranks each merge
+        # sentencepiece merges equal scores from the left; transformers ranks each merge
         "entries with equal scores": len(scores) < len(merged),
         "entries with characters that are no entries": not characters <= vocabulary,
     }
@@ -76,12 +78,12 @@ def inexpressible(model: Any) -> list[str]:
 
 
 def tokenizer_config(model: Any) -> dict[str, Any]:
-    """The content of a ModelProto's tokenizer_config.json; empty if it is inexpressible()."""
+    """The content of tokenizer_config.json for a ModelProto; empty if it is inexpressible()."""
     if inexpressible(model):
         return {}
     kind = model.SentencePiece
-    # as sentencepiece's bos_id(): by name, which an edited model may have changed without
-    # trainer_spec.bos_id
+    # Look tokens up by name, as sentencepiece's bos_id() does: an edited model may have a new name
+    # but an old trainer_spec.bos_id.
     control = _texts(model, kind.CONTROL)
     bos = model.trainer_spec.bos_piece
     eos = model.trainer_spec.eos_piece

@@ -1,11 +1,12 @@
-"""Conversations in windows: several to one, none split over two, padded at the end.
+"""Packs conversations into windows, with padding at the end of each. No conversation continues in
+another window.
 
-All ranks plan the windows once, from the lengths, the window length and the seed. The plan is
+Every rank plans the windows once, from the lengths, the window length and the seed. The plan is
 best-fit decreasing (https://doi.org/10.1137/0203025) over the histogram of lengths, as in
-https://arxiv.org/abs/2107.02027: each conversation, the longest first, goes into the window with
-the least free space that holds it. Windows of one history are kept as a range, so the plan costs a
-pass over the conversations and a little work per length. A hash of (seed, number) orders
-conversations of equal length.
+https://arxiv.org/abs/2107.02027. Each conversation, the longest first, goes into the window with
+the least free space that fits it. Windows filled with the same lengths are planned together, as a
+range. So the plan costs one pass over the conversations, and little work per length. A hash of
+(seed, number) orders conversations of equal length.
 
 S: sequence length.
 """
@@ -22,27 +23,27 @@ import numpy as np
 from config import ConfigError
 from data.tokens import TokenStream, mapped, stream_of
 
-SAMPLED = 2000  # conversations whose tokens with a loss are counted at a launch
+SAMPLED = 2000  # a launch counts the tokens with a loss in so many conversations
 
 
 def pack(lengths: np.ndarray, room: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Plans windows of `room` tokens for conversations of these lengths, from 1 to `room`.
 
-    Returns (members, starts): window w holds conversations members[starts[w] : starts[w + 1]].
+    Returns (members, starts): window w contains conversations members[starts[w] : starts[w + 1]].
     """
-    # sort keys: 24 bits of length, 40 of hash
+    # sort keys have 24 bits of length and 40 bits of hash
     longest_first = (room - lengths).astype(np.uint64) << np.uint64(40)
     order = np.argsort(longest_first | hashes(len(lengths), seed), kind="stable")
     counts = np.bincount(lengths, minlength=room + 1).tolist()
-    window = best_fit_decreasing(counts, room)  # of each conversation, in `order`
+    window = best_fit_decreasing(counts, room)  # one per conversation, in `order`
     starts = np.concatenate(([0], np.cumsum(np.bincount(window))))
     members = order[np.argsort(window, kind="stable")].astype(np.int32)
     return members, starts
 
 
 def hashes(count: int, seed: int) -> np.ndarray:
-    """A hash of 40 bits for each number below count, by splitmix64
-    (https://doi.org/10.1145/2660193.2660195): numpy's own generators may change."""
+    """A 40-bit hash of each number below `count`, by splitmix64
+    (https://doi.org/10.1145/2660193.2660195). NumPy's own generators may change."""
     key = int.from_bytes(hashlib.blake2b(f"packing {seed}".encode(), digest_size=8).digest(), "big")
     x = np.arange(count, dtype=np.uint64) + np.uint64(key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -51,7 +52,7 @@ def hashes(count: int, seed: int) -> np.ndarray:
 
 
 class WindowRange(NamedTuple):
-    """Windows first ... first+count-1, which have equal free space."""
+    """The windows first ... first+count-1, which have equal free space."""
 
     first: int
     count: int
@@ -59,7 +60,7 @@ class WindowRange(NamedTuple):
 
 
 class FreeSpace:
-    """The windows that have free space, by how much."""
+    """The windows with free space, indexed by its size."""
 
     def __init__(self, room: int):
         self.ranges: list[list[WindowRange]] = [[] for _ in range(room + 1)]  # by space
@@ -71,8 +72,8 @@ class FreeSpace:
             self.spaces |= 1 << windows.space
 
     def take_best_fit(self, length: int) -> WindowRange | None:
-        """Removes and returns a range of the windows with the least space that holds `length`
-        tokens."""
+        """Removes and returns a range of windows: those with the least space that fits `length`
+        tokens. None if there are none."""
         fitting = self.spaces >> length
         if not fitting:
             return None
@@ -85,11 +86,12 @@ class FreeSpace:
 
 
 def best_fit_decreasing(counts: list[int], room: int) -> np.ndarray:
-    """The window of each conversation, the longest first. counts[n]: conversations of n tokens."""
+    """The window of each conversation, the longest first. counts[n] is the number of conversations
+    of n tokens."""
     window = np.empty(sum(counts), np.int32)
     free = FreeSpace(room)
     opened_windows = 0
-    placed = 0  # conversations
+    placed = 0  # number of conversations
     for length in range(room, 0, -1):
         remaining = counts[length]
         while remaining:
@@ -99,7 +101,7 @@ def best_fit_decreasing(counts: list[int], room: int) -> np.ndarray:
                 windows = WindowRange(opened_windows, -(-remaining // per_window), room)
                 opened_windows += windows.count
             first, count, space = windows
-            # one conversation to each window
+            # put one conversation into each window
             filled = min(count, remaining)
             window[placed : placed + filled] = np.arange(first, first + filled, dtype=np.int32)
             free.add(WindowRange(first + filled, count - filled, space))
@@ -110,34 +112,34 @@ def best_fit_decreasing(counts: list[int], room: int) -> np.ndarray:
 
 
 class Conversation(NamedTuple):
-    """A conversation in a window. Positions are those in the stream of all."""
+    """A conversation in a window. Positions refer to the stream of all conversations."""
 
     number: int
     begin: int  # first token
     end: int  # one past the last token in the window
 
 
-@dataclass(eq=False)  # by identity: a key of caches
+@dataclass(eq=False)  # compared by identity, as a key of caches
 class Packed:
-    """A TextStream (data/tokens.py) of the windows of a split, which do not overlap.
+    """A TextStream (data/tokens.py) of a split's windows, which do not overlap.
 
-    Window k is tokens k*S ... k*S+S-1, padded at its end. Nothing is copied: reading a window reads
-    its conversations from the token files.
+    Window k has tokens k*S ... k*S+S-1, with padding at its end. Reading a window reads its
+    conversations from the token files.
     """
 
     folder: pathlib.Path
     stream: TokenStream  # of all conversations
-    ends: np.ndarray  # of each conversation: one past its last token
+    ends: np.ndarray  # for each conversation, one past its last token
     seq_len: int
     members: np.ndarray  # numbers of conversations, window by window
-    starts: np.ndarray  # of each window in `members`, and one more
-    left_out: int  # conversations without an assistant's turn, or with an empty one
-    cut: int  # conversations longer than a window
-    filled: int  # tokens that the windows hold
+    starts: np.ndarray  # where each window starts in `members`, and the end
+    left_out: int  # number of conversations without an assistant's turn, or with an empty one
+    cut: int  # number of conversations longer than a window
+    filled: int  # number of tokens in all windows, without padding
 
     def __post_init__(self) -> None:
         self.windows = len(self.starts) - 1
-        # one more, as a stream's last target
+        # plus one, for the last target of a stream
         self.length = self.windows * self.seq_len + 1 if self.windows else 0
 
     def conversation(self, number: int) -> Conversation:
@@ -150,7 +152,7 @@ class Packed:
         return [self.conversation(number) for number in numbers.tolist()]
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The ids (stop - start) of one window; -1 from the end of its conversations on."""
+        """The ids (stop - start) of one window; padding is -1."""
         conversations = self.conversations(start // self.seq_len)
         tokens = np.concatenate([self.stream.read(c.begin, c.end) for c in conversations])
         ids = np.full(stop - start, -1)
@@ -158,13 +160,13 @@ class Packed:
         return ids
 
     def documents(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Of one window: its conversations, and its padding."""
+        """The (begin, end) of each conversation in one window, and of its padding."""
         lengths = [c.end - c.begin for c in self.conversations(start // self.seq_len)]
         ends = itertools.accumulate(lengths, initial=start)
         return list(itertools.pairwise([*ends, stop]))
 
     def text_bytes(self, tokens: int) -> float:
-        return math.nan  # its rendering is no text that anybody wrote
+        return math.nan  # undefined: a template renders the text
 
     def summary(self) -> str:
         """The line that a launch logs."""
@@ -196,7 +198,7 @@ class Packed:
 
 
 def document_ends(stream: TokenStream) -> np.ndarray:
-    """The position after the last token of each document. Reads all files of ends."""
+    """For each document, the position after its last token. Reads all files of ends."""
     ends = [np.empty(0, np.int64)]
     for file, file_end in zip(stream.files, stream.file_ends):
         assert file.ends, "conversations have a file of ends"

@@ -1,9 +1,9 @@
-"""The option float8, and "tensorwise" with FSDP2: matrices are all-gathered in float8.
+"""Implements parallel.float8. With the recipe "tensorwise", FSDP2 all-gathers matrices in float8.
 
-An all-reduce gives all ranks the amax of a full matrix, by which they scale their shards.
-Parameters, gradients and optimizer state keep their dtypes. FSDP2's all-gather extensions do the
-rest: a shard's fsdp_pre_all_gather() returns what to all-gather, fsdp_post_all_gather() builds the
-unsharded parameter from it.
+An all-reduce gives all ranks the amax of each full matrix, by which they scale their shards.
+Parameters, gradients and optimizer state keep their dtypes. This uses FSDP2's all-gather
+extensions: a shard's fsdp_pre_all_gather() returns the tensors to all-gather, and
+fsdp_post_all_gather() builds the unsharded parameter from them.
 """
 
 import math
@@ -36,46 +36,46 @@ def apply_float8(model: Llama, p: config.Parallel, device_type: str) -> None:
     """
     use_float8(model.blocks, p.float8, device_type)
     if p.compile:
-        # torch 2.11 loses its gradients when Dynamo traces into it
+        # if Dynamo traces into it, torch 2.11 loses its gradients
         torch.compiler.allow_in_graph(Float8Matmul)
     replicated = replicated_parameters(model, p)
     for linear in tensorwise(model):
         if linear.weight not in replicated:
             model.after_weight_update = update_scales
-            # once there is storage, update_scales() makes Float8Shards of the shards
+            # update_scales() turns the shards into Float8Shards once they have storage
             weight = linear.weight.detach().as_subclass(MetaFloat8Weight)
             linear.weight = nn.Parameter(weight, linear.weight.requires_grad)
 
 
 def tensorwise(model: Llama) -> list[Float8Linear]:
-    """The linear layers of the recipe "tensorwise"."""
+    """The linear layers with the recipe "tensorwise"."""
     layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
     return [layer for layer in layers if layer.recipe == "tensorwise"]
 
 
 def cast(shard: Tensor, factor: Tensor) -> Tensor:
-    """To float8, viewed as uint8, which every backend can send."""
+    """Rounds a shard to float8, viewed as uint8, which every backend can send."""
     return round_to(shard, factor, E4M3).view(torch.uint8)
 
 
 class Float8AllGather(Tensor):
-    """FSDP2's all-gather extensions, of a parameter (N, K)."""
+    """A parameter (N, K) with FSDP2's all-gather extensions."""
 
     all_gather_dtype = E4M3  # for all_gather_dtype() in parallel/fsdp.py
-    factor: Tensor  # (1, 1), what to multiply by before rounding; set by update_scales()
+    factor: Tensor  # (1, 1), the scale before rounding; update_scales() sets it
 
     @torch.no_grad()
     def fsdp_pre_all_gather(self, mesh, size, stride, module, policy):
-        """The shard in float8, padded to the largest shard, as FSDP2 requires.
+        """The shard in float8, padded to the size of the largest shard, as FSDP2 requires.
 
-        On a GPU, where float8 requires compile, one kernel reads the float32 shard and writes a
-        byte a weight.
+        On a GPU, where float8 requires compile, one kernel reads the float32 shard and writes one
+        byte per weight.
         """
         shard = self.detach()
         if self.is_cuda and len(shard):
-            # Rows of 16, which divides a matrix's columns: one graph for all shapes, whose kernel
-            # knows that it may load and store several values at once. .data: a graph would also
-            # depend on the shape that was viewed.
+            # View the shard as rows of 16, which divides a matrix's columns. So one graph serves
+            # all shapes, and its kernel knows that it may load and store several values at once.
+            # Without .data, the graph would also depend on the original shape.
             rows = shard.view(-1, 16).data
             values = compiled(cast)(rows, self.factor).view(shard.shape)
         else:
@@ -92,15 +92,15 @@ class Float8AllGather(Tensor):
 
 
 class Float8Shard(Float8AllGather):
-    """The local shard of a matrix. Operations on it return plain tensors."""
+    """A local shard of a matrix. Operations on it return plain tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyrefly: ignore[bad-override]  # as torch's own do
 
 
 class MetaFloat8Weight(Float8AllGather):
-    """A full matrix on meta.
+    """A full matrix on the meta device.
 
-    Operations on it keep the type, so that fully_shard() finds the extensions on its shard.
+    Operations on it preserve the type, so that fully_shard() finds the extensions on its shard.
     """
 
 
@@ -108,14 +108,14 @@ class MetaFloat8Weight(Float8AllGather):
 def update_scales(model: Llama) -> None:
     """Updates the scales of all matrices that are all-gathered in float8, with one all-reduce.
 
-    It is the model's after_weight_update. It does not wait for the device.
+    This is the model's after_weight_update. It does not synchronize with the device.
     """
     layers: list[Float8Linear] = []
     weights: list[DTensor] = []
     for layer in tensorwise(model):
         weight = layer.weight
         assert not isinstance(weight, Float8Weight), "call reshard() before"
-        if isinstance(weight, DTensor):  # not if replicated
+        if isinstance(weight, DTensor):  # else it is replicated
             layers.append(layer)
             weights.append(weight)
     if not layers:
@@ -123,14 +123,14 @@ def update_scales(model: Llama) -> None:
     mesh = weights[0].device_mesh
     shards = [weight._local_tensor.as_subclass(Float8Shard) for weight in weights]
 
-    # with few rows on many ranks some shards are empty
+    # with fewer rows than ranks, some shards are empty
     not_empty = [shard if shard.numel() else shard.new_zeros(1) for shard in shards]
     amax = torch.stack(torch._foreach_norm(not_empty, math.inf))  # (number of matrices)
-    if mesh.size(mesh.ndim - 1) > 1:  # over shards only: replicas are equal
+    if mesh.size(mesh.ndim - 1) > 1:  # only over shards: replicas are equal
         dist.all_reduce(amax, dist.ReduceOp.MAX, mesh.get_group(mesh.ndim - 1))
 
     factors = list(factor_of(amax, E4M3)[:, None, None])  # (1, 1) each
-    # each in memory of its own: graphs depend on whether an offset is 0, 1 or larger
+    # give each its own memory, since graphs depend on whether an offset is 0, 1 or larger
     factors = torch._foreach_mul(factors, 1.0)
     inverse_scales = torch._foreach_reciprocal(factors)
     for weight, shard, factor in zip(weights, shards, factors):

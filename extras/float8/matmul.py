@@ -10,12 +10,12 @@ Two recipes, named as in torchao (https://github.com/pytorch/ao/tree/main/torcha
                   e5m2 (2 bits, 2^-16 ... 57,344) for gradients, whose small values would underflow
                   in e4m3
     rowwise       one scale per row along the contracted dimension, so forward and the two matmuls
-                  of backward each scale their operands anew. e4m3 throughout: a row has less
+                  of backward each compute their own scales. e4m3 throughout, since a row has less
                   dynamic range than a tensor. Scales are powers of two, so that a value rounds the
                   same along rows and columns
 
-On a GPU torch._scaled_mm multiplies. Elsewhere the same 8-bit values are multiplied in float32,
-which holds their products exactly.
+On a GPU, torch._scaled_mm multiplies. Elsewhere the same 8-bit values are multiplied in float32,
+which represents their products exactly.
 
 Shapes: M tokens, K input features, N output features.
 """
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 class Scaled(NamedTuple):
-    """A matrix in float8, and in float32 what to multiply its values by to get the matrix back."""
+    """A matrix in float8, and the float32 factor that restores its values."""
 
     values: Tensor
     inverse_scale: Tensor  # (1, 1), or one per row or column
@@ -46,8 +46,8 @@ class Scaled(NamedTuple):
 def float8_matrices(blocks: nn.Module, recipe: str, device_type: str) -> list[Linear]:
     """The linear layers to multiply in float8.
 
-    16 must divide both dimensions, as the kernels require. On a GPU they must be large enough to
-    win.
+    The kernels require that 16 divides both dimensions. On a GPU, the layers must also be large
+    enough to be faster in float8.
     """
     if recipe == "none":
         return []
@@ -67,7 +67,8 @@ def float8_matrices(blocks: nn.Module, recipe: str, device_type: str) -> list[Li
 def is_faster(n: int, k: int, recipe: str) -> bool:
     """Whether a weight (N, K) multiplies faster in float8 than in bfloat16.
 
-    torchao 0.18's rule from H100 timings (float8_linear_utils: _auto_filter_for_recipe).
+    This is torchao 0.18's rule, from timings on an H100 (_auto_filter_for_recipe in
+    float8_linear_utils).
     """
     if recipe == "tensorwise":
         return k > 4096 or n > 1024
@@ -75,7 +76,7 @@ def is_faster(n: int, k: int, recipe: str) -> bool:
 
 
 def use_float8(blocks: nn.Module, recipe: str, device_type: str) -> None:
-    """Replaces float8_matrices() by Float8Linear layers, in place.
+    """Replaces the layers of float8_matrices() by Float8Linear, in place.
 
     Raises ConfigError if there are none.
     """
@@ -94,9 +95,9 @@ def use_float8(blocks: nn.Module, recipe: str, device_type: str) -> None:
 
 
 class Float8Weight(Tensor):
-    """A weight all-gathered in float8. It reports `dtype`, which its gradient has.
+    """A weight that was all-gathered in float8. Its `dtype` is the dtype of its gradient.
 
-    The layer holds the scale. torch.compile mistracks weights with two inner tensors, and saves a
+    The layer stores the scale. torch.compile mistracks weights with two inner tensors, and saves a
     transposed copy of some for backward.
     """
 
@@ -123,7 +124,7 @@ class Float8Weight(Tensor):
     # pyrefly: ignore[bad-override]  # Tensor's is a placeholder without a signature
     def __torch_dispatch__(cls, operator, types, args, kwargs=None):
         weight, *rest = args
-        # all that FSDP2 calls
+        # FSDP2 calls only these
         if operator in (aten.detach.default, aten.alias.default, aten.as_strided.default):
             return cls(operator(weight.qdata, *rest), weight.dtype)
         raise TypeError(f"{operator} of a weight in 8 bits")
@@ -139,12 +140,12 @@ def factor_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 def round_to(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max
-    # clamp: until torch 2.12 larger values became NaN
+    # before torch 2.12, the conversion turned larger values into NaN
     return (x.float() * factor).clamp(-limit, limit).to(dtype)
 
 
 def scaled(x: Tensor, dtype: torch.dtype, rowwise: bool, dim: int) -> Scaled:
-    """Quantizes x. dim: the contracted dimension, along which rowwise takes the amax."""
+    """Quantizes x. `dim` is the contracted dimension, over which rowwise computes the amax."""
     amax = x.abs().amax(dim if rowwise else (0, 1), keepdim=True)
     factor = factor_of(amax, dtype)
     if rowwise:  # round down to a power of two: clear the mantissa
@@ -153,7 +154,7 @@ def scaled(x: Tensor, dtype: torch.dtype, rowwise: bool, dim: int) -> Scaled:
 
 
 def scaled_weight(weight: Tensor, inverse_scale: Tensor | None, rowwise: bool, dim: int) -> Scaled:
-    """scaled() of a weight. A Float8Weight is already quantized, with this inverse scale."""
+    """scaled() for a weight. A Float8Weight is already quantized, with this inverse scale."""
     if isinstance(weight, Float8Weight):
         assert inverse_scale is not None
         return Scaled(weight.qdata, inverse_scale)
@@ -163,13 +164,13 @@ def scaled_weight(weight: Tensor, inverse_scale: Tensor | None, rowwise: bool, d
 def scaled_matmul(x: Scaled, y: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """(M, K) @ (K, N) -> (M, N).
 
-    fast: use_fast_accum (sums with fewer bits), as torchao does in forward only.
+    fast=True sets use_fast_accum, which sums with fewer bits. Like torchao, only forward uses it.
     """
     a, a_scale = x
     b, b_scale = y
     if not a.is_cuda:
         return (a.float() @ b.float() * (a_scale * b_scale)).to(dtype)
-    # the only layouts that the kernels take
+    # the kernels support only these layouts
     a = a.contiguous()
     b = b.t().contiguous().t()
     if b_scale.numel() == 1 or fast or takes_row_scales(a.device):
@@ -177,7 +178,7 @@ def scaled_matmul(x: Scaled, y: Scaled, dtype: torch.dtype, fast: bool = False) 
             a, b, a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast
         )
     else:
-        # Powers of two can be multiplied afterwards.
+        # scales that are powers of two may be applied afterwards
         one = torch.ones((1, 1), device=a.device)
         out = torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
         out = out * (a_scale * b_scale)
@@ -185,12 +186,12 @@ def scaled_matmul(x: Scaled, y: Scaled, dtype: torch.dtype, fast: bool = False) 
 
 
 def takes_row_scales(device: torch.device) -> bool:
-    """Whether the GPU is fast with a scale per row and without fast accumulation.
+    """Whether the GPU is fast with one scale per row and without fast accumulation.
 
-    torch calls cuBLAS for it on GPUs of compute capability 9, with CUDA from 12.9 on. Elsewhere it
-    has a kernel of its own, which is slow without fast accumulation.
+    On GPUs of compute capability 9, with CUDA 12.9 or later, torch calls cuBLAS for it. Elsewhere
+    torch uses its own kernel, which is slow without fast accumulation.
     """
-    if device.type != "cuda" or torch.version.cuda is None:  # a plan's tensors, an AMD GPU
+    if device.type != "cuda" or torch.version.cuda is None:  # a plan, or an AMD GPU
         return False
     cuda = tuple(int(number) for number in torch.version.cuda.split("."))
     return cuda >= (12, 9) and torch.cuda.get_device_capability(device)[0] == 9
@@ -227,7 +228,8 @@ class Float8Matmul(torch.autograd.Function):
 
 
 class Float8Linear(Linear):
-    """A linear layer that multiplies in float8, with the weight of the plain one it replaces."""
+    """A linear layer that multiplies in float8. It takes over the weight of the layer that it
+    replaces."""
 
     matmuls: ClassVar = {aten._scaled_mm.default}
 
@@ -237,16 +239,17 @@ class Float8Linear(Linear):
         self.init = plain.init
         self.weight = plain.weight
         self.recipe = recipe
-        # of a weight that is all-gathered in float8; set by update_scales() in all_gather.py
+        # for a weight that is all-gathered in float8; update_scales() in all_gather.py sets it
         self.inverse_scale: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight  # once: replicated parameters are cast at each access
+        weight = self.weight  # access it once, since each access casts replicated parameters
         return float8_linear(x.to(weight.dtype), weight, self.inverse_scale, self.recipe)
 
 
 def float8_linear(x: Tensor, weight: Tensor, inverse_scale: Tensor | None, recipe: str) -> Tensor:
-    """x (..., K) @ weight (N, K).T -> (..., N) in x's dtype. inverse_scale: of a Float8Weight."""
+    """x (..., K) @ weight (N, K).T -> (..., N) in x's dtype. A Float8Weight needs its
+    inverse_scale."""
     rows = x.flatten(0, -2)  # (..., K) -> (M, K)
     out = Float8Matmul.apply(rows, weight, inverse_scale, recipe == "rowwise")
     return out.unflatten(0, x.shape[:-1])  # (M, N) -> (..., N)

@@ -1,4 +1,4 @@
-"""Hugging Face folders, in and out: config.json, weights, tokenizer.
+"""Reads and writes Hugging Face folders: config.json, weights, tokenizer.
 
-A run reads one where model.init_from names it.
+A run reads the folder that model.init_from names.
 """

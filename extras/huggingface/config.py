@@ -28,15 +28,15 @@ KEYS = {
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-# the same in both
+# keys of RoPE scaling, the same in both
 ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-# by model_type; Qwen3 has qk_norm
+# model_type -> architecture; only Qwen3 has qk_norm
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# The only values that the model supports; any other is refused. A key may be absent.
+# The only supported values; other values are an error. A key may be absent.
 ONLY = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
-# Keys of a config.json that change nothing that is trained here: of its tokenizer and of generation,
-# how it was saved, and what transformers ignores in these architectures. A key that is neither read
-# nor listed is refused unless its value is off.
+# Keys of a config.json that do not affect training here. They belong to the tokenizer or to
+# generation, describe how the model was saved, or are ignored by transformers in these
+# architectures. A key that is neither read nor listed is an error unless its value is in OFF.
 IGNORED = """
 bos_token_id eos_token_id pad_token_id sep_token_id tokenizer_class prefix
 max_position_embeddings initializer_range pretraining_tp dtype torch_dtype
@@ -47,12 +47,12 @@ id2label label2id num_labels problem_type finetuning_task task_specific_params
 max_length min_length do_sample temperature top_k top_p typical_p num_beams num_beam_groups
 num_return_sequences repetition_penalty length_penalty
 """
-# transformers' values for keys that are absent
+# transformers' defaults for absent keys
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
 
 TOKENIZERS = ("tokenizer.model", "tokenizer.json")
 ADAPTER = "adapter_config.json"
-ALL_LINEAR = "all-linear"  # PEFT's word for all projections, in target_modules
+ALL_LINEAR = "all-linear"  # selects all projections in PEFT's target_modules
 # our name of a projection -> its module in a block of transformers' models
 PROJECTION_MODULES = {
     "q_proj": "self_attn.q_proj",
@@ -63,10 +63,10 @@ PROJECTION_MODULES = {
     "up_proj": "mlp.up_proj",
     "down_proj": "mlp.down_proj",
 }
-OTHER_LAYERS = ("model.embed_tokens", "lm_head")  # that PEFT has adapters for
+OTHER_LAYERS = ("model.embed_tokens", "lm_head")  # only PEFT supports adapters for them
 # our option in [lora] -> key in adapter_config.json
 ADAPTER_KEYS = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}
-# the same for PEFT's files
+# like ONLY and IGNORED, for adapter_config.json
 ONLY_ADAPTER = {
     "peft_type": ["LORA"],
     "bias": ["none"],
@@ -80,7 +80,7 @@ OFF = (None, False, 0, "", [], {})
 
 
 def read_json(path: pathlib.Path) -> dict:
-    """A JSON object of a Hugging Face folder. Raises ConfigError."""
+    """Reads a JSON object of a Hugging Face folder. Raises ConfigError."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -96,18 +96,18 @@ def read_json(path: pathlib.Path) -> dict:
 
 
 class Entry(NamedTuple):
-    """A value of a Hugging Face file, and its key there."""
+    """A key and its value in a Hugging Face file."""
 
     key: str
     value: Any
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """The options of [model] in a config.json, {"model.dim": 64, ...}, with transformers' defaults.
+    """Reads a config.json as options of [model], {"model.dim": 64, ...}.
 
-    Reads RoPE settings in both spellings: rope_theta and rope_scaling or, since transformers 5,
-    rope_parameters. Raises ConfigError naming every value that is invalid or that this model does
-    not support.
+    Uses transformers' defaults. Reads both spellings of RoPE settings: rope_theta and rope_scaling
+    or, since transformers 5, rope_parameters. Raises ConfigError, which names every invalid or
+    unsupported value.
     """
     entries = {key: value for key, value in read_json(path).items() if value is not None}
     theirs = DEFAULTS | entries
@@ -124,7 +124,7 @@ def read(path: pathlib.Path) -> dict[str, Any]:
     problems += _unsupported(path, theirs, rope_key, rope)
 
     is_qwen3 = theirs.get("model_type") == "qwen3"
-    # Qwen3's defaults of these two are those of one size: it must have both
+    # For Qwen3, the defaults of these two keys fit only one model size, so both must be present.
     if not is_qwen3:
         theirs.setdefault("num_key_value_heads", theirs.get("num_attention_heads"))
     has_head_dim = is_qwen3 or "head_dim" in theirs
@@ -146,7 +146,7 @@ def read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _unsupported(path: pathlib.Path, theirs: dict, rope_key: str, rope: dict) -> list[str]:
-    """A problem for each value of a config.json that the model does not support."""
+    """The problems of a config.json, one for each unsupported value."""
     problems = []
 
     def check(key: str, value: Any, supported: list) -> None:
@@ -183,8 +183,8 @@ def _unsupported(path: pathlib.Path, theirs: dict, rope_key: str, rope: dict) ->
 
 
 def _unread(path: pathlib.Path, theirs: dict, known: set[str], table: str = "") -> list[str]:
-    """A problem for each key that is not known, but for those that are off and those of programs'
-    own, which begin with an underscore."""
+    """The problems of a table, one for each unknown key. Skips keys whose value is in OFF, and
+    programs' private keys, which begin with an underscore."""
     problems = []
     for key, value in theirs.items():
         if key not in known and value not in OFF and not key.startswith("_"):
@@ -197,7 +197,7 @@ def _unread(path: pathlib.Path, theirs: dict, known: set[str], table: str = "") 
 
 
 def read_adapter(folder: pathlib.Path) -> dict[str, Any]:
-    """The adapter_config.json of a PEFT folder. Raises ConfigError for unsupported values."""
+    """Reads the adapter_config.json of a PEFT folder. Raises ConfigError for unsupported values."""
     path = folder / ADAPTER
     theirs = read_json(path)
     problems = []
@@ -215,11 +215,11 @@ def read_adapter(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def adapted_projections(path: pathlib.Path, targets: Any, blocks: int) -> list[str]:
-    """The projections that PEFT's target_modules selects in a model of so many blocks: by names or
-    ends of modules' paths, a regular expression for the entire path, or "all-linear".
+    """The projections that PEFT's target_modules selects in a model of `blocks` blocks.
 
-    path: of the adapter_config.json. Raises ConfigError if they are not the same in all blocks, or
-    if it selects nothing, or other modules, too.
+    `targets` is a list of names or ends of modules' paths, a regular expression for the full path,
+    or "all-linear". `path` is the adapter_config.json. Raises ConfigError if the targets differ
+    between blocks, select nothing, or also select other modules.
     """
     shown = f"{path}: target_modules = {textwrap.shorten(json.dumps(targets), 200)}"
     if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
@@ -256,8 +256,8 @@ def _is_target(module: str, targets: list[str] | str) -> bool:
 
 
 def _fit(path: pathlib.Path, entries: dict[str, Entry]) -> tuple[dict[str, Any], list[str]]:
-    """The values of a file by option, converted, and a problem for each that is missing or
-    invalid."""
+    """Converts the values of a file. Returns (values by option, a problem for each missing or
+    invalid value)."""
     fitted = {}
     problems = []
     for name, (key, value) in entries.items():
@@ -271,15 +271,17 @@ def _fit(path: pathlib.Path, entries: dict[str, Entry]) -> tuple[dict[str, Any],
     return fitted, problems
 
 
-# Filling in a configuration
+# Fill in a configuration
 
 
 def fill_in(given: GivenOptions) -> None:
-    """Fills in options of [model] and [lora] from the folders that their init_from name; options
-    that are given must agree. Pins ids of the hub to a commit. Raises ConfigError if a
-    folder cannot be read."""
+    """Fills in options of [model] and [lora] from the folders that their init_from names.
+
+    Given options must agree with the folders. Pins hub ids to a commit. Raises ConfigError if a
+    folder cannot be read.
+    """
     with contextlib.suppress(ConfigError):
-        # whoever reads the tokenizer reports why it cannot be had; a plan does not need it
+        # a plan does not need the tokenizer; other programs report why they cannot read it
         hub.pin(given, "data.tokenizer")
     try:
         if "model.init_from" in given.values:
@@ -308,7 +310,7 @@ def _fill_in_model(given: GivenOptions) -> None:
     except ConfigError:
         options = SCHEMA.tables["model"].options
         required = {f"model.{key}" for key in options if options[key].default is MISSING}
-        # a run's own config.toml is complete: resuming from a checkpoint needs no folder
+        # a run's own config.toml has all options: resuming from a checkpoint needs no folder
         if required <= values.keys():
             return
         raise
@@ -321,14 +323,14 @@ def _fill_in_model(given: GivenOptions) -> None:
             f"{given.origins[rope]}: [model] rope_scaling is off: {path} and its weights have it; "
             "leave it out"
         )
-    # options of rope_scaling that are given must be the file's
+    # given options of rope_scaling must be equal to the file's
     theirs = dict.fromkeys(ours, "absent") | theirs
     advice = "; leave it out, or, to resume from the run's checkpoint, move that file away"
     _take_over(given, path, theirs, KEYS, advice)
 
 
 def _fill_in_adapter(given: GivenOptions) -> None:
-    # a run's own config.toml is complete: resuming from a checkpoint needs no folder
+    # a run's own config.toml has all options: resuming from a checkpoint needs no folder
     if {f"lora.{key}" for key in ADAPTER_KEYS} <= given.values.keys():
         return
     path = pathlib.Path(given.values["lora.init_from"], ADAPTER)
@@ -352,15 +354,17 @@ def _fill_in_adapter(given: GivenOptions) -> None:
 
 
 def _fill_in_tokenizer(given: GivenOptions) -> None:
-    """Makes the tokenizer of model.init_from the data's, if none is given and it has one. Not of a
-    run that was begun without: its data has another tokenizer, and it resumes with that."""
+    """Sets data.tokenizer to model.init_from, if that has a tokenizer and the option is not given.
+
+    A run that began without data.tokenizer resumes without it: its data has another tokenizer.
+    """
     if "data.tokenizer" in given.values:
         return
     base = given.values["model.init_from"]
     before = hub.options_of_run(given)
     if before.get("model.init_from") == base and "data.tokenizer" not in before:
         return
-    # what a repository holds, its reader finds out: a plan needs none
+    # assume that a repository has a tokenizer: its reader will check, and a plan needs none
     if hub.is_id(base) or any(pathlib.Path(base, name).is_file() for name in TOKENIZERS):
         given.values["data.tokenizer"] = base
         given.origins["data.tokenizer"] = given.origins["model.init_from"]
@@ -373,9 +377,9 @@ def _take_over(
     keys: dict[str, str],
     advice: str,
 ) -> None:
-    """Adds a file's options to the given ones; one that is given must be equal.
+    """Adds a file's options to the given ones. Given options must be equal to the file's.
 
-    keys: our keys -> the file's. advice: the end of the error for an option that differs.
+    keys: our keys -> the file's keys. advice: the end of the message for a differing option.
     """
     for name, value in theirs.items():
         ours = given.values.setdefault(name, value)
@@ -393,18 +397,15 @@ def _take_over(
 
 
 def _normalize_adapter(given: GivenOptions) -> None:
-    """Gives a run with adapters one spelling: alpha is set, targets are in order, paths are
-    absolute.
-
-    Resuming compares these options with the checkpoint's.
-    """
+    """Normalizes the options of a run with adapters: sets alpha, sorts targets, makes paths
+    absolute. Resuming compares these options with the checkpoint's."""
     values = given.values
     options = SCHEMA.tables["lora"].options
     rank = values.get("lora.rank", options["rank"].default)
     values.setdefault("lora.alpha", 2.0 * rank)
     if "lora.targets" in values:
         projections = options["targets"].default
-        assert isinstance(projections, tuple)  # all, in the order of a block
+        assert isinstance(projections, tuple)  # all projections, in a block's order
         targets = values["lora.targets"]
         values["lora.targets"] = tuple(name for name in projections if name in targets)
     for name in ("model.init_from", "lora.init_from"):
@@ -416,10 +417,10 @@ def _normalize_adapter(given: GivenOptions) -> None:
 
 
 def render(m: Any, seq_len: int, dtype: str, token_ids: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a config.Model.
+    """The config.json for a config.Model.
 
-    RoPE settings and dtype appear twice, in the spellings of transformers 5 and of older versions.
-    token_ids: bos_token_id and eos_token_id, if known.
+    Contains RoPE settings and dtype twice, as transformers 5 and older versions spell them.
+    token_ids has bos_token_id and eos_token_id, if known.
     """
     model_type = "qwen3" if m.qk_norm else "llama"
     rope = _render_rope(m)
@@ -456,8 +457,11 @@ def _render_rope(m: Any) -> dict[str, Any]:
 
 
 def _context_length(m: Any, seq_len: int) -> int:
-    """max_position_embeddings: seq_len, trained or imported. With rope_scaling, and seq_len within
-    original_max_position_embeddings, it is factor times the latter."""
+    """The value of max_position_embeddings. It is seq_len, as trained or imported.
+
+    With rope_scaling, if seq_len is at most original_max_position_embeddings, it is `factor` times
+    original_max_position_embeddings.
+    """
     scaling = m.rope_scaling
     if scaling is None or seq_len > scaling.original_max_position_embeddings:
         return seq_len
@@ -465,7 +469,7 @@ def _context_length(m: Any, seq_len: int) -> int:
 
 
 def render_adapter(lora: Any, base: str) -> dict[str, Any]:
-    """PEFT's adapter_config.json of a config.Lora. base: the folder or id of the base model."""
+    """PEFT's adapter_config.json for a config.Lora. `base` is the base model's folder or id."""
     commit = ""
     if hub.is_id(base):
         base, _, commit = base.partition("@")
@@ -485,13 +489,15 @@ def render_adapter(lora: Any, base: str) -> dict[str, Any]:
     }
 
 
-# What a file would not say
+# Find options that a file cannot express
 
 
 def check_rendered(m: Any, lora: Any = None) -> None:
-    """Raises ConfigError naming every option of a config.Model, and of a config.Lora if given, that
-    differs from its default and that render(), or render_adapter(), does not write: what is
-    computed elsewhere would differ."""
+    """Raises ConfigError if render() or render_adapter() leaves out an option that is not at its
+    default: other programs would compute something else.
+
+    Checks a config.Model and, if given, a config.Lora. The error names every such option.
+    """
     written: set[str] = set()
     render(Recorded(m, written), 1, "float32", {})
     written |= {"init_from", "freeze"}  # where weights come from, and which are trained
@@ -506,7 +512,7 @@ def check_rendered(m: Any, lora: Any = None) -> None:
 
 
 class Recorded:
-    """Options that record which of them are read: names is {"dim", "rope_scaling.factor", ...}."""
+    """Wraps options, and records the names of those that are read: {"rope_scaling.factor", ...}."""
 
     def __init__(self, options: Any, names: set[str], table: str = ""):
         self.options = options
@@ -525,7 +531,7 @@ class Recorded:
 def _not_written(
     section: str, options: Any, written: set[str], file: str, function: str
 ) -> list[str]:
-    """A problem for each option that differs from its default and that function does not write."""
+    """A problem for each option that is not at its default and that `function` does not write."""
     return [
         f"[{section}] {name} = {toml(value)}: is not written into {file}, without which others "
         f"would compute something else; write it in extras/huggingface/config.py: {function}"
@@ -534,7 +540,7 @@ def _not_written(
 
 
 def _changed_options(options: Any, written: set[str], table: str = "") -> Iterator[tuple[str, Any]]:
-    """(name, value) of each option that differs from its default and is not among `written`."""
+    """Yields (name, value) of each option that is not at its default and not in `written`."""
     for f in fields(options):
         name = table + f.name
         value = getattr(options, f.name)

@@ -1,6 +1,6 @@
-"""Hugging Face weights of Llama and Qwen3: names, and reading tensors into local shards.
+"""Maps the names of Llama's and Qwen3's Hugging Face weights, and reads tensors into local shards.
 
-Conversion only renames: both sides use the half-split RoPE layout, so no rows are permuted.
+Conversion only renames. Both sides use the half-split RoPE layout, so no rows are permuted.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from model.build import meta_model
 from model.llama import Llama
 from parallel.ranks import all_gather_objects, check_same_on_all_ranks, on_each_rank, rank_and_size
 
-# our parameter name -> theirs; N: index of the block
+# our parameter name -> theirs; N is the index of the block
 NAMES = {
     "embedding.weight": "model.embed_tokens.weight",
     "blocks.N.attention_norm.weight": "model.layers.N.input_layernorm.weight",
@@ -44,7 +44,7 @@ NAMES = {
     "head.norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
-# the file of tensors, or the list of several files
+# a single file of tensors, or the index of several files
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -56,15 +56,15 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-# the end of a name that old checkpoints have: ignored
+# ignored tensors of old checkpoints have names that end like this
 CONSTANT = ".rotary_emb.inv_freq"
-# the dtypes that are read, by safetensors' codes
+# supported dtypes, as safetensors' codes
 DTYPES = ("F32", "BF16", "F16")
-# elements that are hashed at a time for fingerprint(), in full rows
+# elements to hash at a time for fingerprint(), in full rows
 HASHED_AT_ONCE = 2**20
-ROWS_COMPARED = 1024  # of a tied matrix, at a time
-MOST_PROBLEMS = 10  # tensors that are named if they do not fit
-# modules around a model, whose names its saved tensors may keep: of DDP, torch.compile, FSDP1
+ROWS_COMPARED = 1024  # rows of a tied matrix to compare at a time
+MOST_PROBLEMS = 10  # an error names at most so many tensors
+# names of wrapper modules (DDP, torch.compile, FSDP1), which the names of saved tensors may contain
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -73,8 +73,11 @@ def is_adapter(name: str) -> bool:
 
 
 def hf_name(name: str) -> str:
-    """blocks.0.attention.q_proj.weight -> model.layers.0.self_attn.q_proj.weight; an adapter's name
-    -> PEFT's. Raises ConfigError for a parameter that transformers' Llama and Qwen3 do not have."""
+    """Maps our name of a parameter to transformers', and an adapter's name to PEFT's.
+
+    blocks.0.attention.q_proj.weight -> model.layers.0.self_attn.q_proj.weight. Raises ConfigError
+    if transformers' Llama and Qwen3 have no such parameter.
+    """
     if is_adapter(name):  # ....q_proj.lora_a.weight -> base_model.model....q_proj.lora_A.weight
         projection, matrix = name.removesuffix(".weight").rsplit(".lora_", 1)
         theirs = hf_name(f"{projection}.weight").removesuffix(".weight")
@@ -91,15 +94,15 @@ def hf_name(name: str) -> str:
 
 
 def shapes(m: config.Model) -> dict[str, list[int]]:
-    """Shape of each parameter by our name, in the model's order. A tied matrix appears once, as
-    embedding.weight."""
+    """The shape of each parameter by our name, in the model's order. Contains a tied matrix once,
+    as embedding.weight."""
     with torch.device("meta"):
         return {name: [*parameter.shape] for name, parameter in Llama(m).named_parameters()}
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file; dtype is safetensors' code."""
+    """A tensor in a safetensors file. dtype is safetensors' code."""
 
     path: Path
     name: str
@@ -109,19 +112,19 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Weights:
-    """Location of each parameter in a Hugging Face folder. Holds no tensor and no open file."""
+    """The location of each parameter in a Hugging Face folder. Has no tensors and no open files."""
 
     stored: dict[str, StoredTensor]  # by our name
-    # hash terms of the slices read so far, by (our name, *offsets); None: no fingerprint() is
+    # hash terms of the slices read so far, by (our name, *offsets); None if no fingerprint() is
     # needed
     sums: dict[tuple, int] | None = None
 
     def read_into(self, name: str, offsets: tuple[int, ...], out: Tensor) -> bool:
-        """Fills `out`, of any dtype and device, with the slice of its shape that starts at
-        `offsets`. Returns False if there is no such parameter. Raises ConfigError.
+        """Fills `out` with the parameter's slice of out's shape that starts at `offsets`. `out` may
+        have any dtype and device.
 
-        The file is mapped only during the copy, so reading allocates no memory; hashing allocates
-        that of a block of rows.
+        Maps the file only during the copy, so reading allocates no memory. Hashing allocates a
+        block of rows. Returns False if there is no such parameter. Raises ConfigError.
         """
         stored = self.stored.get(name)
         if stored is None:
@@ -139,7 +142,7 @@ class Weights:
         self, name: str, stored: StoredTensor, offsets: tuple[int, ...], out: Tensor
     ) -> None:
         ranges = [slice(first, first + length) for first, length in zip(offsets, out.shape)]
-        # opened for each slice: pages read through a mapping count as resident
+        # open the file for each slice, because pages read through a mapping count as resident
         with open_safetensors(stored.path) as file:
             values = file.get_slice(stored.name)[tuple(ranges)]
             out.copy_(values)
@@ -150,8 +153,8 @@ class Weights:
                 self.sums[key] = weighted_sum(name, offsets, stored.shape, values)
 
     def file_digests(self) -> dict[str, str]:
-        """{file name: a hash of its size and of 64 KiB at 16 offsets}: tells copies of different
-        weights apart."""
+        """A hash of each file's size and of 64 KiB at 16 offsets, by file name. It distinguishes
+        copies of different weights."""
         digests = {}
         for path in sorted({stored.path for stored in self.stored.values()}):
             size = path.stat().st_size
@@ -164,23 +167,23 @@ class Weights:
         return digests
 
     def base(self) -> str | None:
-        """The fingerprint of the model that all ranks have read, if adapters are trained on it.
+        """The fingerprint of the model that all ranks have read; None if the run has no adapters.
         Collective."""
         return None if self.sums is None else fingerprint(all_gather_objects(self.sums))
 
     def read(self, name: str) -> Tensor:
-        """A full parameter in float32, the dtype of checkpoints. Raises ConfigError."""
+        """Reads a full parameter in float32, the dtype of checkpoints. Raises ConfigError."""
         full = torch.empty(self.stored[name].shape)
         self.read_into(name, (0,) * full.ndim, full)
         return full
 
 
 def weighted_sum(name: str, offsets: tuple[int, ...], shape: list[int], values: Tensor) -> int:
-    """A slice's term of its parameter's hash. shape: the parameter's.
+    """A slice's term in the hash of its parameter, whose shape is `shape`.
 
-    It is the sum modulo 2^64 of each value's float32 bits times one random number of its row and
-    one of its column (multilinear hashing, https://arxiv.org/abs/1202.4961). The terms add up to
-    the same hash however the parameter is sharded.
+    Multiplies each value's float32 bits by a random number of its row and one of its column, and
+    sums the products modulo 2^64 (multilinear hashing, https://arxiv.org/abs/1202.4961). The terms
+    add up to the same hash however the parameter is sharded.
     """
     total = values.float().view(torch.int32)
     for dim in reversed(range(values.ndim)):
@@ -195,21 +198,21 @@ def fingerprint(ranks: list[dict[tuple, int]]) -> str:
     """The hash of a model's weights, from every rank's `sums`."""
     terms = {}
     for sums in ranks:
-        terms |= sums  # a slice that several ranks read counts once
+        terms |= sums  # counts a slice once even if several ranks read it
     hashes: dict[str, int] = {}
     for (name, *_), term in terms.items():
         hashes[name] = (hashes.get(name, 0) + term) % 2**64
     return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
 
 
-# What a run reads
+# Weights of a run
 
 
 def weights_to_read(cfg: config.Config, step: int) -> Weights | None:
-    """The Hugging Face weights that a run reads when it starts (step 0) or resumes from a
-    checkpoint of this step. Raises ConfigError.
+    """The Hugging Face weights that a run reads when it starts (step 0) or resumes after `step`.
 
-    At the start: `init_from`, and the adapter in lora.init_from. On resume: only a frozen base.
+    At the start, a run reads `init_from`, and the adapter in lora.init_from. On resume, it reads
+    only a frozen base. Raises ConfigError.
     """
     name = origin(cfg, step)
     if name is None:
@@ -236,10 +239,10 @@ def origin(cfg: config.Config, step: int) -> str | None:
 
 
 def open_weights(cfg: config.Config, step: int) -> Weights | None:
-    """weights_to_read(), each rank's from its own copy of the folder. Collective.
+    """Calls weights_to_read() on every rank, which may have its own copy of the folder. Collective.
 
-    The first rank of a machine fetches a repository; the others wait. Raises ConfigError on every
-    rank if any rank's raises it, or if copies differ.
+    The first rank of each machine fetches a repository, while the others wait. Raises ConfigError
+    on every rank if it is raised on any rank, or if the copies differ.
     """
     name = origin(cfg, step)
     _, local_rank, _ = rank_and_size()
@@ -258,7 +261,7 @@ def open_weights(cfg: config.Config, step: int) -> Weights | None:
 
 
 def import_safetensors(path: Path) -> ModuleType:
-    """The package, which only Hugging Face folders need. Raises ConfigError if it is not
+    """Imports safetensors, which only Hugging Face folders need. Raises ConfigError if it is not
     installed."""
     try:
         import safetensors.torch
@@ -290,7 +293,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by name. Raises ConfigError."""
+    """Reads the header of a safetensors file. Returns its tensors by name. Raises ConfigError."""
     tensors = {}
     with open_safetensors(path) as file:  # safetensors checks that the tensors fill the file
         for name in file.keys():  # noqa: SIM118  not a dict
@@ -301,8 +304,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def scan(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a Hugging Face folder, by its name there. Raises ConfigError naming every
-    malformed file."""
+    """Lists every tensor of a Hugging Face folder, by its name there. Raises ConfigError, which
+    names every malformed file."""
     index = folder / INDEX
     if (folder / SINGLE).exists():
         return read_header(folder / SINGLE)
@@ -310,7 +313,7 @@ def scan(folder: Path) -> dict[str, StoredTensor]:
         raise ConfigError(f"{folder}: has neither {SINGLE} nor {INDEX}")
     weight_map = read_weight_map(index)
     file_names = sorted({*weight_map.values()})
-    for name in file_names:  # the first stands for all
+    for name in file_names:  # report only the first pointer
         hub.refuse_pointer(folder / name)
     headers = together(*(partial(read_header, folder / name) for name in file_names))
     header_of = dict(zip(file_names, headers))
@@ -327,7 +330,7 @@ def scan(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """{tensor: file} of an index. Raises ConfigError."""
+    """Reads {tensor: file} from an index. Raises ConfigError."""
     weight_map = hf_config.read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         weight_map = {}
@@ -338,8 +341,9 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def open_model(folder: Path, m: config.Model) -> dict[str, StoredTensor]:
-    """The tensors of a Hugging Face folder by our names. Reads headers, and compares a tied
-    lm_head.weight. Raises ConfigError naming missing, unexpected and malformed tensors."""
+    """The tensors of a Hugging Face folder by our names. Reads only headers, and the values of a
+    tied lm_head.weight. Raises ConfigError, which names missing, unexpected and malformed
+    tensors."""
     tensors = without_wrappers(scan(folder))
     head = None
     if m.tie_embeddings:
@@ -351,13 +355,13 @@ def open_model(folder: Path, m: config.Model) -> dict[str, StoredTensor]:
 
 
 def check_tied(head: StoredTensor, embedding: StoredTensor) -> None:
-    """Raises ConfigError if a tied lm_head.weight, which a folder may have, is not the embedding:
-    then config.json is wrong about the model."""
+    """Raises ConfigError if a folder has a tied lm_head.weight that differs from the embedding. In
+    this case, config.json is wrong about the model."""
     with (
         open_safetensors(head.path) as head_file,
         open_safetensors(embedding.path) as embedding_file,
     ):
-        # mapped: copied in float32 a block of rows at a time
+        # these are mapped; the comparison copies a block of rows at a time to float32
         head_weight = head_file.get_tensor(head.name)
         embedding_weight = embedding_file.get_tensor(embedding.name)
     is_equal = head_weight.shape == embedding_weight.shape
@@ -370,8 +374,8 @@ def check_tied(head: StoredTensor, embedding: StoredTensor) -> None:
 
 
 def open_adapter(cfg: config.Config) -> dict[str, StoredTensor]:
-    """The tensors of PEFT's adapter folder, lora.init_from, by our names. Raises ConfigError for a
-    mismatch."""
+    """The tensors of PEFT's adapter folder, lora.init_from, by our names. Raises ConfigError if
+    they do not fit."""
     assert cfg.lora and cfg.lora.init_from
     folder = Path(cfg.lora.init_from)
     alpha = hf_config.read_adapter(folder).get("lora_alpha")
@@ -390,8 +394,8 @@ def open_adapter(cfg: config.Config) -> dict[str, StoredTensor]:
 
 
 def without_wrappers(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors by their names without WRAPPERS, which no parameter's name contains. Raises
-    ConfigError if two have the same name then."""
+    """Removes WRAPPERS, which no parameter's name contains, from the names of tensors. Raises
+    ConfigError if two tensors then have the same name."""
     unwrapped: dict[str, StoredTensor] = {}
     for tensor in tensors.values():
         name = ".".join(part for part in tensor.name.split(".") if part not in WRAPPERS)
@@ -406,8 +410,8 @@ def without_wrappers(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor
 def match_names(
     path: Path, tensors: dict[str, StoredTensor], expected: dict[str, list[int]]
 ) -> dict[str, StoredTensor]:
-    """The tensors of a file or folder by our names. expected: shapes by our name. Raises
-    ConfigError naming the first tensors that are missing, unexpected or malformed."""
+    """The tensors of a file or folder by our names. `expected` has the shapes by our names. Raises
+    ConfigError, which names the first missing, unexpected or malformed tensors."""
     their_shapes = {hf_name(name): shape for name, shape in expected.items()}
     if tensors and not their_shapes.keys() & tensors.keys():
         raise ConfigError(

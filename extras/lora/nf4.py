@@ -1,4 +1,4 @@
-"""NF4: frozen weights in 4 bits (https://arxiv.org/abs/2305.14314), also in the all-gather.
+"""NF4: frozen weights (https://arxiv.org/abs/2305.14314), stored and all-gathered in 4 bits.
 
 A row of C weights is quantized in blocks of 64. A block stores its absmax in 8 bits. Each weight
 stores, in 4 bits, the index of the code book value nearest to weight / absmax. The absmax values of
@@ -6,11 +6,13 @@ up to 256 blocks of one row share a range, from their minimum to their maximum i
 the paper's double quantization, but within a row, so that the bits do not depend on the number of
 ranks that a matrix is sharded over. At C = 4,096 a weight takes 4.14 bits.
 
-Both are uint8 tensors. FSDP2 shards them along dim 0 like any parameter and does not cast them
-(torch 2.11 does, to the unit's dtype, which holds every byte exactly).
+A matrix is stored as two uint8 tensors:
 
-    codes (R, C/2)                  two weights a byte
-    scales (R, C/64 + 8 * ranges)   a byte a block, then two float32 a range: its minimum and step
+    codes (R, C/2)                  two weights per byte
+    scales (R, C/64 + 8 * ranges)   one byte per block, then two float32 per range: minimum and step
+
+FSDP2 shards them along dim 0 like any parameter and does not cast them. (torch 2.11 casts them to
+the unit's dtype, which represents every byte exactly.)
 
 Shapes: R rows, C columns, N blocks of a row.
 """
@@ -27,9 +29,9 @@ from torch import Tensor, nn
 from config import ConfigError
 from model.llama import Linear, check_has_weight_alone
 
-BLOCK = 64  # weights that share an absmax
-RANGE = 256  # blocks whose absmax values share a range
-CHUNK = 2**20  # elements quantized at a time, rounded to full rows
+BLOCK = 64  # number of weights that share an absmax
+RANGE = 256  # number of blocks whose absmax values share a range
+CHUNK = 2**20  # elements to quantize at a time, rounded to full rows
 # Quantiles of a normal distribution, scaled to [-1, 1], with an exact zero: appendix E of the
 # paper, to four decimals as in torchao (https://github.com/pytorch/ao).
 CODE_BOOK = (
@@ -53,7 +55,7 @@ CODE_BOOK = (
 
 
 def scale_bytes(columns: int) -> int:
-    """Bytes of scales for a row of this many weights: one byte per block, two float32 per range."""
+    """The bytes of scales for a row of `columns` weights: one per block, two float32 per range."""
     blocks = columns // BLOCK
     return blocks + 8 * math.ceil(blocks / RANGE)
 
@@ -65,7 +67,7 @@ def codes_of(rows: Tensor) -> Tensor:
     scaled = blocks / absmax
     book = torch.tensor(CODE_BOOK)
     index = torch.zeros_like(scaled, dtype=torch.uint8)
-    # Counting the midpoints below a weight is several times faster than a search per weight.
+    # Counting the midpoints below each weight is several times faster than a search.
     for midpoint in ((book[1:] + book[:-1]) / 2).tolist():
         index += scaled > midpoint
     first, second = index.flatten(1).unflatten(1, (-1, 2)).unbind(-1)  # (R, C/2) each
@@ -87,12 +89,12 @@ def scales_of(rows: Tensor) -> Tensor:
 
 
 def byte_values(device: torch.device) -> Tensor:
-    """(256, 2): the two code book values that each byte of codes stands for."""
+    """The two code book values that each byte of codes encodes, (256, 2)."""
     book = torch.tensor(CODE_BOOK, device=device)
     return torch.stack([book.repeat_interleave(16), book.repeat(16)], dim=1)
 
 
-# copying a table from the host synchronizes: once per device
+# copying the table from the host synchronizes, so do it once per device
 cached_byte_values = functools.cache(byte_values)
 
 
@@ -106,14 +108,14 @@ def dequantize(
 ) -> Tensor:
     """The weights (R, C), computed in float32 and rounded once.
 
-    codes may be a column shard, which begins at first_block; scales are those of full rows. values:
-    byte_values() of this device. compiled: in one kernel.
+    `codes` may be a column shard, which begins at first_block; `scales` belong to full rows.
+    `values` is byte_values() on this device. compiled=True uses one kernel.
     """
     scales = scales.to(torch.uint8)
     ranges = math.ceil(scales.shape[1] / (RANGE + 8))
     steps, low_and_step = scales.split([scales.shape[1] - 8 * ranges, 8 * ranges], dim=1)
     if low_and_step.storage_offset() % 4 or scales.stride(0) % 4:
-        # not aligned for float32
+        # align the bytes for float32
         low_and_step = low_and_step.clone(memory_format=torch.contiguous_format)
     if values is None:
         values = byte_values(codes.device)
@@ -129,10 +131,11 @@ def _dequantize(
     dtype: torch.dtype,
     first_block: int,
 ) -> Tensor:
-    """codes (R, C/2), steps (R, blocks of the full row), low_and_step (R, 2 * ranges) in float32.
+    """Shapes: codes (R, C/2), steps (R, blocks of the full row), low_and_step (R, 2 * ranges) in
+    float32.
 
-    The table and the floats are inputs: made in here, Inductor would give each of their parts a
-    kernel of its own.
+    The table and the floats are inputs. If this function created them, Inductor would compute each
+    part of them in a separate kernel.
     """
     blocks = codes.shape[1] * 2 // BLOCK
     low, step = low_and_step.unflatten(1, (-1, 2)).unbind(-1)  # (R, ranges) each
@@ -159,10 +162,10 @@ def nf4_matmul(
     compiled: bool,
     transposed: bool = False,
 ) -> Tensor:
-    """x (..., C) @ weights.T, or if transposed x (..., R) @ weights, in x's dtype.
+    """x (..., C) @ weights.T or, if transposed, x (..., R) @ weights, in x's dtype.
 
-    The weights get no gradient. This is one opaque operator: otherwise torch.compile would save the
-    dequantized weights for backward, in 16 bits or more. It saves the codes instead. compiled:
+    The weights get no gradient. This is one opaque operator, which saves the codes for backward.
+    Otherwise torch.compile would save the dequantized weights, in 16 bits or more. compiled=True
     dequantizes in one kernel.
     """
     values = cached_byte_values(codes.device)
@@ -198,7 +201,7 @@ nf4_matmul.register_autograd(_gradient, setup_context=_save_codes)
 
 
 def quantize_projections(module: nn.Module) -> None:
-    """Replaces the linear layers that are a module's children by NF4Linear, in place."""
+    """Replaces a module's children that are linear layers by NF4Linear, in place."""
     for name, child in list(module.named_children()):
         if isinstance(child, Linear):
             check_has_weight_alone(child, name, '[lora] base_dtype = "nf4"')
@@ -206,10 +209,10 @@ def quantize_projections(module: nn.Module) -> None:
 
 
 class NF4Linear(Linear):
-    """A frozen linear layer in NF4, in place of a plain one.
+    """A frozen linear layer in NF4, which replaces a plain one.
 
-    weight (outputs, inputs / 2) holds the codes, scales (outputs, scale_bytes(inputs)) the scales,
-    of full rows also where tensor parallelism shards the columns.
+    `weight` (outputs, inputs / 2) stores the codes, and `scales` (outputs, scale_bytes(inputs)) the
+    scales. Scales belong to full rows even if tensor parallelism shards the columns.
     """
 
     matmuls: ClassVar = {torch.ops.frozen.nf4_product.default}
@@ -238,11 +241,11 @@ class NF4Linear(Linear):
         out: Tensor,
         read_or_draw: Callable[[str, tuple[int, ...], Tensor, torch.Size], None],
     ) -> None:
-        """Fills `out`, the rectangle at `offsets` of the codes or scales, whose name is `name`.
+        """Fills `out`, the rectangle at `offsets` of the parameter `name` (codes or scales).
 
-        read_or_draw(name, offsets, out, shape) supplies the weight: see initialize() in
-        parallel/materialize.py. Quantizes a few full rows at a time: this bounds memory, and the
-        bits do not depend on the mesh.
+        read_or_draw(name, offsets, out, shape) supplies the weight, see initialize() in
+        parallel/materialize.py. Quantizes a few full rows at a time, which bounds memory and makes
+        the bits independent of the mesh.
         """
         weight = f"{name.rpartition('.')[0]}.weight"
         shape = torch.Size((self.out_features, self.in_features))

@@ -1,4 +1,4 @@
-"""optim.state_dtype = "bfloat16": AdamW with bfloat16 moments, rounded stochastically."""
+"""Implements optim.state_dtype = "bfloat16": AdamW with stochastically rounded bfloat16 moments."""
 
 import math
 import zlib
@@ -15,13 +15,13 @@ from optim import local_tensor
 class BFloat16AdamW(torch.optim.Optimizer):
     """AdamW with bfloat16 moments and float32 parameters.
 
-    Gradient and state take 8 bytes per parameter; with float32 moments it is 12. Compiled, an
-    update is one pass of 20 bytes per parameter, clipping included.
+    Gradient and state take 8 bytes per parameter, versus 12 with float32 moments. A compiled
+    update, including clipping, is one pass over 20 bytes per parameter.
 
-    Moments are rounded stochastically, which is unbiased. Rounded to nearest, a moment could never
-    change by less than 2^-9 of itself, as the second one has to at beta2 = 0.999. The random bits
-    are a hash of (seed, parameter name, step, moment, index of the element in the full parameter),
-    so they do not depend on the mesh, and a resumed run draws the same ones.
+    Stochastic rounding is unbiased. With rounding to nearest, a moment could never change by less
+    than 2^-9 of its value, but the second moment has to at beta2 = 0.999. The random bits are a
+    hash of (seed, parameter name, step, moment, index of the element in the full parameter). So
+    they do not depend on the mesh, and a resumed run draws the same bits.
     """
 
     # torch's flag for optimizers that read grad_scale and found_inf
@@ -74,19 +74,19 @@ class BFloat16AdamW(torch.optim.Optimizer):
 
 
 def as_2d(t: Tensor) -> Tensor:
-    """This rank's shard of a tensor in two dimensions: its first, and all others flattened."""
+    """This rank's shard of a tensor in two dimensions. Flattens all dimensions but the first."""
     local = local_tensor(t)
-    # the number of columns, for an empty shard too
+    # view(n, -1) would fail for an empty shard
     return local.view(local.shape[0], math.prod(local.shape[1:]))
 
 
 class ElementNumbers(NamedTuple):
-    """What random_bits() needs to know of this rank's shard, as int32 on the parameter's device.
+    """The elements of this rank's shard, for random_bits(), as int32 on the parameter's device.
 
-    Element (i, j) of as_2d() is number rows[i] + columns[j] of the full parameter, modulo 2^32.
+    Element (i, j) of as_2d() has number rows[i] + columns[j] in the full parameter, modulo 2^32.
 
-    These are tensors in memory: where a compiled update computes them by torch.arange, Inductor
-    takes an index of 64 bits when shapes are dynamic, and Triton then fails.
+    These tensors are not computed in the update: with torch.arange and dynamic shapes, Inductor
+    uses a 64-bit index in the compiled update, and Triton fails.
     """
 
     rows: Tensor  # (R, 1)
@@ -106,7 +106,7 @@ def number_elements(p: nn.Parameter, key: str) -> ElementNumbers:
     rows = (row + torch.arange(shard_rows, device="cpu"))[:, None] * full_columns
     columns = column + torch.arange(shard_columns, device="cpu")
     hashed = torch.tensor(zlib.crc32(key.encode()), device="cpu")
-    # to int32 on the CPU, where what exceeds 32 bits is dropped
+    # convert to int32 on the CPU, where the conversion drops higher bits
     return ElementNumbers(*(n.to(torch.int32).to(p.device) for n in (rows, columns, hashed)))
 
 
@@ -125,9 +125,9 @@ def update_bfloat16(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """BFloat16AdamW's update of one parameter, in place.
+    """Updates one parameter for BFloat16AdamW, in place.
 
-    The first four tensors are (R, C), the next four scalars.
+    The first four tensors are (R, C), the next four are scalars.
     """
     g = grad / grad_scale
     first = beta1 * exp_avg.float() + (1 - beta1) * g
@@ -162,13 +162,13 @@ def hash32(x: Tensor) -> Tensor:
 
     https://github.com/skeeto/hash-prospector
     """
-    x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D  # masked: a shift of a negative number brings ones in
+    x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D  # mask: shifting a negative number inserts ones
     x = (x ^ (x >> 15 & 0x1FFFF)) * (0x846CA68B - 2**32)
     return x ^ (x >> 16 & 0xFFFF)
 
 
 def stochastic_round(x: Tensor, noise: Tensor) -> Tensor:
-    """float32 to bfloat16, away from zero with the truncated fraction as probability.
+    """Rounds float32 to bfloat16. Rounds away from zero with the truncated fraction as probability.
 
     noise: int32 in 0 ... 65,535.
     """

@@ -1,10 +1,11 @@
-"""optim.name = "muon": Muon for the blocks' matrices, the same on any mesh, and AdamW for the rest.
+"""Implements optim.name = "muon": Muon for the blocks' matrices, and AdamW for all else.
 
 Muon (https://kellerjordan.github.io/posts/muon/) replaces a matrix's momentum by a nearly
-orthogonal matrix. It needs the full momentum for that, of which each rank holds a shard, as of its
-parameter. In a step, one all-to-all sends all matrices of one shape to their owners. The owners
-orthogonalize them in batches, and a second all-to-all returns the shards. Both run within a
-replica, which owns its share of the matrices. A third exchanges the shares between replicas.
+orthogonal matrix. It needs the full momentum, which is sharded like the parameter. In each step,
+one all-to-all sends all matrices of one shape to their owners. The owners orthogonalize them in
+batches, and a second all-to-all returns the shards. Both run within a replica, which owns its share
+of the matrices. A third all-to-all exchanges the shares between replicas. The result is the same on
+any mesh.
 
 Shapes: R rows and C columns of a matrix; r rows and c columns of this rank's shard of it.
 """
@@ -24,25 +25,25 @@ import config
 from extras.optimizers import adamw_bfloat16
 from optim import build_adamw, local_tensor
 
-# Newton-Schulz of https://github.com/KellerJordan/Muon: x -> A x + B x^3 + C x^5 is the steepest
-# quintic at 0 whose iterates stay near 1. Singular values end up within about 0.7 ... 1.2, not at
-# 1, which trains as well.
+# Newton-Schulz iteration of https://github.com/KellerJordan/Muon: x -> A x + B x^3 + C x^5 is the
+# steepest quintic at 0 whose iterates stay near 1. Singular values end up within about 0.7 ... 1.2
+# instead of at 1, which trains as well.
 A = 3.4445
 B = -4.7750
 C = 2.0315
 ITERATIONS = 5
 EPS = 1e-7
-# RMS of an update's elements. It is about AdamW's, so that AdamW's learning rate fits:
-# https://arxiv.org/abs/2502.16982
+# RMS of an update's elements, about the same as AdamW's, so that AdamW's learning rate fits
+# (https://arxiv.org/abs/2502.16982)
 RMS = 0.2
-MOMENTUM = 0.95  # of Nesterov
-BATCH = 2**27  # elements that are orthogonalized at a time
+MOMENTUM = 0.95  # Nesterov's
+BATCH = 2**27  # elements to orthogonalize at a time
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon with AdamW's weight decay, and AdamW for all but the weights of linear layers.
+    """Muon with AdamW's weight decay for linear layers, and AdamW for all other parameters.
 
-    It leaves skipping a step to its caller: the host waits for the gradient norm.
+    The caller must skip a step whose gradient norm is not finite, so the host waits for the norm.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class Muon(torch.optim.Optimizer):
         seed: int,
         compile: bool,
     ):
-        """names: of the trained parameters."""
+        """names: trained parameter -> name."""
         matrices = {}
         others = {}
         for p, name in names.items():
-            # A matrix of another module, such as a fork's table, is not a linear map.
+            # a matrix of another module, such as a fork's table, is not a linear map
             is_linear = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear)
             if p.ndim == 2 and is_linear and name.startswith("blocks."):
                 matrices[p] = name
@@ -80,7 +81,7 @@ class Muon(torch.optim.Optimizer):
             groups += self.adamw.param_groups
         super().__init__(groups, {})
         if self.adamw:
-            self.state.update(self.adamw.state)  # the same dictionaries, as are the groups
+            self.state.update(self.adamw.state)  # shares the dictionaries, like the groups
         for p in matrices:
             self.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32, device=p.device),
@@ -88,7 +89,7 @@ class Muon(torch.optim.Optimizer):
             }
 
         self.matrix_sets = by_shape([*matrices])
-        self.numbers: dict[nn.Parameter, adamw_bfloat16.ElementNumbers] = {}  # bfloat16 momenta
+        self.numbers: dict[nn.Parameter, adamw_bfloat16.ElementNumbers] = {}  # for bfloat16 only
         if o.state_dtype == "bfloat16":
             for p, name in matrices.items():
                 self.numbers[p] = adamw_bfloat16.number_elements(p, f"{seed} {name}")
@@ -101,7 +102,7 @@ class Muon(torch.optim.Optimizer):
         if self.adamw:
             self.adamw.step()
         for matrix_set in self.matrix_sets:
-            group = self.param_groups[0]  # of all matrices
+            group = self.param_groups[0]  # contains all matrices
             lr = group["lr"]
             decay = 1 - lr * group["weight_decay"]
             scale = lr * RMS * math.sqrt(max(matrix_set.shape))
@@ -114,8 +115,8 @@ class Muon(torch.optim.Optimizer):
     def _directions(self, matrix_set: "MatrixSet", beta: float) -> Tensor:
         """Updates the momenta of a set's matrices.
 
-        Returns Nesterov's directions of the n matrices that this replica owns: this rank's shards
-        of them, (n, r, c).
+        Returns this rank's shards (n, r, c) of the Nesterov directions of the n matrices that this
+        replica owns.
         """
         owned = matrix_set.owned_by_replica[matrix_set.replica]
         shard = local_tensor(matrix_set.matrices[0])
@@ -146,7 +147,7 @@ def update_bfloat16(
     numbers: adamw_bfloat16.ElementNumbers,
     beta: float,
 ) -> Tensor:
-    """Updates a momentum (r, c) in bfloat16, rounded stochastically; returns it before rounding."""
+    """Updates a bfloat16 momentum (r, c) with stochastic rounding. Returns it before rounding."""
     exact = momentum.float().lerp(grad, 1 - beta)
     bits = adamw_bfloat16.random_bits(step, numbers)
     momentum.copy_(adamw_bfloat16.stochastic_round(exact, bits & 0xFFFF))
@@ -154,9 +155,9 @@ def update_bfloat16(
 
 
 class MatrixSet:
-    """Matrices of one shape, sharded alike, in the order of their owners.
+    """Matrices with the same shape and sharding, in the order of their owners.
 
-    The ranks of a mesh are numbered replica by replica.
+    Ranks are numbered replica by replica.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class MatrixSet:
     ):
         """owners: the rank that owns each matrix, ascending. shard_group: this replica's ranks."""
         first = matrices[0]
-        ranks = math.prod(mesh_shape) // replicas  # of a replica
+        ranks = math.prod(mesh_shape) // replicas  # in each replica
         rank = dist.get_rank() if ranks * replicas > 1 else 0
         self.matrices = matrices
         self.shape = first.shape
@@ -190,7 +191,7 @@ class MatrixSet:
         for coordinate in coordinates[self.replica * ranks :][:ranks]:
             rows, columns = shard_of(self.shape, mesh_shape, placements, coordinate)
             self.shards.append((slice(None), rows, columns))
-        # numbers of matrices, which lie in this order in `matrices`
+        # the number of matrices of each owner; `matrices` has the same order
         self.owned_by_rank = [owners.count(self.replica * ranks + i) for i in range(ranks)]
         replica_of = [owner // ranks for owner in owners]
         self.owned_by_replica = [replica_of.count(i) for i in range(replicas)]
@@ -199,11 +200,13 @@ class MatrixSet:
     def orthogonalized(self, x: Tensor) -> Tensor:
         """Orthogonalizes the matrices that this replica owns, and exchanges them between replicas.
 
-        Takes this rank's shards of these matrices (n, r, c), returns its shards of all (all, r, c).
+        x has this rank's shards (n, r, c) of these matrices. Returns this rank's shards (all, r, c)
+        of all matrices.
         """
         shard_shape = x.shape[1:]
         owned = self.owned_by_rank[self.rank]
-        # elements that this rank holds of each rank's matrices, and each rank of this rank's
+        # sent: this rank's elements of each rank's matrices; received: each rank's elements of this
+        # rank's matrices
         sent = [n * shard_shape.numel() for n in self.owned_by_rank]
         received = []
         for _, rows, columns in self.shards:
@@ -212,7 +215,7 @@ class MatrixSet:
         x = exchange(x.flatten(), sent, received, self.shard_group)
         full = x.new_empty((owned, *self.shape))  # (owned, R, C)
         for shard, values in zip(self.shards, x.split(received)):
-            # what tp replicates comes from each of its ranks
+            # matrices that tp replicates arrive from each tp rank
             full[shard] = values.view(full[shard].shape)
         if owned:
             for batch in full.split(max(1, BATCH // self.shape.numel())):
@@ -229,7 +232,7 @@ class MatrixSet:
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """(N, R, C) -> nearly U V^T of each matrix's singular value decomposition U S V^T."""
+    """Approximates U V^T of each matrix (N, R, C) with the singular value decomposition U S V^T."""
     if x.shape[1] > x.shape[2]:
         return newton_schulz(x.mT).mT
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
@@ -242,16 +245,17 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def flop(shape: Sequence[int]) -> int:
-    """Floating-point operations of a matrix's newton_schulz()."""
+    """The FLOP of newton_schulz() for one matrix."""
     short, long = sorted(shape)
     return ITERATIONS * (4 * short**2 * long + 2 * short**3)
 
 
 def owners(work: Sequence[int], ranks: int, replicas: int) -> list[int]:
-    """The rank that owns each matrix, given its work: the largest first, to the least loaded rank.
+    """The rank that owns each matrix, given the work of each. Assigns the largest matrix first, to
+    the least loaded rank.
 
-    Then ranks are numbered so that rank 0 has most, and that replicas have about equal shares: they
-    are dealt out to the replicas by their load.
+    Then numbers the ranks by descending load, and deals them out to the replicas in turn. So rank 0
+    has the highest load, and the replicas have about equal loads.
     """
     loads = [(0, i) for i in range(ranks)]
     assigned = [0] * len(work)
@@ -268,10 +272,10 @@ def owners(work: Sequence[int], ranks: int, replicas: int) -> list[int]:
 
 
 def by_shape(matrices: list[nn.Parameter]) -> list[MatrixSet]:
-    """The sets of matrices of one shape and sharding."""
+    """Groups matrices with the same shape and sharding into sets."""
     if not matrices:
         return []
-    # all matrices are on one mesh, of all ranks, or in one process
+    # all matrices are on one mesh of all ranks, or in a single process
     mesh = matrices[0].device_mesh if isinstance(matrices[0], DTensor) else None
     mesh_shape = mesh.shape if mesh else (1,)
     ranks = math.prod(mesh_shape)
@@ -279,7 +283,7 @@ def by_shape(matrices: list[nn.Parameter]) -> list[MatrixSet]:
     shard_group: Any = None  # all ranks
     if mesh and "dp_replicate" in (mesh.mesh_dim_names or ()):
         replicas = mesh.size(0)
-        if mesh.ndim == 2:  # without tp, FSDP2's group of shards is one
+        if mesh.ndim == 2:  # without tp, it is FSDP2's shard group
             shard_group = mesh.get_group(1)
         else:
             shard_group, _ = dist.new_subgroups(ranks // replicas)
@@ -302,10 +306,10 @@ def shard_of(
     placements: Sequence[Placement],
     coordinate: Sequence[int],
 ) -> tuple[slice, slice]:
-    """The rows and columns of a matrix that the rank at a coordinate of the mesh has."""
+    """The rows and columns of a matrix that the rank at a mesh coordinate stores."""
     begin = [0, 0]
     end = [*shape]
-    # the last dimension, tp, shards first
+    # the last mesh dimension, tp, shards first
     for size, placement, i in reversed([*zip(mesh_shape, placements, coordinate)]):
         if placement.is_replicate():
             continue
@@ -320,9 +324,9 @@ def shard_of(
 def exchange(
     x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
 ) -> Tensor:
-    """All-to-all of flat slices: the i-th `sent` elements of x go to rank i of the group.
+    """All-to-all of flat slices. Sends the next sent[i] elements of x to rank i of the group.
 
-    Returns what this rank receives, in the order of the ranks.
+    Returns the elements that this rank receives, in the order of the ranks.
     """
     if len(sent) == 1:
         return x

@@ -1,1 +1,1 @@
-"""From other set-ups."""
+"""Converts the settings of other trainers."""

@@ -36,7 +36,7 @@ DOES_NOT_FIT = 3  # the exit code
 def dry_run(cfg: config.Config, args: Namespace) -> bool:
     """Prints the plans. Returns False if one does not fit into the memory given.
 
-    Raises ConfigError for a GPU, a world size or a path of the plot that is invalid.
+    Raises ConfigError if the GPU, a world size or the path of the plot is invalid.
     """
     asked = asked_by(args, cfg)
     plans = plan_each(cfg, args.world_size or [fewest_ranks(cfg.parallel)], asked)
@@ -67,7 +67,7 @@ def asked_by(args: Namespace, cfg: config.Config) -> Asked:
 
 
 def fewest_ranks(p: config.Parallel) -> int:
-    """The smallest world size of the mesh."""
+    """The smallest world size that the mesh allows."""
     degrees = (p.dp_replicate, p.dp_shard, p.cp, p.tp)
     return math.prod(degree for degree in degrees if degree != "auto")
 
@@ -75,7 +75,7 @@ def fewest_ranks(p: config.Parallel) -> int:
 def plan_each(
     cfg: config.Config, world_sizes: list[int], asked: Asked
 ) -> list[tuple[dict, list[Moment]]]:
-    """The plan of each world size. Raises one ConfigError with the problems of all."""
+    """The plan of each world size. Raises one ConfigError with the problems of all sizes."""
     epoch = samples_per_epoch(cfg)
     plans = []
     problems = []
@@ -90,8 +90,10 @@ def plan_each(
 
 
 def print_tables(rows: list[dict], cfg: config.Config, asked: Asked, show_config: bool) -> None:
-    """Prints the verdicts, the configuration if it is wanted, and the tables. All around a
-    configuration is a comment: the output is TOML."""
+    """Prints the verdicts, the configuration if show_config is True, and the tables.
+
+    With a configuration, prints all else as comments, so that the output is TOML.
+    """
     verdicts = "\n".join(verdict(row, cfg, asked) for row in rows) + "\n"
     details = "\n".join(table(row, cfg, asked) for row in rows)
     if len(rows) > 1:
@@ -105,17 +107,17 @@ def print_tables(rows: list[dict], cfg: config.Config, asked: Asked, show_config
 
 
 def samples_per_epoch(cfg: config.Config) -> float | None:
-    """Samples until every source has been read once; None if data or tokenizer is missing, or not
-    this configuration's."""
+    """The number of samples until every source has been read once. None if the data or the
+    tokenizer is missing, or belongs to another configuration."""
     if cfg.data.tokenizer and not os.path.exists(cfg.data.tokenizer):
         return None
     if not is_prepared(cfg.data, cfg.model.vocab_size):
         return None
     try:
         dataset = PreparedDataset(cfg, train=False)
-    except ConfigError:  # token files that are on another machine
+    except ConfigError:  # the token files may be on another machine
         return None
-    # a source gives `weight` of every `period` samples
+    # of every `period` samples, `weight` come from a source
     samples = []
     for source, weight in zip(dataset.sources, dataset.mixture.weights):
         samples.append(source.order.epoch_length * dataset.mixture.period / weight)

@@ -1,4 +1,4 @@
-"""The command line of --dry-run. Needs no torch: wrong input ends in milliseconds."""
+"""Parses the command line of --dry-run. Needs no torch, so invalid input fails in milliseconds."""
 
 import argparse
 import contextlib
@@ -10,10 +10,10 @@ import config
 
 
 def parse(argv: list[str], usage: str) -> tuple[Namespace, config.Config]:
-    """The planner's arguments, and the configuration. Exits with 2 if they are invalid.
-    usage: of --help."""
+    """Returns the planner's arguments and the configuration. Exits with 2 if they are invalid.
+    `usage` is the text of --help."""
     parser = config.argument_parser()
-    parser.add_argument("--dry-run", action="store_true")  # by which run_train.sh came here
+    parser.add_argument("--dry-run", action="store_true")  # run_train.sh passes it on
     parser.add_argument("--gpu")
     parser.add_argument("--plot")
     parser.add_argument("--json", action="store_true")

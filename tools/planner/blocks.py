@@ -1,8 +1,8 @@
-"""Which blocks of a model are alike, so that not all of them need to run in a plan.
+"""Finds identical blocks of a model, so that a plan needs to run only some of them.
 
-simulate.py asks for a shorter model: shortened() compares the blocks' forward on the meta device,
-their parameters and how the options treat them, and picks blocks in the middle that stand for those
-left out.
+simulate.py runs a shorter model, which shortened() returns. shortened() compares the blocks by
+their forward on the meta device, their parameters and how the options treat them. It selects middle
+blocks that represent the blocks left out.
 """
 
 import contextlib
@@ -25,25 +25,25 @@ from parallel.mesh import World
 from parallel.replicated import replicated_parameters
 from tools.planner.masks import flex_attention_patches
 
-# equal for blocks that are alike
+# equal for identical blocks
 Kind = tuple
 
 
 class Shorter(NamedTuple):
     blocks: int
-    # its blocks that stand for those left out; as many that are alike follow
+    # the blocks that represent those left out; the same number of identical blocks follows
     middle: range
 
 
 class Operators(TorchDispatchMode):
-    """Lists the operators that run, with shapes instead of tensors."""
+    """Records the operators that run, with shapes instead of tensors."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
-        # of the attention that runs, see Counted
+        # for the attention that is running, see Counted
         self.mask_share: float | None = None
         self.mask_depends_on_data = False
 
@@ -55,16 +55,18 @@ class Operators(TorchDispatchMode):
 
 
 def shape_of_tensor(x: Any) -> Any:
-    """Dtype and shape of a tensor; anything else as it is."""
+    """The dtype and shape of a tensor. Returns anything else unchanged."""
     return (x.dtype, *x.shape) if isinstance(x, Tensor) else x
 
 
 def kinds_of_blocks(
     cfg: config.Config, world: World, on_gpu: bool, blocks: int
 ) -> list[Kind] | None:
-    """The kind of each block of a model with so many: the operators of its forward, on the meta
-    device, its parameters, and how the options treat it. None if the model does not run on meta
-    tensors."""
+    """The kind of each block of a model with `blocks` blocks.
+
+    A kind consists of the operators of the block's forward on the meta device, its parameters, and
+    how the options treat it. None if the model does not run on meta tensors.
+    """
     p = cfg.parallel
     operators = Operators()
     with contextlib.ExitStack() as stack:
@@ -74,13 +76,14 @@ def kinds_of_blocks(
             model = meta_model(replace(cfg.model, n_layers=blocks), cfg.lora)
             replicated = replicated_parameters(model, p)
             if world.cp > 1:
-                # loaded by simulate() before the patches
+                # simulate() has loaded it before the patches
                 from parallel.context import apply_context_parallelism
 
                 apply_context_parallelism(model, cfg.train.seq_len, world)
             operators_of_block = forward_operators(model, cfg, world, operators)
         except Exception:
-            # A fork's block may need more than meta tensors. Then every block runs, and shows why.
+            # A fork's block may need more than meta tensors. Then every block runs, and a real
+            # problem raises its error there.
             return None
     kinds = []
     for i, (calls, block) in enumerate(zip(operators_of_block, model.blocks)):
@@ -97,7 +100,7 @@ def kinds_of_blocks(
 def forward_operators(
     model: Llama, cfg: config.Config, world: World, operators: Operators
 ) -> list[tuple[str, ...]]:
-    """The operators of each block's forward on the meta device, of one sequence."""
+    """The operators of each block's forward of one sequence, on the meta device."""
     calls_of_block = []
 
     def begin_block(block: nn.Module, args: tuple) -> None:
@@ -109,7 +112,7 @@ def forward_operators(
     for block in model.blocks:
         block.register_forward_pre_hook(begin_block)
         block.register_forward_hook(end_block)
-    # the blocks are all that matters
+    # skip the head: only the blocks matter
     model.head.forward = lambda x, *unused, **options: x
     tokens = torch.zeros(1, cfg.train.seq_len // world.cp, dtype=torch.int64, device="meta")
     parameters = cast_parameters(model, getattr(torch, cfg.parallel.param_dtype))
@@ -121,10 +124,10 @@ def forward_operators(
 def shortened(
     kinds_of: Callable[[int], list[Kind] | None], blocks: int, edge: int
 ) -> Shorter | None:
-    """A model of fewer blocks whose middle, repeated, gives all blocks; None if there is none.
+    """A model of fewer blocks whose repeated middle gives all blocks; None if there is none.
 
-    kinds_of: the kinds in a model of so many blocks. edge: blocks at either end, besides one, that
-    none stands for.
+    kinds_of(n) returns the kinds in a model of n blocks. `edge` blocks at either end, and the first
+    block, cannot represent others.
     """
     if blocks <= 2 * edge + 3:
         return None
@@ -134,9 +137,9 @@ def shortened(
     period = period_of(kinds)
     if period is None:
         return None
-    # both edges, the first block, the middle and as many that follow it
+    # both edges, the first block, the middle, and the same number of blocks after it
     fewer = 2 * edge + 1 + 2 * period
-    # left out are full periods
+    # only full periods may be left out
     fewer += (blocks - fewer) % period
     if fewer >= blocks:
         return None
@@ -148,9 +151,9 @@ def shortened(
 
 
 def period_of(kinds: list[Kind]) -> int | None:
-    """After how many blocks the kinds repeat; None if they don't.
+    """The number of blocks after which the kinds repeat; None if they don't.
 
-    The first block may differ: no unit is prefetched past it.
+    The first block may differ, because no unit is prefetched past it.
     """
     for period in range(1, len(kinds) // 2):
         if kinds[1:-period] == kinds[1 + period :]:
@@ -159,7 +162,7 @@ def period_of(kinds: list[Kind]) -> int | None:
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The parameters in the dtype that they compute in, by name: grouped_mm() needs bfloat16."""
+    """The parameters by name, in the dtype of computation, since grouped_mm() needs bfloat16."""
     parameters = {}
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():

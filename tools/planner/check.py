@@ -1,5 +1,5 @@
-"""Compares a run on GPUs with its plan, peak memory and step time: prints both, and keeps them in
-plan.json of the run's folder.
+"""Compares a run's peak memory and step time on GPUs with its plan. Prints both, and writes them to
+plan.json in the run's folder.
 
     python -m tools.planner.check RUN ROW      ROW: a training row of metrics.jsonl, as JSON
 """
@@ -12,14 +12,14 @@ from system import print_error, print_line, read_json, write_atomic
 from tools.planner.devices import DEVICES, known_as, reached
 from tools.planner.plan import Asked, plan
 
-# Relative to the plan; a warning is printed beyond. A step may also take what the lowest speed that
-# is expected takes (devices.py).
+# Relative differences from the plan that cause a warning. A step may also be as slow as the lowest
+# expected speed (devices.py).
 MEMORY_OFF = 0.05
 TIME_OFF = 0.25
 
 
 def plan_of(folder: pathlib.Path, cfg: config.Config) -> dict:
-    """The plan of a run on the machines of its newest launch. Raises ConfigError and OSError."""
+    """Plans a run for the machines of its newest launch. Raises ConfigError and OSError."""
     launch = read_json(folder / "environment.json")
     gpu = known_as(launch["gpu"], launch["gpu_memory_gib"])
     gpus_per_node = launch["ranks"] // len(launch["hosts"])
@@ -28,7 +28,7 @@ def plan_of(folder: pathlib.Path, cfg: config.Config) -> dict:
 
 
 def compare(planned: dict, row: dict, cfg: config.Config) -> tuple[dict[str, str], list[str]]:
-    """The figures in words, by name, and the warnings."""
+    """Returns (the comparison of each figure in words, by name; the warnings)."""
     lowest, _ = reached(cfg, planned["world_size"])
     time_off = max(TIME_OFF, 1 / lowest - 1)
     figures = (
@@ -38,7 +38,7 @@ def compare(planned: dict, row: dict, cfg: config.Config) -> tuple[dict[str, str
     comparison = {}
     warnings = []
     for name, expected, measured, limit in figures:
-        if not expected:  # the time on a GPU whose rates are unknown
+        if not expected:  # step time is unknown without the GPU's rates
             continue
         excess = measured / expected - 1
         comparison[name] = f"planned {expected:.4g}, measured {measured:.4g} ({excess:+.1%})"

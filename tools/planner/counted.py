@@ -1,9 +1,9 @@
-"""Counts memory, work and communication of the operators on fake tensors as the real program runs.
+"""Counts memory, work and communication of the real program's operators on fake tensors.
 
 Counted sees every operator below autograd and FSDP2, with its inputs and outputs. simulate.py runs
-a step under it and tells it where each phase begins; plan.py and devices.py turn the phases into
-GiB and seconds. Sizes are bytes of this rank, work is FLOP (two for each multiplication and
-addition) or bytes moved. Formulas stand where they are used.
+a step under it and calls begin() at each phase. plan.py and devices.py turn the phases into GiB and
+seconds. Sizes are bytes on this rank. Work is FLOP (two per multiplication and addition) or bytes
+moved. Each formula is next to its use.
 
 Shapes: B sequences, H heads, S positions of a sequence (of queries or of keys), D width of a head.
 """
@@ -29,9 +29,9 @@ from torch.utils.flop_counter import flop_registry
 
 from parallel.activation_checkpoint import GROUPED_MM, LINEAR_MATMULS
 
-# torch's CUDA allocator keeps a pool of memory for each stream, and gives none of it to another: a
-# run reserves what each pool held at its own peak. FSDP2's streams, by attribute of its
-# FSDPCommContext:
+# torch's CUDA allocator has a memory pool for each stream, and never moves memory between pools. So
+# a run reserves the sum of the pools' peaks. These are FSDP2's streams, as attributes of its
+# FSDPCommContext.
 STREAMS = {
     "all_gather_copy_in_stream": "all-gather",
     "all_gather_stream": "all-gather",
@@ -39,12 +39,12 @@ STREAMS = {
     "all_reduce_stream": "all-reduce",
 }
 COMPUTATION = "computation"  # the pool of all other memory
-ROUNDED_TO = 512  # bytes, by the allocator
+ROUNDED_TO = 512  # the allocator's granularity in bytes
 
 aten = torch.ops.aten
 c10d = torch.ops.c10d
 functional = torch.ops._c10d_functional
-# by name: extras/lora/nf4.py, which defines it, may not be loaded
+# a name, because extras/lora/nf4.py, which defines the operator, may not be loaded
 NF4 = "frozen.nf4_product.default"
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 MATMULS = LINEAR_MATMULS | {
@@ -54,10 +54,10 @@ MATMULS = LINEAR_MATMULS | {
     aten.addmm_.default,
     aten.addmm.dtype_out,
 }
-# Other matmuls, with a formula of torch's. Compiled blocks save their results too: they are
+# Other matmuls, for which torch has a formula. Compiled blocks save their results too, which are
 # expensive to recompute.
 FORMULAS = {aten.bmm.default, aten.baddbmm.default, aten.convolution.default}
-# with the arguments query, key and value
+# operators with the arguments query, key and value
 ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -80,18 +80,18 @@ COLLECTIVES = {
     functional.all_reduce.default: "all_reduce",
     c10d.alltoall_base_.default: "all_to_all",
 }
-# Namespaces whose operators are counted, by a formula or by the bytes that they move.
+# Operators in these namespaces are counted by a formula or by the bytes that they move.
 KNOWN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "frozen", "profiler"}
-# Operators of aten that compute more than they move. Only some of them have a formula.
+# aten operators that may compute more than they move; only some of them have a formula
 COMPUTES = re.compile(
     r"mm(_|$)|mv_?$|dot$|conv(?!ert)|attention|linalg(?!_vector_norm)|fft|cdist|rnn|lstm|gru"
 )
 MOVES_NOTHING = {aten.empty.memory_format, aten._unsafe_view.default}
-# bytes that Inductor's kernels move, relative to a block's eager operators in its dtype
+# bytes that Inductor's kernels move, relative to a block's eager operators in the block's dtype
 FUSED = 0.45
-# bytes that eager nf4.dequantize() moves for each weight, to 16 bits
+# bytes that eager nf4.dequantize() to 16 bits moves for each weight
 NF4_UNFUSED = 24
-# memory of eager nf4.dequantize(), weights and intermediates, relative to the weights
+# memory of eager nf4.dequantize(), for weights and intermediates, relative to the weights
 NF4_INTERMEDIATES = 5
 
 
@@ -101,38 +101,38 @@ class Phase:
 
     # such as "forward block 3"
     name: str
-    # bytes by kind, when their sum is highest
+    # bytes by kind when their sum is highest
     peak: Counter = field(default_factory=Counter)
-    # bytes by kind, when the phase ends
+    # bytes by kind at the phase's end
     end: Counter = field(default_factory=Counter)
-    # bytes of each pool, when it holds most, and when the phase ends
+    # bytes of each pool at the pool's peak, and at the phase's end
     peak_of_pools: Counter = field(default_factory=Counter)
     end_of_pools: Counter = field(default_factory=Counter)
-    # FLOP of "matmuls", "float8" and "attention"; of these the "model", without recomputation; and
-    # bytes "moved"
+    # FLOP of "matmuls", "float8" and "attention"; their sum without recomputation, "model"; bytes
+    # "moved"
     work: Counter = field(default_factory=Counter)
-    # occurrences in a step, for several micro-batches
+    # occurrences in a step, which has several micro-batches
     times: int = 1
     # by (mesh dimension, collective, "number" or "bytes")
     sent: Counter = field(default_factory=Counter)
-    # FSDP2's all-gathers that it waits for, each by how many phases before they were issued
+    # for each FSDP2 all-gather that the phase waits for, how many phases ago it was issued
     gathered_before: set[int] = field(default_factory=set)
-    # whether FSDP2 waits for all reductions when it ends
+    # whether FSDP2 waits for all reductions at the phase's end
     ends_reduced: bool = False
-    # calls of operators whose FLOP are in no formula, by name
+    # calls of operators without a formula for their FLOP, by name
     uncounted: Counter = field(default_factory=Counter)
 
 
 class ModuleState(NamedTuple):
-    """What a module holds between steps: parameters, gradients, optimizer state."""
+    """A module's memory between steps: parameters, gradients, optimizer state."""
 
     size: Counter  # bytes of the tensors by kind, and of float8 "scales"
-    on_device: Counter  # by how much live memory grew when they were counted, as allocated
-    in_pools: Counter  # bytes that they take of each pool
+    on_device: Counter  # allocated bytes by which counting them increased live memory
+    in_pools: Counter  # their allocated bytes in each pool
 
 
 class Storage(NamedTuple):
-    """Memory that is allocated on the device."""
+    """Memory allocated on the device."""
 
     kind: str
     size: int  # bytes, rounded up as the allocator does
@@ -141,9 +141,9 @@ class Storage(NamedTuple):
 
 @functools.cache
 def wraps_tensors(kind: type) -> bool:
-    """Whether operators on tensors of this class call others on the tensors inside.
+    """Whether operators on tensors of this class call operators on the tensors inside.
 
-    A DTensor does, and so does what FSDP2 all-gathers by methods of the class
+    DTensor does, and so does a class with FSDP2's all-gather extensions
     (extras/float8/all_gather.py).
     """
     if hasattr(kind, "__tensor_flatten__"):
@@ -152,7 +152,7 @@ def wraps_tensors(kind: type) -> bool:
 
 
 def local_shard(t: Any) -> Any:
-    """A DTensor's tensor on this rank; anything else as it is."""
+    """A DTensor's local tensor. Returns anything else unchanged."""
     return t._local_tensor if isinstance(t, DTensor) else t
 
 
@@ -161,19 +161,20 @@ def fake_tensors(tree: Any) -> list[FakeTensor]:
 
 
 def is_known(operator: Any) -> bool:
-    """Whether the operator is one of torch's or ours: not a fork's, not of higher order."""
+    """Whether the operator is torch's or ours, and not a fork's or a higher-order operator."""
     return isinstance(operator, OpOverload) and operator.namespace in KNOWN
 
 
 def computes_much(operator: Any) -> bool:
-    """Whether an operator without a formula may compute more than it moves, judged by its name."""
+    """Whether an operator's name suggests that it may compute more than it moves."""
     if not is_known(operator):
         return True
     return operator.namespace == "aten" and bool(COMPUTES.search(operator.overloadpacket.__name__))
 
 
 def moves_bytes(operator: OpOverload) -> bool:
-    """Whether a known operator reads and writes memory: no view, allocation or collective."""
+    """Whether a known operator reads and writes memory, unlike views, allocations and
+    collectives."""
     if operator.is_view or operator in MOVES_NOTHING:
         return False
     return operator.namespace in ("aten", "fsdp")
@@ -184,11 +185,11 @@ def is_attention(operator: Any) -> bool:
 
 
 def flop_by_formula(operator: Any, args: tuple, kwargs: dict, result: Any) -> int:
-    """FLOP by the shapes, with torch's formula; 0 if there is none."""
+    """The FLOP by torch's formula for the operator; 0 if there is none."""
     if not isinstance(operator, OpOverload):
         return 0
     if operator == GROUPED_MM:
-        # (tokens, in) by (groups, in, out): each token in one group, whatever the groups' sizes
+        # (tokens, in) by (groups, in, out): each token is in one group
         tokens, weights = args[:2]
         return 2 * tokens.numel() * weights.shape[-1]
     formula = flop_registry.get(operator.overloadpacket)
@@ -205,8 +206,8 @@ class Counted(TorchDispatchMode):
     def __init__(
         self, fake: FakeTensorMode, dimensions: dict[str, str], on_host: set[str], granularity: int
     ):
-        """dimensions: mesh dimension by process group name. on_host: kinds in host memory, which
-        are not counted. granularity: bytes that the allocator rounds up to."""
+        """dimensions: process group name -> mesh dimension. on_host: kinds that are in host memory,
+        which is not counted. granularity: the allocator rounds sizes up to this many bytes."""
         super().__init__()
         self.fake = fake
         self.dimensions = dimensions
@@ -214,41 +215,41 @@ class Counted(TorchDispatchMode):
         self.granularity = granularity
 
         self.phases = [Phase("start")]
-        # occurrences in a step of the phases that begin now
+        # occurrences in a step of the phases that begin from now on
         self.times = 1
         # bytes on the device by kind
         self.live: Counter = Counter()
-        # each live storage, by its address
+        # live storages by address
         self.storages: dict[int, Storage] = {}
-        # bytes of each pool
+        # bytes in each pool
         self.live_in_pools: Counter = Counter()
-        # the pool of what is allocated now
+        # returns the pool of new allocations
         self.pool_now: Callable[[], str] = lambda: COMPUTATION
-        # inside run_uncounted()
+        # True inside run_uncounted()
         self.paused = False
-        # the index of the phase that issued an all-gather of FSDP2, by its output's storage
+        # storage of an FSDP2 all-gather's output -> index of the phase that issued it
         self.gathering: dict[int, int] = {}
 
-        # inside a compiled block
+        # True inside a compiled block
         self.fused = False
-        # compiled blocks without activation checkpointing: they save the inputs of their matmuls
+        # compiled blocks without activation checkpointing, which save the inputs of their matmuls
         self.saving_blocks: set[nn.Module] = set()
-        # these inputs, by the phase that drops them
+        # these inputs, by the phase that frees them
         self.saved_inputs: dict[str, list[Tensor]] = {}
-        # the list of them for the block whose forward runs; None outside such a forward
+        # the inputs of the block that runs forward; None outside the forward of such a block
         self.saving: list[Tensor] | None = None
-        # in the backward of such a block, while gpu_paths.save_matmuls() lets it run forward again
+        # True while backward recomputes the forward of such a block, see gpu_paths.save_matmuls()
         self.recomputing = False
 
-        # share of the scores that the mask of the FlexAttention that runs keeps; None for SDPA
+        # share of the scores that the mask of the current FlexAttention keeps; None for SDPA
         self.mask_share: float | None = None
-        # whether the share of some mask depends on data
+        # whether the share of any mask depends on data
         self.mask_depends_on_data = False
-        # share of the scores that attention computed, by its output's storage, for its backward
+        # storage of attention's output -> share of the scores that it computed, for its backward
         self.shares: dict[int, float] = {}
 
     def begin(self, name: str) -> None:
-        """Begins a phase. Working memory that the previous one leaves becomes activations."""
+        """Begins a phase. Working memory that the previous phase leaves becomes activations."""
         for key, storage in list(self.storages.items()):
             if storage.kind == "working memory":
                 self.set_storage(key, "activations", storage.size)
@@ -265,8 +266,8 @@ class Counted(TorchDispatchMode):
         )
 
     def set_storage(self, key: int, kind: str, size: int) -> None:
-        """Sets kind and bytes of a storage, and the phase's peak if memory has grown beyond it."""
-        # rounded up
+        """Sets the kind and the bytes of a storage. Updates the phase's peaks."""
+        # round up
         size = 0 if kind in self.on_host else -(-size // self.granularity) * self.granularity
         former = self.storages.get(key, Storage(kind, 0, COMPUTATION))
         pool = former.pool
@@ -289,7 +290,7 @@ class Counted(TorchDispatchMode):
         self.shares.pop(key, None)
 
     def mark(self, tensors: Iterable[Any], kind: str) -> None:
-        """Sets the kind of the tensors' storages, and counts those that were not counted yet."""
+        """Sets the kind of the tensors' storages, and counts storages that are new."""
         for t in map(local_shard, tensors):
             if isinstance(t, FakeTensor) and t.fake_mode is self.fake:
                 storage = t.untyped_storage()
@@ -300,8 +301,8 @@ class Counted(TorchDispatchMode):
     def mark_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> ModuleState:
         """Marks a module's parameters, gradients and optimizer state, and returns their bytes.
 
-        Call it for the blocks before the model. Gradients need not exist yet: that of a trained
-        parameter counts with the parameter's size.
+        Call it for the blocks before the model. Gradients need not exist yet; a trained parameter's
+        gradient counts with the parameter's size.
         """
         before = Counter(self.live)
         params = [*module.parameters()]
@@ -318,7 +319,7 @@ class Counted(TorchDispatchMode):
         size["parameters"] = sum(local_shard(t).nbytes for t in params)
         size["optimizer state"] = sum(local_shard(t).nbytes for t in optimizer_state)
         size["gradients"] = sum(local_shard(t).nbytes for t in trained)
-        # a scale in float32 for each float8 weight
+        # each float8 weight has one float32 scale
         size["scales"] = 4 * sum(hasattr(local_shard(t), "fsdp_pre_all_gather") for t in params)
         in_pools: Counter = Counter()
         gradients = [param.grad for param in params]
@@ -326,17 +327,18 @@ class Counted(TorchDispatchMode):
             if isinstance(t, FakeTensor):
                 storage = self.storages[t.untyped_storage()._cdata]
                 in_pools[storage.pool] += storage.size
-        # the difference of Counters drops what was working memory before
+        # a difference of Counters drops negative counts, such as former working memory
         return ModuleState(size, self.live - before, in_pools)
 
     def resized(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Counts storage.resize_(), which bypasses the dispatcher. FSDP2 frees parameters by it."""
+        """Counts storage.resize_(), which bypasses the dispatcher. FSDP2 frees parameters with
+        it."""
         if storage._cdata in self.storages:
             self.set_storage(storage._cdata, "gathered units", storage.nbytes())
         return storage
 
     def run_uncounted(self, function: Callable, *args: Any) -> Any:
-        """function(*args), uncounted but for its collectives."""
+        """Calls function(*args), and counts only its collectives."""
         with mock.patch.object(self, "paused", True):
             return function(*args)
 
@@ -345,7 +347,7 @@ class Counted(TorchDispatchMode):
             # a shortcut for half of all calls
             return args[0].fake_device
         if any(map(wraps_tensors, types)):
-            # the class goes first: operators on the tensors inside come back here
+            # let the class handle it first: its operators on the tensors inside return here
             return NotImplemented
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
@@ -356,7 +358,7 @@ class Counted(TorchDispatchMode):
         inputs = fake_tensors((args, kwargs))
         new = [t for t in outputs if t.untyped_storage()._cdata not in self.storages]
         if operator is torch.ops.fsdp.split_with_sizes_copy.default:
-            # FSDP2 copies parameters out of what it has all-gathered
+            # FSDP2 copies parameters out of an all-gather's output
             issued = self.gathering[args[0].untyped_storage()._cdata]
             self.phases[-1].gathered_before.add(len(self.phases) - 1 - issued)
         if operator in COLLECTIVES:
@@ -370,17 +372,17 @@ class Counted(TorchDispatchMode):
         else:
             self.count_bytes(operator, inputs, outputs)
             if self.fused and is_known(operator) and operator != aten.empty.memory_format:
-                # in a compiled block float32 stays in registers
+                # in a compiled block, float32 stays in registers
                 new = [t for t in new if t.dtype != torch.float32]
         self.mark(new, "working memory")
         return result
 
     def add_flop(self, kind: str, flop: int) -> None:
-        """Adds FLOP to the phase, and to the model's where the model itself does them.
+        """Adds FLOP to the phase, and to "model" unless they are recomputation.
 
-        The model's are those of forward and backward, with attention's five matmuls in backward as
-        four, as one recomputes the scores. A forward that runs again during backward does not
-        count. It has gradients enabled, unlike backward itself.
+        "model" counts four of attention's five matmuls in backward, because one recomputes the
+        scores. It excludes a forward that runs again during backward. This forward has gradients
+        enabled, unlike backward itself.
         """
         work = self.phases[-1].work
         work[kind] += flop
@@ -401,16 +403,14 @@ class Counted(TorchDispatchMode):
             _, codes, scales = args[:3]
             self.count_dequantization(x, codes, scales)
         elif self.saving is not None and x.dtype.itemsize > 1:
-            # The input in float32, too: it is saved, so it leaves the registers. Of one in float8
-            # the compiler saves what was rounded to it, and rounds again.
+            # Count even a float32 input: it leaves the registers, because it is saved. In place of
+            # a float8 input, the compiler saves the tensor before rounding, and rounds it again.
             self.mark([x], "working memory")
             self.saving.append(x)
 
     def count_dequantization(self, x: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """Counts the weights in the dtype of x that exist during a matmul with NF4 weights.
-
-        codes: two weights in each byte.
-        """
+        """Counts the dequantized weights that exist, in x's dtype, during an NF4 matmul. A byte of
+        `codes` holds two weights."""
         count = 2 * codes.numel()
         work = self.phases[-1].work
         if self.fused:
@@ -425,10 +425,10 @@ class Counted(TorchDispatchMode):
     def count_attention(
         self, operator: OpOverload, args: tuple, kwargs: dict, outputs: list[FakeTensor]
     ) -> None:
-        """Counts attention: for each matmul 2 * B * H * S_queries * S_keys * D FLOP * share.
+        """Counts attention: each matmul has 2 * B * H * S_queries * S_keys * D FLOP * share.
 
-        share: of the scores that are computed. SDPA skips half of them if it is causal. It computes
-        those that a mask tensor hides.
+        `share` is the share of the scores that are computed. Causal SDPA skips half of them. SDPA
+        computes the scores that a mask tensor hides.
         """
         names = (argument.name for argument in operator._schema.arguments)
         arguments = dict(zip(names, args)) | kwargs
@@ -436,7 +436,7 @@ class Counted(TorchDispatchMode):
         q, k, v = (arguments[name] for name in ("query", "key", "value"))
         if operator in ATTENTION:
             if self.saving is not None and k.shape[2] > q.shape[2]:
-                # all-gathered over cp: saved, so that backward does not gather them again
+                # all-gathered over cp; saved, so that backward does not all-gather them again
                 self.saving += [k, v]
             share = self.mask_share
             if share is None:
@@ -451,12 +451,12 @@ class Counted(TorchDispatchMode):
         self.add_flop("attention", int(2 * matmuls * share * q.numel() * k.shape[2]))
 
     def count_formula(self, operator: OpOverload, flop: int, inputs: list[FakeTensor]) -> None:
-        """Counts another operator that computes much, such as bmm."""
+        """Counts any other operator with a formula, such as bmm."""
         kind = "attention" if "attention" in operator.__name__ else "matmuls"
         self.add_flop(kind, flop)
         if self.saving is None:
             return
-        # parameters and gathered units stay in any case
+        # parameters and all-gathered units stay anyway
         for t in inputs:
             storage = self.storages.get(t.untyped_storage()._cdata)
             if storage and storage.kind in ("working memory", "activations"):
@@ -466,24 +466,24 @@ class Counted(TorchDispatchMode):
     def count_bytes(
         self, operator: Any, inputs: list[FakeTensor], outputs: list[FakeTensor]
     ) -> None:
-        """Counts the bytes that an operator without a formula moves, and names it if it
-        computes."""
+        """Counts the bytes that an operator without a formula moves. Records its name if it may
+        compute much."""
         if computes_much(operator):
             self.phases[-1].uncounted[str(operator).removesuffix(".default")] += 1
         if is_known(operator) and not moves_bytes(operator):
             return
         tensors = [*inputs, *outputs]
         if self.fused:
-            # in a compiled block float32 stays in registers
+            # in a compiled block, float32 stays in registers
             moved = FUSED * sum(t.nbytes for t in tensors if t.dtype != torch.float32)
         else:
             moved = sum(t.nbytes for t in tensors)
-        # a fraction, where typeshed's Counter holds an int
+        # moved may be a float, but typeshed's Counter holds int
         # pyrefly: ignore[unsupported-operation]
         self.phases[-1].work["moved"] += moved
 
     def count_collective(self, operator: Any, args: tuple, buffers: list[Tensor]) -> None:
-        """Counts a collective over a mesh dimension, by its larger buffer."""
+        """Counts a collective over a mesh dimension, with the bytes of its larger buffer."""
         if self.recomputing:
             return
         kind = COLLECTIVES[operator]
@@ -499,7 +499,7 @@ class Counted(TorchDispatchMode):
     def dimension_of(self, operator: Any, args: tuple) -> str:
         """The mesh dimension of a collective.
 
-        "replica" is all ranks of a replica: extras/optimizers/muon.py sends matrices among them.
+        "replica" means all ranks of a replica: extras/optimizers/muon.py sends matrices among them.
         """
         group = next((a for a in args if isinstance(a, torch.ScriptObject)), None)
         # a functional collective has the group's name as its last argument
@@ -511,6 +511,6 @@ class Counted(TorchDispatchMode):
         dimension = self.dimensions[name]
         is_of_fsdp = operator.namespace == "c10d"
         if is_of_fsdp and dimension == "cp":
-            # with dp_shard = 1, FSDP2 shards over cp alone
+            # with dp_shard = 1, FSDP2 shards over only cp
             return "dp_shard"
         return dimension

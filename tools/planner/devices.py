@@ -1,14 +1,14 @@
 """Estimates a step's time from the GPU's rates, each phase's work, and how much communication
 overlaps with it.
 
-plan.py calls it with the phases that simulate.py has counted: timeline() places them,
+plan.py passes the phases that simulate.py has counted. timeline() computes when they run, and
 step_seconds() adds them up.
 
 A phase's compute time is FLOP / rate for matmuls and attention, plus bytes / bandwidth for
-everything else, on the slowest of the ranks. FSDP2's collectives overlap with it, on some of its
-multiprocessors. Those of tensor and context parallelism are exposed (on the critical path). A
-collective takes NCCL's latency for its ring, plus the bytes that a rank sends / the rate of its
-links.
+everything else, on the slowest rank. FSDP2's collectives overlap with it, and occupy some of the
+GPU's multiprocessors. Collectives of tensor and context parallelism are exposed (on the critical
+path). A collective takes NCCL's latency for its ring, plus the bytes that a rank sends / the rate
+of its links.
 """
 
 import math
@@ -22,35 +22,37 @@ from config import ConfigError
 from metrics import PEAK_TFLOPS
 from tools.planner.counted import Phase
 
-# Collectives that overlap with computation slow it: NCCL shares no multiprocessor with other kernels
-# (github.com/NVIDIA/nccl/issues/689), and takes 16 of an H100's 132 to fill its links (issue 1453).
+# Collectives slow down the computation that they overlap with. NCCL shares no multiprocessor with
+# other kernels (github.com/NVIDIA/nccl/issues/689). It needs 16 of an H100's 132 to fill the links
+# (issue 1453).
 OF_MULTIPROCESSORS = 16 / 132
 LINK_FILLED_BY_THEM = 450  # GB/s
-# Standard deviation of the speeds of GPUs of one kind: in clusters of five centers they vary by 8 %
-# on average (arXiv 2208.11035), here taken as the range without outliers, 5.4 deviations.
+# Relative standard deviation of the speed of GPUs of one kind. In the clusters of five centers,
+# speeds vary by 8 % on average (arXiv 2208.11035). This is taken as the range without outliers,
+# which spans 5.4 standard deviations.
 SPREAD = 0.08 / 5.4
 OF_LINK = 0.8  # share of a link's bandwidth that NCCL's rings reach
-OF_BANDWIDTH = 0.9  # share that copies reach: 4.3 of 4.8 TB/s on an H200
+OF_BANDWIDTH = 0.9  # share of memory bandwidth that copies reach: 4.3 of 4.8 TB/s on an H200
 
-# Lowest and highest measured speed relative to the planned one: three models on one H200, and one of
-# them with either recipe of float8 (docs/performance.md)
+# Lowest and highest measured speed, relative to the planned speed: of three models on one H200, and
+# of one of them with both float8 recipes (docs/performance.md)
 REACHED = (0.83, 0.94)
 REACHED_IN_FLOAT8 = (0.74, 0.86)
-# The lowest where ranks communicate, which has not been measured here: others' compiled runs of 8B on
-# 8 to 128 GPUs reached 0.71 to 0.75 (docs/performance.md).
+# Lowest speed if ranks communicate, which this repository has not measured. Published compiled runs
+# of 8B on 8 to 128 GPUs reached 0.71 to 0.75 (docs/performance.md).
 REACHED_BY_SEVERAL = 0.70
 
 
 class Protocol(NamedTuple):
-    """One of NCCL's: latencies are in seconds."""
+    """A protocol of NCCL. Latencies are in seconds."""
 
     of_bandwidth: float
     base: float
-    step: float  # to a rank of the same node
+    step: float  # to a rank on the same node
     network_step: float
 
 
-# NCCL's own model, by which it chooses (src/graph/tuning.cc, 2.27; rings)
+# NCCL's own cost model for rings, by which it selects a protocol (src/graph/tuning.cc, 2.27)
 PROTOCOLS = (
     Protocol(1 / 2, 6.6e-6, 0.6e-6, 2.7e-6),  # LL
     Protocol(120 / 128, 14e-6, 1.9e-6, 4e-6),  # LL128
@@ -62,22 +64,26 @@ REDUCES = ("reduce_scatter", "all_reduce", "all_to_all")
 
 @dataclass(frozen=True)
 class Device:
-    """Rates per second. `products` is the rate of 16-bit matmuls of a block's size, sustained for
-    minutes. Where no measurement is published it is an estimate: replace it by your own."""
+    """A GPU's memory, and its rates per second.
+
+    `products` is the rate of 16-bit matmuls of a block's size, sustained for minutes. It is an
+    estimate where no measurement is published: replace it by your own.
+    """
 
     memory: float  # GiB available to a process
-    peak: float  # TFLOP, dense bfloat16, by the data sheet
+    peak: float  # TFLOP, dense bfloat16, from the data sheet
     products: float  # TFLOP
     bandwidth: float  # TB, of device memory
     link: float  # GB sent to the other GPUs of the node
-    network: float  # GB sent to other nodes, each GPU's share
-    float8: float = 2  # rate of 8-bit matmuls, relative to 16-bit ones; 0: it has none
+    network: float  # GB sent to other nodes, per GPU
+    float8: float = 2  # rate of 8-bit matmuls, relative to 16-bit ones; 0 if unsupported
     workspace: float = 32  # MiB that torch allocates for each handle of cuBLAS
 
 
-# Memory, peak, bandwidth and link: NVIDIA's data sheets. Products: 720 for H100 and H200,
-# whose best shape reaches 788; less at 500 W, as power grows with the clock's cube; for most others
-# about 0.8 of the peak. H100-96 is the one in torchtitan's tables: HBM2e, 500 W.
+# Memory, peak, bandwidth and link are from NVIDIA's data sheets. The rate of matmuls is 720 for
+# H100 and H200, whose best shape reaches 788. It is lower at 500 W, since power grows with the cube
+# of the clock. For most others it is about 0.8 of the peak. H100-96 is the GPU in torchtitan's
+# tables, with HBM2e and 500 W.
 # fmt: off
 DEVICES = {
     #                memory  peak                     products bandwidth link network float8 workspace
@@ -94,14 +100,14 @@ DEVICES = {
     "RTX5090": Device( 31.4, PEAK_TFLOPS["RTX 5090"],    175,     1.79,  64,      3,     2,       32),
 }
 # fmt: on
-# Rate of attention, forward and backward, relative to that of matmuls (less power slows both):
-# cuDNN's TFLOP/s on an H200. Wide: heads of 128 or more.
+# Rate of attention, forward and backward, relative to the rate of matmuls, since lower power slows
+# both. From cuDNN's TFLOP/s on an H200. Wide heads have a width of 128 or more.
 ATTENTION_OF_WIDE_HEADS = 554 / 720
 ATTENTION_OF_NARROW_HEADS = 376 / 720
 
 
 def device(name: str) -> Device:
-    """The device of this name in DEVICES. Raises ConfigError."""
+    """Looks up a device in DEVICES. Raises ConfigError."""
     by_lower_name = {key.lower(): device for key, device in DEVICES.items()}
     if name.lower() not in by_lower_name:
         raise ConfigError(f"--gpu {name}: unknown; known are {', '.join(DEVICES)}")
@@ -109,9 +115,9 @@ def device(name: str) -> Device:
 
 
 def known_as(name: str, memory_gib: float) -> str | None:
-    """The key in DEVICES for CUDA's name of a device, such as "NVIDIA A100-SXM4-80GB", if any."""
+    """The key in DEVICES for CUDA's name of a device, such as "NVIDIA A100-SXM4-80GB", or None."""
     words = set(re.split("[ -]", name.replace("RTX ", "RTX")))
-    # other chips, or a slice, of the same name
+    # these have the same name, but are other chips, or a slice of a chip
     if {"Laptop", "MIG", "NVL"} & words or {"H100", "PCIe"} <= words:
         return None
     same = [key for key in DEVICES if key.split("-")[0] in words]
@@ -119,7 +125,7 @@ def known_as(name: str, memory_gib: float) -> str | None:
 
 
 def reached(cfg: config.Config, ranks: int) -> tuple[float, float]:
-    """The lowest and the highest share of its planned speed that a run may be expected to reach."""
+    """Returns (lowest, highest) share of its planned speed that a run is expected to reach."""
     low, high = REACHED if cfg.parallel.float8 == "none" else REACHED_IN_FLOAT8
     return (REACHED_BY_SEVERAL if ranks > 1 else low), high
 
@@ -128,16 +134,16 @@ def reached(cfg: config.Config, ranks: int) -> tuple[float, float]:
 class Cluster:
     device: Device
     gpus_per_node: int
-    shape: tuple[int, int, int, int]  # of the mesh: (dp_replicate, dp_shard, cp, tp)
+    shape: tuple[int, int, int, int]  # the mesh's: (dp_replicate, dp_shard, cp, tp)
 
     def within(self, dimension: str) -> tuple[int, int]:
-        """(ranks in a group of this dimension, how many of them share a node).
+        """Returns (ranks in a group of this dimension, how many of them share a node).
 
-        If groups straddle nodes, the fewest that do.
+        If groups straddle nodes, the second is the smallest number in any node.
         """
         dp_replicate, dp_shard, cp, tp = self.shape
         replica = dp_shard * cp * tp
-        # (ranks in a group, distance of neighbors in it)
+        # (ranks in a group, distance between neighbors in the group)
         groups = {
             "tp": (tp, 1),
             "cp": (cp, tp),
@@ -155,9 +161,9 @@ class Cluster:
     ) -> float:
         """Seconds of a phase's collectives of these kinds over these dimensions.
 
-        A ring of N ranks sends (N - 1) / N of the larger buffer, an all-reduce twice that. A ring
-        over several nodes uses the network links of all its ranks in a node, an all-to-all each
-        rank's own.
+        A ring of N ranks sends (N - 1) / N of the larger buffer; an all-reduce sends twice that. A
+        ring over several nodes uses the network links of all its ranks in a node. An all-to-all
+        uses only each rank's own link.
         """
         seconds = 0.0
         for dimension in dimensions:
@@ -179,13 +185,13 @@ class Cluster:
         return seconds
 
     def slowest(self) -> float:
-        """The expected time of the slowest rank, relative to the mean: each collective waits."""
+        """The expected time of the slowest rank, relative to the mean. Collectives wait for it."""
         ranks = math.prod(self.shape)
-        # the largest of so many normally distributed numbers, by Blom's approximation
+        # expected maximum of normally distributed numbers, by Blom's approximation
         return 1 + SPREAD * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
     def taken_by_nccl(self) -> float:
-        """Share of the multiprocessors that a collective of FSDP2 takes."""
+        """The share of the multiprocessors that a collective of FSDP2 occupies."""
         return OF_MULTIPROCESSORS * min(1.0, self.device.link / LINK_FILLED_BY_THEM)
 
     def computing(self, phase: Phase, wide_heads: bool) -> float:
@@ -194,7 +200,7 @@ class Cluster:
         share = ATTENTION_OF_WIDE_HEADS if wide_heads else ATTENTION_OF_NARROW_HEADS
         rates = {
             "matmuls": d.products,
-            "float8": d.products * (d.float8 or 1),  # of a GPU without float8 no plan has any
+            "float8": d.products * (d.float8 or 1),  # without float8, no plan uses it
             "attention": d.products * share,
             "moved": d.bandwidth * OF_BANDWIDTH,
         }
@@ -202,7 +208,8 @@ class Cluster:
 
 
 def latency(protocol: Protocol, kind: str, ranks: int, nodes: int) -> float:
-    """Seconds of a collective without bytes: of a step a rank in a ring, down and up in a tree."""
+    """Seconds of a collective without its bytes: one step per rank in a ring, and down and up in an
+    all-reduce's tree."""
     if kind == "all_to_all":
         return protocol.base
     if kind == "all_reduce":
@@ -216,7 +223,8 @@ def latency(protocol: Protocol, kind: str, ranks: int, nodes: int) -> float:
 
 @dataclass(frozen=True)
 class Moment:
-    """When a phase and the FSDP2 collectives that it issues run: seconds from the step's start."""
+    """When a phase, and the FSDP2 collectives that it issues, run, in seconds from the step's
+    start."""
 
     phase: Phase
     begin: float
@@ -230,25 +238,26 @@ def timeline(
     cluster: Cluster,
     waiting: bool = True,
 ) -> list[Moment]:
-    """The phases in order; micro-batches that are alike appear once.
+    """The phases in order; identical micro-batches appear once.
 
-    A phase waits for the all-gathers that FSDP2 copies from in it. Those that it issues itself are
-    issued while the phase before it runs, as the host is ahead. Gradient reductions start when a
-    phase ends, and when that before is done with its input, as FSDP2 keeps one such buffer. FSDP2
-    runs one collective at a time. waiting = False: no phase waits for FSDP2.
+    A phase waits for the all-gathers whose output FSDP2 copies during the phase. All-gathers that
+    it issues itself begin while the previous phase runs, because the host is ahead. Gradient
+    reductions start when a phase ends, but not before the previous reduce-scatter has ended,
+    because FSDP2 keeps one input buffer. FSDP2 runs one collective at a time. waiting=False: no
+    phase waits for FSDP2.
     """
     wide_heads = cfg.model.width_per_head >= 128
     slowest = cluster.slowest()
     taken = cluster.taken_by_nccl()
-    # when the previous phase ends, FSDP2's previous collective, the previous reduction, and its
-    # reduce-scatter
+    # the ends of: the previous phase, FSDP2's previous collective, the previous reduction, and the
+    # reduce-scatter in it
     now = 0.0
     free = 0.0
     reduced = 0.0
     scattered = 0.0
-    # when the all-gathers end that a phase issues
+    # for each phase, when the all-gathers that it issues end
     gathered: list[float] = []
-    # begin and end of FSDP2's collectives
+    # (begin, end) of each FSDP2 collective
     sent: list[tuple[float, float]] = []
     moments: list[Moment] = []
     for i, phase in enumerate(phases):
@@ -281,7 +290,7 @@ def timeline(
             sent.append((reduce_begin, free))
             sends["reduces"] = sent[-1]
             if waiting and phase.name == "update":
-                # it needs the result: the gradients' norm
+                # the update needs the result, the gradients' norm
                 end = free
         now = max(now, end)
         if waiting and phase.ends_reduced:
@@ -291,7 +300,8 @@ def timeline(
 
 
 def overlap(begin: float, end: float, intervals: list[tuple[float, float]]) -> float:
-    """Seconds from begin to end in which one of the intervals runs, which follow each other."""
+    """The seconds from begin to end that lie in one of the intervals, which are in order and
+    disjoint."""
     seconds = 0.0
     for first, last in reversed(intervals):
         if last <= begin:
@@ -301,12 +311,12 @@ def overlap(begin: float, end: float, intervals: list[tuple[float, float]]) -> f
 
 
 def next_begins(moments: list[Moment]) -> list[float]:
-    """When the phase after each begins; of the last, when it ends."""
+    """For each phase, when the next one begins; for the last, when it ends."""
     return [*(moment.begin for moment in moments[1:]), moments[-1].end]
 
 
 def step_seconds(moments: list[Moment]) -> float:
-    """Seconds of a full step, with each phase as often as it occurs."""
+    """The seconds of a full step. Counts each phase as often as it occurs."""
     seconds = 0.0
     for moment, end in zip(moments, next_begins(moments)):
         seconds += (end - moment.begin) * moment.phase.times

@@ -1,10 +1,9 @@
-"""A GPU's code paths on fake tensors: patches that select them, and that count what is compiled as
-if it were compiled.
+"""Patches that select a GPU's code paths on fake tensors, and count compiled code as compiled.
 
 simulate.py enters these patches around a GPU's step. Attention, masks and loss differ on a CPU. A
-compiled block runs eagerly but is counted as Inductor would run it: matmuls, attention and
+compiled block runs eagerly here, but is counted as Inductor would run it: matmuls, attention and
 collectives write their outputs, and float32 intermediates stay in registers. Without activation
-checkpointing it also saves the inputs of its matmuls.
+checkpointing, a compiled block also saves the inputs of its matmuls.
 """
 
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from tools.planner.masks import flex_attention_patches, patches_everywhere
 
 
 def gpu_code_paths(cfg: config.Config, counted: Counted) -> list:
-    """Patches that select the GPU's code paths, and count as compiled what cfg compiles."""
+    """Patches that select the GPU's code paths, and count as compiled whatever cfg compiles."""
     patches = [
         mock.patch.object(FakeTensor, "is_cuda", True),
         mock.patch("torch.addmm", partial(wide_addmm, counted)),
@@ -50,7 +49,7 @@ def gpu_code_paths(cfg: config.Config, counted: Counted) -> list:
 
 
 def float8_patches(counted: Counted) -> list:
-    # imported before it is patched
+    # import it before patching it
     from extras.float8.all_gather import use_float8
 
     def use_float8_on_gpu(blocks: Any, recipe: str, device_type: str) -> Any:
@@ -58,14 +57,14 @@ def float8_patches(counted: Counted) -> list:
 
     return [
         *patches_everywhere({use_float8: use_float8_on_gpu}),
-        # on a GPU these functions are compiled, whatever the option
+        # on a GPU these functions are compiled even if parallel.compile is off
         mock.patch("extras.float8.all_gather.compiled", partial(partial, one_kernel, counted)),
     ]
 
 
 def is_saved_attention(counted: Counted, operator: Any) -> bool:
-    """is_attention() for eager blocks. FlexAttention, which has a mask, is compiled alone: no policy
-    sees it, and it runs again."""
+    """is_attention() for eager blocks. FlexAttention, which has a mask, is compiled separately.
+    Checkpointing policies do not see it, so backward recomputes it."""
     return counted.mask_share is None and is_attention(operator)
 
 
@@ -77,7 +76,7 @@ def compiled_patches(counted: Counted) -> list:
 
 
 def one_kernel(counted: Counted, function: Callable, *args: Any) -> Any:
-    """function(*args) as one compiled kernel, which does not materialize intermediates."""
+    """Counts function(*args) as one compiled kernel, which does not materialize intermediates."""
     with mock.patch("torch.compiler.is_compiling", lambda: True):
         result = counted.run_uncounted(function, *args)
     tensors = [t for t in tree_iter((args, result)) if isinstance(t, Tensor)]
@@ -87,7 +86,8 @@ def one_kernel(counted: Counted, function: Callable, *args: Any) -> Any:
 
 
 def wide_addmm(counted: Counted, total: Tensor, a: Tensor, b: Tensor, **unused: Any) -> Tensor:
-    """The loss's torch.addmm() with out_dtype and out=total, which has no shapes in torch 2.11."""
+    """The loss's torch.addmm() with out_dtype and out=total. torch 2.11 has no fake implementation
+    of it."""
     counted.count_matmul(torch.ops.aten.mm.default, (a, b), total)
     return total
 
@@ -95,9 +95,9 @@ def wide_addmm(counted: Counted, total: Tensor, a: Tensor, b: Tensor, **unused: 
 def save_matmuls(counted: Counted, model: Llama, p: config.Parallel, world: World) -> None:
     """apply_fsdp() for blocks that are counted as compiled.
 
-    Without activation checkpointing a compiled block saves what "elementwise" saves, and the inputs
-    of its matmuls (PhaseHooks in simulate.py). Its stand-in is checkpointed that way. Backward
-    recomputes the rest, but repeats no collective.
+    Without activation checkpointing, a compiled block saves what "elementwise" saves, and also the
+    inputs of its matmuls (PhaseHooks in simulate.py). So this checkpoints the eager block with
+    "elementwise". Backward then recomputes the rest, but counts no collective twice.
     """
     for i, block in enumerate(model.blocks):
         if is_checkpointed(p.recompute, i):

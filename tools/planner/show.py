@@ -1,7 +1,8 @@
 """Renders a plan: text tables with a bar per kind of memory, and an SVG of the step's timeline.
 
-The rows come from plan.py, the timeline from devices.py. __main__.py prints what is rendered here:
-verdict() in a line, table() in detail, compared() for several world sizes, draw() as a file.
+The rows come from plan.py, the timeline from devices.py. verdict() renders a plan in one line, and
+table() in detail. compared() renders several world sizes. __main__.py prints these; draw() writes a
+file.
 """
 
 import pathlib
@@ -11,8 +12,8 @@ from tools.planner.devices import Moment, next_begins, reached
 from tools.planner.plan import GIB, STATES, Asked
 from tools.svg import Chart, Drawing
 
-BAR = 40  # characters of the longest bar
-# difference between the FLOP in MFU and those in the plan's time from which both are shown
+BAR = 40  # length of the longest bar, in characters
+# Show both FLOP counts, MFU's and the plan's, if they differ by more than this
 OTHER_FLOP = 0.05
 COLORS = {
     "parameters": "#4c78a8",
@@ -24,15 +25,15 @@ COLORS = {
     "working memory": "#b279a2",
     "cuBLAS workspaces": "#9d755d",
 }
-# of compute, by the first word of a phase's name
+# colors of compute, by the first word of a phase's name
 SHADES = {"batch": "#bbb", "forward": "#999", "backward": "#666", "update": "#bbb"}
 
-# name and value of a table's line
+# (name, value) of a line in a table
 Line = tuple[str, str]
 
 
 def table(row: dict, cfg: config.Config, asked: Asked) -> str:
-    """All that the plan knows, a line each."""
+    """A plan in detail, with one figure per line."""
     lines = [*lines_of_run(row, cfg), *lines_of_memory(row, asked), *lines_of_traffic(row)]
     if row["step_seconds"]:
         lines += lines_of_time(row, cfg)
@@ -96,7 +97,7 @@ def lines_of_traffic(row: dict) -> list[Line]:
     for dimension, sent in row["traffic_per_step"].items():
         distance = "between nodes" if sent["ranks"] > sent["ranks_in_a_node"] else "within a node"
         for kind, counts in sent.items():
-            # next to these are "ranks" and "ranks_in_a_node"
+            # skip the keys "ranks" and "ranks_in_a_node"
             if isinstance(counts, tuple):
                 number, size = counts
                 value = f"{number:7,} {size / GIB:12,.3f} GiB  {distance}"
@@ -121,14 +122,14 @@ def lines_of_time(row: dict, cfg: config.Config) -> list[Line]:
 
 
 def expected_speed(row: dict, cfg: config.Config) -> str:
-    """Tokens/s per GPU, as a range: the planned speed times what measured runs reached of theirs."""
+    """Tokens/s per GPU, as a range: the planned speed times the shares that real runs reached."""
     shares = reached(cfg, row["world_size"])
     speeds = [share * row["tokens_per_second_per_device"] for share in shares]
     return " to ".join(f"{float(f'{speed:.3g}'):,.0f}" for speed in speeds)
 
 
 def expected_duration(row: dict, cfg: config.Config) -> str:
-    """Days or hours of the whole run, as a range."""
+    """The duration of the run in days or hours, as a range."""
     low, high = reached(cfg, row["world_size"])
     planned_hours = row["step_seconds"] * cfg.train.steps / 3600
     shortest = planned_hours / high
@@ -139,7 +140,7 @@ def expected_duration(row: dict, cfg: config.Config) -> str:
 
 
 def compared(rows: list[dict]) -> str:
-    """A table with a line for each world size."""
+    """A table with one line per world size."""
     lines = ["   ranks  peak GiB  between steps  activations  sent GiB"]
     if rows[0]["step_seconds"]:
         lines[0] += "   s/step  waiting  tok/s/GPU   MFU"
@@ -160,8 +161,8 @@ def compared(rows: list[dict]) -> str:
 
 
 def verdict(row: dict, cfg: config.Config, asked: Asked) -> str:
-    """Whether the run fits, the memory it needs, speed and duration, as far as they are known, in a
-    line."""
+    """A line with the verdict: whether the run fits, the memory that it needs and, if known, its
+    speed and duration."""
     ranks = "1 rank" if row["world_size"] == 1 else f"{row['world_size']} ranks"
     limit = asked.memory_gib
     needed = f"needs {row['device_gib']:.4g}"
@@ -172,7 +173,7 @@ def verdict(row: dict, cfg: config.Config, asked: Asked) -> str:
         clauses.append(spare if row["fits"] else "does not fit")
     memory = "GiB of tensors on this CPU" if asked.without_cuda else "GiB"
     clauses.append(f"{needed} {memory} (peak in the {row['peak_at']})")
-    # the time of copies to the host is not known
+    # a plan does not know the time of copies to the host
     if row["step_seconds"] and row["fits"] and not row["host_gib"]:
         clauses.append(f"{expected_speed(row, cfg)} tokens/s per GPU")
         clauses.append(f"{expected_duration(row, cfg)} in all")
@@ -180,11 +181,11 @@ def verdict(row: dict, cfg: config.Config, asked: Asked) -> str:
 
 
 def draw(row: dict, moments: list[Moment], path: str, title: str, limit: float | None) -> None:
-    """Writes an SVG of the step, micro-batches that are alike once: above, each phase's peak
-    memory; below, compute and FSDP2's collectives.
+    """Writes an SVG of the step.
 
-    Times assume an H100 if no GPU is given. limit: the GPU's memory in GiB, if it is known. Raises
-    OSError.
+    Draws each phase's peak memory above, and compute and FSDP2's collectives below. Draws identical
+    micro-batches once. Times assume an H100 if no GPU is given. `limit` is the GPU's memory in GiB,
+    if known. Raises OSError.
     """
     page = Drawing(1200, 530)
     most = max([limit or 0, *(moment.phase.peak.total() / GIB for moment in moments)])
@@ -216,7 +217,7 @@ def draw(row: dict, moments: list[Moment], path: str, title: str, limit: float |
 
 
 def draw_memory(chart: Chart, moment: Moment, end: float) -> None:
-    """A phase's peak by kind, one on top of the other, until the next phase begins."""
+    """Draws a phase's peak until the next phase begins, with the kinds of memory stacked."""
     phase = moment.phase
     floor = chart.floor
     gib = 0.0
@@ -230,7 +231,7 @@ def draw_memory(chart: Chart, moment: Moment, end: float) -> None:
 
 
 def draw_time(chart: Chart, moment: Moment) -> None:
-    """A phase's compute, and below FSDP2's collectives that it issues."""
+    """Draws a phase's compute and, below it, the FSDP2 collectives that the phase issues."""
     name = moment.phase.name
     bars = [((moment.begin, moment.end), 48, SHADES[direction_of(moment)], name)]
     colors = {"gathers": COLORS["gathered units"], "reduces": COLORS["reductions"]}
@@ -245,11 +246,11 @@ def draw_time(chart: Chart, moment: Moment) -> None:
 def bar(
     chart: Chart, span: tuple[float, float], y: float, tall: float, color: str, title: str
 ) -> None:
-    """A box over a span of seconds; a short one stays visible."""
+    """Draws a box over a span of seconds, wide enough to be visible."""
     begin, end = map(chart.x, span)
     chart.page.box(begin, y, max(0.3, end - begin), tall, color, title)
 
 
 def direction_of(moment: Moment) -> str:
-    """A key of SHADES."""
+    """The first word of a phase's name, a key of SHADES."""
     return moment.phase.name.partition(" ")[0]

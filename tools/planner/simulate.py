@@ -1,13 +1,13 @@
-"""Simulates one training step of rank 0 at any world size, on tensors without storage: memory,
-work, communication.
+"""Simulates one training step of rank 0 at any world size, on tensors without storage. Counts
+memory, work and communication.
 
-The real program runs on torch's fake tensors and fake process group:
-the model on meta, parallelize(), the optimizer. Counted (counted.py) sees every operator with its
-inputs and outputs, so this file does not describe the model a second time. Only a few of the
-identical blocks run (blocks.py). The others are counted as copies of those in the middle.
+The real program runs on torch's fake tensors and fake process group: the model on the meta device,
+parallelize(), the optimizer. Counted (counted.py) sees every operator with its inputs and outputs,
+so this file does not describe the model a second time. Only a few of the identical blocks run
+(blocks.py). The others are counted as copies of the middle blocks.
 
-A GPU's step takes the GPU's code paths, and counts what is compiled as such: gpu_paths.py. plan.py
-makes the plan of the step that simulate() returns.
+For a GPU, gpu_paths.py selects the GPU's code paths, and counts compiled code as compiled. plan.py
+turns the step that simulate() returns into a plan.
 
 Shapes: B sequences of a micro-batch, S tokens of a sequence, T = S / cp of them on a rank.
 """
@@ -58,36 +58,33 @@ class Step:
     # bytes of this rank's parameters, gradients and optimizer state between steps
     held: Counter
     optimizer: str
-    # whether the optimizer has made its state for every trainable parameter
+    # whether the optimizer has created its state for every trainable parameter
     state_is_made: bool
-    # whether what a mask of FlexAttention keeps depends on data
+    # whether a FlexAttention mask depends on data
     masks_depend_on_data: bool
 
     def peak(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.peak.total())
 
     def peak_of_pools(self) -> Counter:
-        """Bytes of each pool, when it holds most."""
+        """The peak of each pool, in bytes."""
         peak = Counter()
         for phase in self.phases:
-            # |: the larger of each
+            # | takes the maximum for each pool
             peak |= phase.peak_of_pools
         return peak
 
 
 def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, all_blocks: bool = False) -> Step:
-    """One step of rank 0. No process group may exist yet. all_blocks: run every block.
-
-    Raises ConfigError for an invalid mesh, and for a model whose shapes depend on values.
-    """
+    """Simulates one step of rank 0. all_blocks=True runs every block. No process group may exist
+    yet. Raises ConfigError for an invalid mesh, and for a model whose shapes depend on values."""
     if cfg.parallel.cp > 1:
-        # before the patches of functions that it imports: it would keep the replacements
+        # import it before its imports are patched, or it would keep the replacements
         import parallel.context  # noqa: F401
-    # drop what DTensor caches for an earlier simulation's meshes, whose process groups are
-    # destroyed
+    # clear DTensor's caches: an earlier simulation's meshes have destroyed process groups
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
-    # TORCH_DISTRIBUTED_DEBUG=DETAIL would wrap the group in one that needs a real store
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL would wrap the group in a group that needs a real store
     dist.set_debug_level(dist.DebugLevel.OFF)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
@@ -104,7 +101,7 @@ def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, all_blocks: bo
 
 
 def simulate_fewer_blocks(cfg: config.Config, world: World, on_gpu: bool) -> Step | None:
-    """The step by running a few blocks; None if that would not give the same."""
+    """Simulates the step with only a few blocks; None if the result would differ."""
     p = cfg.parallel
     blocks = cfg.model.n_layers
     # blocks whose prefetch involves the embedding or the head
@@ -122,41 +119,39 @@ def simulate_fewer_blocks(cfg: config.Config, world: World, on_gpu: bool) -> Ste
 
 
 def is_elementwise(update: Phase) -> bool:
-    """Whether the optimizer works element by element: it neither multiplies nor sends matrices."""
+    """Whether the optimizer works element by element, without multiplying or sending matrices."""
     if update.work["matmuls"]:
         return False
     return all(kind == "all_reduce" for _, kind, _ in update.sent)
 
 
 def repeats(phases: list[Phase], middle: range) -> bool:
-    """Whether the middle blocks work and send as do as many that follow them.
+    """Whether the blocks after the middle ones have the same work and communication.
 
-    Blocks whose forward has the same operators may still differ, for example in backward. That
-    shows here.
+    Blocks whose forward has the same operators may still differ, for example in backward. This
+    check detects that.
     """
     following = range(middle.stop, middle.stop + len(middle))
     return counts_of_blocks(phases, middle) == counts_of_blocks(phases, following)
 
 
 def counts_of_blocks(phases: list[Phase], blocks: range) -> list[tuple]:
-    """What is counted in each phase of these blocks but for memory, in a form that compares."""
+    """The counts of each phase of these blocks, without memory, in a form that can be compared."""
     counts = []
     for phase in phases:
         direction, _, block = phase.name.partition(" block ")
         if not block or int(block) not in blocks:
             continue
         counters = (phase.work, phase.sent, phase.uncounted)
-        # + drops zeros
+        # unary + drops zeros
         nonzero = [sorted((+counter).items()) for counter in counters]
         counts.append((direction, blocks.index(int(block)), phase.times, *nonzero))
     return sorted(counts)
 
 
 def extrapolated(step: Step, states: list[ModuleState], shorter: Shorter, blocks: int) -> Step:
-    """The step of a model with so many blocks, by more copies of the middle ones.
-
-    states: of each block of the shorter model.
-    """
+    """The step of a model with `blocks` blocks, from the step of the shorter model. Adds copies of
+    the middle blocks. `states` has the state of each block of the shorter model."""
     middle = shorter.middle
     copies = (blocks - shorter.blocks) // len(middle)
     size = sum((states[i].size for i in middle), Counter())
@@ -167,18 +162,18 @@ def extrapolated(step: Step, states: list[ModuleState], shorter: Shorter, blocks
         "backward": itertools.cycle(reversed(range(blocks))),
     }
     phases = []
-    # bytes on the device by kind and by pool, before each phase
+    # bytes on the device before each phase, by kind and by pool
     live = plus(Counter(), on_device, copies)
     in_pools = plus(Counter(), of_pools, copies)
-    # reductions between micro-batches, by what they are in the shorter step: FSDP2 keeps those of
-    # replicated units until the next micro-batch has reduced, and drops all at once
+    # bytes of reductions between micro-batches: in the shorter step -> in this one. FSDP2 keeps
+    # reductions of replicated units until the next micro-batch has reduced, then drops all at once.
     left = {0: 0}
     for before, phase in with_copies(step.phases, middle, copies):
         if phase.name in ("batch", "update"):
             reductions = left.setdefault(before.end["reductions"], live["reductions"])
             in_pools["reduce-scatter"] += reductions - live["reductions"]
             live["reductions"] = reductions
-        # a phase changes memory as it does in the shorter step
+        # a phase changes memory by the same amount as in the shorter step
         offset = plus(live, before.end, -1)
         offset_of_pools = plus(in_pools, before.end_of_pools, -1)
         live = plus(phase.end, offset)
@@ -204,7 +199,7 @@ def extrapolated(step: Step, states: list[ModuleState], shorter: Shorter, blocks
 
 
 def with_copies(phases: list[Phase], middle: range, copies: int) -> list[tuple[Phase, Phase]]:
-    """The phases of the longer step, each with the one that it follows in the shorter step."""
+    """The phases of the longer step as (previous phase in the shorter step, phase)."""
     last_of_forward = f"forward block {middle[-1]}"
     last_of_backward = f"backward block {middle[0]}"
     order = []
@@ -218,10 +213,10 @@ def with_copies(phases: list[Phase], middle: range, copies: int) -> list[tuple[P
 
 
 def extrapolated_update(update: Phase, growth: float, scales: int) -> Phase:
-    """The update of a model with more blocks: its work grows with the trained parameters.
+    """The update of a model with more blocks. Its work grows with the trained parameters.
 
-    growth: their number, relative to that of the shorter model. scales: bytes of float8 scales that
-    it has more.
+    growth: the number of trained parameters, relative to the shorter model. scales: the bytes of
+    float8 scales that the longer model has in addition.
     """
     sent = Counter(update.sent)
     all_reduced = ("dp_shard", "all_reduce", "bytes")
@@ -239,12 +234,12 @@ def extrapolated_update(update: Phase, growth: float, scales: int) -> Phase:
 
 
 def plus(a: Counter, b: Mapping, times: int = 1) -> Counter:
-    """a + times * b; unlike Counter's own +, keeps negative counts. Keys keep their order."""
+    """a + times * b. Unlike Counter's +, keeps negative counts. Preserves the order of keys."""
     return Counter({key: a.get(key, 0) + times * b.get(key, 0) for key in {**a, **b}})
 
 
 def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[ModuleState]]:
-    """The step with every block, and the state of each block."""
+    """Runs a step with every block of the model. Returns the step and the state of each block."""
     p = cfg.parallel
     counted = counter_for(world, p, on_gpu)
     patches = without_storage(cfg, counted)
@@ -285,7 +280,7 @@ def run_step(
     world: World,
     hooks: "PhaseHooks",
 ) -> None:
-    """A step as training_step() in train.py runs it, in phases."""
+    """Runs a step in phases, like training_step() in train.py."""
     p = cfg.parallel
     counted = hooks.counted
     micro_batches = distinct_micro_batches(config.accumulation_steps(cfg.train, world.dp_size))
@@ -297,14 +292,14 @@ def run_step(
         if number == 1:
             unshard_first_units(model, p)
         set_communication(model, p, world, last_micro_batch=number == len(micro_batches))
-        # alive during the update too, as in a run
+        # this variable keeps them alive during the update, as in a run
         inputs = micro_batch_inputs(cfg, world)
         model(*inputs)[0]["loss"].backward()
         counted.phases[-1].ends_reduced = model._get_fsdp_state()._state_ctx.is_last_backward
     counted.times = 1
     hooks.begin("update")
     if p.cpu_offload:
-        # the norm and the update are computed there
+        # the norm and the update are computed on the host
         counted.on_host.add("working memory")
     clip_gradients(model, optimizer, cfg.train.max_grad_norm)
     optimizer.step()
@@ -313,15 +308,17 @@ def run_step(
 
 
 def current_pool(model: Llama, p: config.Parallel, adds: bool) -> str:
-    """The pool of what is allocated now: of the stream that FSDP2 has made current, which it does on
-    a CPU, too. adds: whether gradients are added to those of an earlier micro-batch."""
+    """The memory pool of the current stream. FSDP2 switches streams even on a CPU.
+
+    `adds` says whether gradients are added to those of an earlier micro-batch.
+    """
     now = torch.cpu.current_stream()
     # pyrefly: ignore[not-callable]  # a sharded model
     communication = model._get_fsdp_state()._comm_ctx
-    # FSDP2 makes the streams in its first forward
+    # FSDP2 creates the streams in its first forward
     streams = {getattr(communication, name, None): pool for name, pool in STREAMS.items()}
     pool = streams.get(now, COMPUTATION)
-    # as parallel/memory_pool.py says
+    # like parallel/memory_pool.py
     becomes_gradient = pool == "reduce-scatter" and p.reduce_dtype == "float32" and not adds
     if p.one_memory_pool and (pool == "all-gather" or becomes_gradient):
         return COMPUTATION
@@ -342,7 +339,7 @@ def counter_for(world: World, p: config.Parallel, on_gpu: bool) -> Counted:
 
 
 def sharded_meta_model(cfg: config.Config, world: World, counted: Counted, on_gpu: bool) -> Llama:
-    """The model on meta, parallelized, but not compiled: compiled blocks run eagerly."""
+    """The parallelized model on the meta device. Does not compile it: blocks run eagerly."""
     model = meta_model(cfg.model, cfg.lora)
     eager = replace(cfg.parallel, compile=False)
     parallelize(model, replace(cfg, parallel=eager), world)
@@ -351,7 +348,7 @@ def sharded_meta_model(cfg: config.Config, world: World, counted: Counted, on_gp
 
 
 def optimizer_on_fakes(model: Llama, cfg: config.Config, counted: Counted) -> torch.optim.Optimizer:
-    """The optimizer, whose update is counted as one kernel where it would be compiled."""
+    """Builds the optimizer. Counts its update as one kernel if it would be compiled."""
 
     def compiled(update, **unused):
         return functools.partial(one_kernel, counted, update)
@@ -361,17 +358,17 @@ def optimizer_on_fakes(model: Llama, cfg: config.Config, counted: Counted) -> to
 
 
 def distinct_micro_batches(accumulation: int) -> list[int]:
-    """How often each micro-batch that runs occurs in a step: the first, one for all in between,
-    which are alike, and the last."""
+    """How often each simulated micro-batch occurs in a step. These are the first, one for all the
+    identical ones in between, and the last."""
     if accumulation < 3:
         return [1] * accumulation
     return [1, accumulation - 2, 1]
 
 
 def micro_batch_inputs(cfg: config.Config, world: World) -> tuple:
-    """The arguments of the model: tokens, targets, positions and document numbers."""
+    """The model's arguments: tokens, targets, positions and document numbers."""
     sequences = config.micro_batch_size(cfg.train, world.dp_size)
-    # (B, T): the values do not matter, so the targets are the tokens
+    # (B, T); values do not matter, so these are the targets, too
     tokens = torch.zeros(sequences, cfg.train.seq_len // world.cp, dtype=torch.int64)
     documents = None
     if cfg.data.document_mask:
@@ -386,7 +383,7 @@ def micro_batch_inputs(cfg: config.Config, world: World) -> tuple:
 
 @contextlib.contextmanager
 def values_refused(counted: Counted) -> Iterator[None]:
-    """Turns errors of operators that need values, which fake tensors lack, into a ConfigError."""
+    """Raises ConfigError if an operator needs values, which fake tensors lack."""
     try:
         yield
     except (
@@ -394,7 +391,7 @@ def values_refused(counted: Counted) -> Iterator[None]:
         DynamicOutputShapeException,
         UnsupportedOperatorException,
     ) as error:
-        # torch 2.11's checkpoint() leaves its hooks set while the frames exist
+        # the hooks of torch 2.11's checkpoint() stay set as long as the frames exist
         traceback.clear_frames(error.__traceback__)
         raise ConfigError(
             f"--dry-run: {error.func} in the {counted.phases[-1].name}: a plan has shapes and no "
@@ -406,7 +403,7 @@ def values_refused(counted: Counted) -> Iterator[None]:
 
 def without_storage(cfg: config.Config, counted: Counted) -> list:
     """Patches for code that needs values or another tensor class, or bypasses the dispatcher."""
-    # it works on global shapes, of which this rank holds a shard
+    # DTensor's shape propagation runs on global shapes, so it must not be counted
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
     resize = torch.UntypedStorage.resize_
 
@@ -442,13 +439,13 @@ def without_storage(cfg: config.Config, counted: Counted) -> list:
 
 @functools.cache
 def fake_class(kind: type) -> type:
-    """A tensor class, such as Float8Shard of extras/float8, as a class of fake tensors."""
+    """A class of fake tensors in place of a tensor class such as extras/float8's Float8Shard."""
     bases = [base for base in kind.__bases__ if base is not Tensor]
     return type(f"Fake{kind.__name__}", (*bases, FakeTensor), {})
 
 
 class PhaseHooks:
-    """Begins a phase at the forward and at the backward of embedding, head and each block."""
+    """Begins a phase at the forward and the backward of the embedding, the head and each block."""
 
     def __init__(self, model: Llama, counted: Counted, compiled: bool):
         """compiled: whether blocks are counted as compiled."""
@@ -462,7 +459,7 @@ class PhaseHooks:
                 group = module._get_fsdp_state()._fsdp_param_group
                 if group:
                     self.sharded += group.fsdp_params
-        # unsharded gradients are on the device, also where sharded ones are offloaded
+        # unsharded gradients are on the device even if sharded gradients are offloaded
         self.kind_of_unsharded = "reductions" if counted.on_host else "gradients"
 
         modules = {"embedding": model.embedding, "head": model.head}
@@ -480,18 +477,18 @@ class PhaseHooks:
         self.counted.fused = True
 
     def after_norm(self, norm: nn.Module, args: tuple, output: Tensor) -> None:
-        # also in float32: it leaves the kernel
+        # count it even in float32, because it leaves the kernel
         self.counted.mark([output], "working memory")
         self.counted.fused = False
 
     def begin(self, name: str) -> None:
-        """Marks gradients and FSDP2's buffers that the previous phase has left; begins a phase."""
+        """Marks gradients and FSDP2's buffers that the previous phase left, then begins a phase."""
         mark = self.counted.mark
         mark((param.grad for param in self.model.parameters()), "gradients")
-        # which the parameters of gathered units lack
+        # the parameters of all-gathered units lack sharded gradients
         mark((param.sharded_param.grad for param in self.sharded), "gradients")
-        # FSDP2 accumulates gradients in one of these: in the second, if it has the reduction's
-        # dtype
+        # FSDP2 accumulates gradients in one of these two; in the second if it has the dtype of the
+        # reduction
         for param in self.sharded:
             mark([param.unsharded_accumulated_grad], self.kind_of_unsharded)
             if hasattr(param, "_unsharded_param"):
@@ -511,11 +508,11 @@ class PhaseHooks:
         self.counted.saving = None
         for tensor in tree_iter(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                # also in float32: it leaves a compiled block's registers
+                # count it even in float32, because it leaves a compiled block's registers
                 self.counted.mark([tensor], "working memory")
                 tensor.register_hook(functools.partial(self.before_backward, name))
 
     def before_backward(self, name: str, gradient: Tensor) -> None:
-        # once, also if the block returns terms of the loss
+        # begin it only once if the block also returns terms of the loss
         if self.counted.phases[-1].name != f"backward {name}":
             self.begin(f"backward {name}")

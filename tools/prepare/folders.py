@@ -1,6 +1,6 @@
-"""Creates a source's folder: its list of files, its tokenizer and a manifest of no text.
+"""Creates a source's folder, with its list of files, its tokenizer and a manifest without text.
 
-Checks a folder that exists against the configuration and the source's files.
+Checks an existing folder against the configuration and the source's files.
 """
 
 import contextlib
@@ -41,19 +41,19 @@ from tools.prepare.source import (
 from tools.prepare.tokenizer import Tokenizer, tokenizer_files, tokenizer_hash
 from tools.prepare.tokenizer_training import train_on_sources
 
-RARE = "\U00010330"  # a Gothic letter, which no vocabulary is trained on
+RARE = "\U00010330"  # a Gothic letter, absent from the training text of every vocabulary
 
 
 def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
-    """Replaces a folder's manifest, a key a line. Raises OSError."""
+    """Replaces a folder's manifest, with one key per line. Raises OSError."""
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items()]
     content = "{\n" + ",\n".join(lines) + "\n}\n"
-    # where locks don't exist, another process may write it at the same time
+    # on a file system without locks, another process may write it at the same time
     system.write_atomic(folder / MANIFEST, content, temporary(folder / MANIFEST))
 
 
 def beside(folder: pathlib.Path) -> str:
-    """A --data.path that is free, for a message that suggests to prepare anew."""
+    """An unused --data.path, for messages that suggest preparing the data again."""
     if re.fullmatch(r".*-[0-9a-f]{12}", folder.name) and folder.parent.name:
         folder = folder.parent
     number = 2
@@ -63,8 +63,10 @@ def beside(folder: pathlib.Path) -> str:
 
 
 def create_folders(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Path, config.Data]]:
-    """Creates the folder of each source, or checks the one that exists. Returns source_folders().
-    vocab_size: of the model. Raises ConfigError and OSError."""
+    """Creates the folder of each source, or checks an existing one. Returns source_folders().
+
+    vocab_size is the model's. Raises ConfigError and OSError.
+    """
     sources = source_folders(data, vocab_size)
     local = [local_splits(folder, source) for folder, source in sources]
     refuse_overlaps(local)
@@ -78,12 +80,12 @@ def create_folders(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Pat
                 model = train_on_sources(separated(data), weights, vocab_size)
                 system.write_atomic(path, model)
     for (folder, source), files_now in zip(sources, local):
-        if not read_manifest(folder):  # one that exists may be on a disk that can only be read
+        if not read_manifest(folder):  # an existing folder may be on a read-only disk: don't lock
             with locked(folder):
                 if not read_manifest(folder):
                     create(folder, source, vocab_size)
         manifest = manifest_of(folder)
-        if manifest["identity"]:  # else another program wrote it
+        if manifest["identity"]:  # import_tokens or another program writes none
             check_matches_options(folder, manifest, identity(source, vocab_size))
             check_contents(folder, manifest, source)
             check_files(folder, manifest, files_now)
@@ -92,8 +94,7 @@ def create_folders(data: config.Data, vocab_size: int) -> list[tuple[pathlib.Pat
 
 @contextlib.contextmanager
 def locked(path: pathlib.Path) -> Iterator[None]:
-    """Holds the lock of what is prepared at `path`, for which it waits. Raises ConfigError and
-    OSError."""
+    """Waits for the lock on `path`, then holds it. Raises ConfigError and OSError."""
     if not path.name:
         raise ConfigError(f"[data] path = {path}: is the current folder or /; name one in it")
     lock_file = path.with_name(f".{path.name}.lock")
@@ -112,8 +113,8 @@ def locked(path: pathlib.Path) -> Iterator[None]:
 
 
 def create(folder: pathlib.Path, data: config.Data, vocab_size: int) -> None:
-    """Makes a folder next to it, then renames: the folder exists with its manifest, or not at all.
-    Raises ConfigError and OSError."""
+    """Creates a source's folder under a temporary name, then renames it. So the folder exists with
+    its manifest, or not at all. Raises ConfigError and OSError."""
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder}: exists but holds no prepared data; move it away")
     if folder.resolve().is_relative_to(pathlib.Path(data.source).resolve()):
@@ -147,13 +148,13 @@ def create(folder: pathlib.Path, data: config.Data, vocab_size: int) -> None:
     try:
         system.publish(created, folder)
     except OSError:
-        if not read_manifest(folder):  # else another process created it, where locks don't exist
+        if not read_manifest(folder):  # without locks, another process may have created it
             raise
 
 
 def _tokenizer_of(data: config.Data, vocab_size: int) -> tuple[dict[str, bytes], int]:
-    """(the content of the files of a source's tokenizer by name, how many entries it has).
-    vocab_size: of the model. Raises ConfigError."""
+    """Loads or trains a source's tokenizer. Returns (its files' bytes by name, its vocabulary
+    size). vocab_size is the model's. Raises ConfigError."""
     name = data.tokenizer
     if not name:
         return {"tokenizer.model": train_on_sources([data], [1.0], vocab_size)}, vocab_size
@@ -169,8 +170,10 @@ def _tokenizer_of(data: config.Data, vocab_size: int) -> tuple[dict[str, bytes],
 
 
 def validation_source(data: config.Data) -> config.Data | None:
-    """The options of the source that data.validation names: files or, of a dataset, a split. None
-    without that option. Raises ConfigError."""
+    """The options of the source that data.validation names; None without that option.
+
+    data.validation names files, or a split of a Hugging Face dataset. Raises ConfigError.
+    """
     if not data.validation:
         return None
     validation = replace(data, validation=None, max_tokens=None)
@@ -180,7 +183,7 @@ def validation_source(data: config.Data) -> config.Data | None:
 
 
 def _validation_files(data: config.Data, revision: str | None) -> list[SourceFile]:
-    """Those of data.validation. Raises ConfigError."""
+    """The files that data.validation names. Raises ConfigError."""
     validation = validation_source(data)
     if validation is None:
         return []
@@ -193,11 +196,11 @@ def _validation_files(data: config.Data, revision: str | None) -> list[SourceFil
     return list_files(validation, revision)[0]
 
 
-# A source's files, before and now
+# Compare a folder with its source
 
 
 def check_contents(folder: pathlib.Path, manifest: dict, data: config.Data) -> None:
-    """Raises ConfigError if tokenizer or chat template hold something else than when the folder was
+    """Raises ConfigError if the tokenizer or the chat template changed after the folder was
     created."""
     now = row_format(data).identity()
     if data.tokenizer:
@@ -208,7 +211,7 @@ def check_contents(folder: pathlib.Path, manifest: dict, data: config.Data) -> N
 
 
 def local_splits(folder: pathlib.Path, data: config.Data) -> dict[str, list[SourceFile]]:
-    """The local files of a source as they are now, by split. Raises ConfigError."""
+    """The current local files of a source, by split. Raises ConfigError."""
     splits = {}
     for split, name in {"train": data.source, "heldout": data.validation}.items():
         if name and name != STDLIB and pathlib.Path(name) != folder:
@@ -217,8 +220,10 @@ def local_splits(folder: pathlib.Path, data: config.Data) -> dict[str, list[Sour
 
 
 def refuse_overlaps(sources: list[dict[str, list[SourceFile]]]) -> None:
-    """Raises ConfigError if training would read a file twice, or one of the validation text.
-    sources: local_splits() of each."""
+    """Raises ConfigError if training would read a file twice, or a file of the validation text.
+
+    sources: local_splits() of each source.
+    """
     if sum(map(len, sources)) < 2:
         return
     readers: dict[str, tuple[int, str]] = {}
@@ -237,9 +242,12 @@ def refuse_overlaps(sources: list[dict[str, list[SourceFile]]]) -> None:
 def check_files(
     folder: pathlib.Path, manifest: dict, files_now: dict[str, list[SourceFile]]
 ) -> None:
-    """Raises ConfigError if local files of the source were added, removed or, once the folder is
-    complete, have another size: until then the parts of a file that changes are prepared again.
-    Reports other times, and files that are all gone. files_now: local_splits()."""
+    """Raises ConfigError if local files of the source were added or removed.
+
+    Also raises it if a complete folder's files changed in size. (While a folder is incomplete, the
+    parts of a changed file are prepared again.) Warns if only modification times changed, and if
+    all files are gone. files_now: local_splits().
+    """
     for split, entries in files_now.items():
         before = {}
         for entry in manifest["files" if split == "train" else "validation_files"]:

@@ -1,11 +1,11 @@
-"""Chooses what a source's rows are, by data.format: texts or conversations."""
+"""Selects the format of a source's rows, texts or conversations, by data.format."""
 
 import json
 
 import config
 from tools.prepare.row_format import Texts
 
-# The formats, by columns that each reads
+# Columns -> the value of data.format that reads them
 COLUMNS = {
     ("messages",): "messages",
     ("conversations",): "messages",
@@ -17,7 +17,7 @@ COLUMNS = {
 
 
 def row_format(data: config.Data) -> "Texts":
-    """The format of the rows of one source."""
+    """The format of a source's rows."""
     if data.has_conversations:
         from tools.prepare.chat.rows import Conversations
 
@@ -26,7 +26,7 @@ def row_format(data: config.Data) -> "Texts":
 
 
 def options_for(row: dict) -> str:
-    """The options that may read a row of these columns, for a message."""
+    """Options that may read a row with these columns, for an error message."""
     for columns, name in COLUMNS.items():
         if row.keys() >= {*columns}:
             return f'data.format = "{name}"'

@@ -1,13 +1,13 @@
-"""A source's files in parts. One process prepares a part, from its beginning, into files of its own.
+"""Splits a source's files into parts. One process prepares one part, and writes its files.
 
     train-00007.bin         token ids
-    train-00007.ends.bin    of each document, the position after its last token
-    train-00007.sizes.bin   of each document of validation text, the UTF-8 bytes of its text
-    train-00007.json        the part's manifest, written last: it is complete
+    train-00007.ends.bin    for each document, the position after its last token
+    train-00007.sizes.bin   for each document of validation text, its text's size in UTF-8 bytes
+    train-00007.json        the part's manifest, written last: the part is complete
 
-Which parts there are follows from the files' sizes. Nothing that is complete is ever written again,
-so that any number of processes and machines prepare parts at once, in any order, and one that is
-killed costs its part. Two that prepare the same part write equal bytes.
+The files' sizes alone determine the parts, and a complete part is never rewritten. So any number
+of processes and machines can prepare parts at the same time, in any order. A process that is killed
+loses only its current part. Two processes that prepare the same part write the same bytes.
 """
 
 import array
@@ -32,14 +32,14 @@ from tools.prepare.row_format import Encoded
 from tools.prepare.rows import is_divisible
 from tools.prepare.source import ByteRange, SourceFile, documents
 
-HELD_OUT_OF = 1 << 22  # tokens: documents of the first ones are held out
-CHUNK_CHARACTERS = 1 << 18  # tokenized together, rounded up to full documents
-AHEAD = 3  # chunks per thread that are read ahead
-HASH_BYTES = 1 << 24  # read at a time
+HELD_OUT_OF = 1 << 22  # validation documents are chosen from the first so many tokens
+CHUNK_CHARACTERS = 1 << 18  # tokenized in one call, rounded up to full documents
+AHEAD = 3  # chunks per thread to read ahead
+HASH_BYTES = 1 << 24  # read size
 
 
 class Part(NamedTuple):
-    """What one process prepares alone."""
+    """A share of a source's text, which one process prepares."""
 
     folder: pathlib.Path
     split: str  # "train" or "heldout"
@@ -51,15 +51,15 @@ class Part(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of the source."""
+        """The part's size in bytes of the source."""
         return sum((end or file.size) - begin for file, begin, end in self.ranges)
 
     def stamp(self) -> str:
-        """Tells the part's files, as they are now, from others."""
+        """A hash of the part's files: their current names, sizes and modification times."""
         return short_hash([(file_now(file), begin, end) for file, begin, end in self.ranges])
 
     def manifest(self) -> dict:
-        """Empty if the part is not complete, or its files were changed since."""
+        """The part's manifest; {} if the part is incomplete or its files have changed since."""
         manifest = system.read_json(self.path(".json"))
         return manifest if manifest and manifest["stamp"] == self.stamp() else {}
 
@@ -67,8 +67,10 @@ class Part(NamedTuple):
 def parts_of(
     folder: pathlib.Path, split: str, source: Iterable[SourceFile], part_bytes: int
 ) -> list[Part]:
-    """Of at least so many bytes each, if there are. Small files are read together, large ones in
-    ranges, if their rows can be told apart from anywhere."""
+    """Splits a source into parts of at least `part_bytes` each; only the last may be smaller.
+
+    Combines small files into one part, and splits large files of a divisible kind into ranges.
+    """
     parts: list[Part] = []
     size = part_bytes
     for file in source:
@@ -84,8 +86,8 @@ def parts_of(
 
 
 def file_now(file: SourceFile) -> SourceFile:
-    """A file of a source with its size and time as of now; unchanged if it is a dataset's, or
-    gone."""
+    """A source file with its current size and modification time. Returns a file that does not exist
+    locally (one of a dataset, or a deleted one) unchanged."""
     try:
         status = os.stat(file.path)
     except OSError:
@@ -94,34 +96,37 @@ def file_now(file: SourceFile) -> SourceFile:
 
 
 def prepare_part(part: Part, data: config.Data, dtype: str, threads: int) -> int:
-    """Writes its files, unless another process has. Returns how many tokens of it data.max_tokens
-    counts. Raises ConfigError and OSError."""
+    """Tokenizes a part and writes its files, unless the part is complete already.
+
+    Returns the number of the part's tokens that count towards data.max_tokens. Raises ConfigError
+    and OSError.
+    """
     manifest = part.manifest()
     if manifest:
         return manifest["read"]
     stamp = part.stamp()
     count = collections.Counter(rows=0, wrong=0, left_out=0, unknown=0)
-    # validation text is held out of the first part alone, so that no part depends on another
+    # only the first part holds out validation text, so that no part depends on another
     holds_out = part.split == "train" and not part.number and not data.validation
     train = TokenWriter(part.path(".bin"), dtype)
     heldout = TokenWriter(part.path(".bin", "heldout"), dtype) if holds_out else None
     limit = (data.max_tokens if part.split == "train" else None) or float("inf")
     encode = encoder(part.folder, data)
     source = chunks(documents(data, part.ranges, count))
-    # templates of conversations are rendered in the main thread, which bounds their time
+    # Chat is not thread-safe: it sets its marks for each conversation
     with InThisThread() if data.has_conversations else ThreadPoolExecutor(threads) as pool:
         for document in encoded_in_order(pool, encode, source, AHEAD * threads):
             if train.tokens >= limit:
                 break
             count["unknown"] += document.unknown
-            if not document.ids:  # a tokenizer may produce no tokens for some texts
+            if not document.ids:  # some texts have no tokens
                 count["left_out"] += 1
             elif heldout and document.is_held_out and train.tokens < HELD_OUT_OF:
                 heldout.append(document.ids, document.text_bytes)
             else:
                 train.append(document.ids, document.text_bytes)
-    read = train.tokens  # those that data.max_tokens counts
-    if heldout and heldout.tokens < 2:  # an input and its target
+    read = train.tokens  # before hold_out_end() moves some of them
+    if heldout and heldout.tokens < 2:  # evaluation needs an input and its target
         hold_out_end(train, heldout, whole_documents=data.has_conversations)
     counts_bytes = part.split == "heldout" and not data.has_conversations
     token_files = {part.split: train.publish(counts_bytes)}
@@ -139,7 +144,8 @@ def encoder(folder: pathlib.Path, data: config.Data) -> Callable[[list[str]], li
 
 
 def chunks(source: Iterator[str]) -> Iterator[list[str] | Exception]:
-    """Documents that are tokenized together; last the error that ends the source, if one does."""
+    """Groups documents into chunks to tokenize in one call. If reading the source raises an error,
+    yields the error last."""
     chunk: list[str] = []
     size = 0
     error = None
@@ -165,8 +171,8 @@ def encoded_in_order(
     source: Iterator[list[str] | Exception],
     most: int,
 ) -> Iterator[Encoded]:
-    """Yields the tokenized documents. Raises the source's error after what comes before it. most: chunks
-    that are read ahead."""
+    """Yields the tokenized documents in order. Raises an error of the source once it has yielded
+    all documents before it. most: the number of chunks to read ahead."""
     ahead: collections.deque[Future] = collections.deque()
     while True:
         for chunk in itertools.islice(source, most - len(ahead)):
@@ -181,6 +187,8 @@ def encoded_in_order(
 
 
 class InThisThread(Executor):
+    """Runs each call at submit(), in the calling thread."""
+
     def submit(self, fn, /, *args, **kwargs) -> Future:
         future: Future = Future()
         try:
@@ -191,7 +199,7 @@ class InThisThread(Executor):
 
 
 class TokenWriter:
-    """A token file, under another name until publish()."""
+    """Writes a token file under a temporary name; publish() renames it."""
 
     def __init__(self, path: pathlib.Path, dtype: str):
         self.path = path
@@ -206,14 +214,14 @@ class TokenWriter:
         return self.ends[-1] if self.ends else 0
 
     def append(self, ids: bytes, text_bytes: int) -> None:
-        """Adds a document. text_bytes: of its text, in UTF-8."""
+        """Adds a document. text_bytes: the size of its text in UTF-8."""
         self.ends.append(self.tokens + len(ids) // self.width)
         self.text_bytes.append(text_bytes)
         self.file.write(ids)
 
     def publish(self, counts_bytes: bool) -> tuple[list, int, str]:
-        """Returns (what a manifest stores of the file, its documents, its hash). counts_bytes: also
-        writes the bytes of the texts. Raises OSError."""
+        """Syncs and renames the file. Returns (its entry in a manifest, its number of documents,
+        its hash). counts_bytes=True also writes the sizes of the texts. Raises OSError."""
         self.file.flush()
         system.sync_handle(self.file.fileno())
         self.file.close()
@@ -223,21 +231,22 @@ class TokenWriter:
         return entry, len(self.ends), sha256(self.path)
 
     def _write(self, suffix: str, by_document: array.array) -> str:
-        """Returns the name of the file."""
+        """Writes an array with one entry per document. Returns the name of its file."""
         path = self.path.with_suffix(suffix)
         system.write_atomic(path, by_document.tobytes(), temporary(path))
         return path.name
 
 
 def hold_out_end(train: TokenWriter, heldout: TokenWriter, whole_documents: bool) -> None:
-    """Moves the last hundredth of the tokens; whole_documents: from the beginning of a document."""
+    """Moves the last hundredth of the tokens from `train` to `heldout`. whole_documents=True cuts
+    only between documents."""
     first = max(0, train.tokens - last_hundredth(train.tokens))
     borders = array.array("q", [0, *train.ends])
-    number = max(0, bisect.bisect_right(borders, first) - 1)  # of the document that is cut
+    number = max(0, bisect.bisect_right(borders, first) - 1)  # the document that is cut
     first = borders[number] if whole_documents else first
     moved = itertools.pairwise([first, *train.ends[number:]])
     for (begin, end), size in zip(moved, train.text_bytes[number:]):
-        if begin == first:  # of a document that is cut, the tokens' share
+        if begin == first:  # a cut document: scale its text size by the share of its tokens
             size = round(size * (end - begin) / (end - borders[number]))
         train.file.seek(begin * train.width)
         heldout.append(train.file.read((end - begin) * train.width), size)
@@ -248,7 +257,7 @@ def hold_out_end(train: TokenWriter, heldout: TokenWriter, whole_documents: bool
 
 
 def last_hundredth(tokens: int) -> int:
-    """How many tokens at the end of a text are held out where nothing else is."""
+    """How many tokens hold_out_end() moves. It runs when no document's hash selected it."""
     return max(2, min(HELD_OUT_OF, tokens) // 100)
 
 

@@ -1,13 +1,15 @@
-"""Text -> token files, once. run_train.sh starts it where they are missing.
+"""Tokenizes a configuration's text, once. run_train.sh starts it when token files are missing.
 
     ./run_train.sh -m prepare configs/tiny.toml                   on all cores of this machine
     ./run_train.sh -m prepare configs/tiny.toml --task 3/8        every eighth part, from the fourth
 
-Writes the text in parts (parts.py), the tokenizer and manifest.json into prepared/{source}-{hash}/,
-one folder for each source. A process prepares a part; with fewer parts than cores, threads of it
-tokenize. The same command resumes. Several machines with one folder each prepare a task's parts
-(in a SLURM array its own task is the default); the launcher or a command without --task completes.
-A complete folder is compared with its hashes.
+Writes the token ids in parts (parts.py), the tokenizer and manifest.json into
+prepared/{source}-{hash}/, one folder for each source. One process prepares one part; with fewer
+parts than cores, each process tokenizes with several threads. The same command resumes.
+
+With --task, several machines that share a folder prepare different parts. In a SLURM array, the
+default is the array's task. A command without --task, or the launcher, then completes the folder.
+The command verifies the hashes of complete folders.
 """
 
 import contextlib
@@ -44,7 +46,7 @@ from tools.prepare.parts import (
 from tools.prepare.source import SourceFile
 
 LOG_SECONDS = 10.0  # between lines of progress
-MOST_UNKNOWN = 0.01  # share of the tokens without a warning
+MOST_UNKNOWN = 0.01  # share of <unk> tokens above which to warn
 
 
 def prepare(
@@ -53,10 +55,12 @@ def prepare(
     cores: int | None = None,
     task: tuple[int, int] | None = None,
 ) -> list[pathlib.Path]:
-    """Creates missing folders of token files, checks existing ones, and completes them. Returns
-    them, by source. vocab_size: of the model. task: (i, n): of its parts i, i + n, ... alone are
-    prepared. Raises one ConfigError with all problems, and OSError."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes of ours take one core each
+    """Creates missing folders of token files, checks existing ones, and completes them.
+
+    Returns one folder per source. vocab_size is the model's. task=(i, n) prepares only parts i,
+    i + n, ... of each source. Raises one ConfigError with all problems, and OSError.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # we start one process per core ourselves
     cores = cores or usable_cores()
     folders = create_folders(data, vocab_size)
     problems: list[str] = []
@@ -64,7 +68,7 @@ def prepare(
         if manifest_of(folder)["complete"]:
             continue
         try:
-            # tasks share no part, and need no lock
+            # two tasks never prepare the same part, so they need no lock
             with contextlib.nullcontext() if task else locked(folder):
                 preparation = Preparation(folder, source)
                 if not preparation.manifest["complete"]:
@@ -79,7 +83,7 @@ def prepare(
 
 
 class Preparation:
-    """Of one source's folder."""
+    """Prepares the parts of one source, and completes its folder."""
 
     def __init__(self, folder: pathlib.Path, data: config.Data):
         self.folder = folder
@@ -91,12 +95,15 @@ class Preparation:
         for split, key in (("heldout", "validation_files"), ("train", "files")):
             files = [SourceFile(*entry) for entry in self.manifest[key]]
             self.parts += parts_of(folder, split, files, row_format(data).part_bytes)
-        # tokens of each training part, by its number; 0 until it is complete
+        # token count of each training part, indexed by part number; 0 until the part is complete
         self.read = np.zeros(len(self.parts), np.int64)
 
     def prepare_parts(self, cores: int, first: int, step: int) -> None:
-        """Prepares those that are missing. One that fails does not keep the others from it. Raises
-        ConfigError with what is wrong with each, and OSError."""
+        """Prepares the missing ones among parts `first`, `first + step`, ...
+
+        A part that fails does not stop the others. Raises ConfigError with the problems of all
+        parts, and OSError.
+        """
         parts = [*zip(self.parts, self.manifests())][first::step]
         missing = [part for part, manifest in parts if not manifest][::-1]
         workers = max(1, min(cores, len(missing)))
@@ -132,7 +139,8 @@ class Preparation:
             raise ConfigError(*wrong)
 
     def manifests(self) -> list[dict]:
-        """Of each part, made here or on another machine; empty of one that is not complete."""
+        """The manifest of each part; {} if the part is incomplete. Updates self.read from them,
+        since another machine may have prepared a part."""
         manifests = [part.manifest() for part in self.parts]
         for part, manifest in zip(self.parts, manifests):
             if manifest and part.split == "train":
@@ -140,15 +148,15 @@ class Preparation:
         return manifests
 
     def is_needed(self, part: Part) -> bool:
-        """Whether the parts before it that are complete hold fewer than data.max_tokens."""
+        """Whether the complete parts before this one hold fewer than data.max_tokens tokens."""
         return part.split == "heldout" or self.tokens_before(part) < self.limit
 
     def tokens_before(self, part: Part) -> int:
         return int(self.read[: part.number].sum())
 
     def finish(self) -> None:
-        """Writes the final manifest, of the parts that data.max_tokens needs, and removes all else.
-        Raises ConfigError, and OSError."""
+        """Writes the final manifest and deletes parts beyond data.max_tokens. Raises ConfigError
+        and OSError."""
         manifest = self.manifest
         check_files(self.folder, manifest, local_splits(self.folder, self.data))
         needed = []
@@ -158,7 +166,7 @@ class Preparation:
                 for suffix in (".json", ".bin", ".ends.bin"):
                     part.path(suffix).unlink(missing_ok=True)
                 continue
-            if not of_part:  # it was changed since
+            if not of_part:  # its files changed after the part was prepared
                 raise ConfigError(
                     f"{part.ranges[0].file.path}: changed meanwhile; prepare it again"
                 )
@@ -198,19 +206,20 @@ class Preparation:
             )
 
     def tokens_needed(self, part: Part, tokens: int) -> int:
-        """Those of a training part up to the first document's end that reaches data.max_tokens."""
+        """How many of a training part's tokens to train on: up to the end of the document that
+        reaches data.max_tokens."""
         limit = self.limit - self.tokens_before(part)
-        if not part.number or tokens < limit:  # the first part has ended there itself
+        if not part.number or tokens < limit:  # the first part already stopped at the limit
             return tokens
         ends = np.fromfile(part.path(".ends.bin"), "<i8")
         return int(ends[np.searchsorted(ends, limit)])
 
     def check(self, tokens: dict[str, int], rows: int, wrong: int) -> None:
-        """Raises ConfigError for a source with too little text, or too many wrong rows."""
+        """Raises ConfigError if the source has too little text or too many invalid rows."""
         source = f"[data] source = {self.data.source}"
         if not any(tokens.values()):
             raise ConfigError(f"{source}: holds no text")
-        if tokens["heldout"] < 2:  # an input and its target
+        if tokens["heldout"] < 2:  # evaluation needs an input and its target
             name = f"[data] validation = {self.data.validation}" if self.data.validation else source
             raise ConfigError(f"{name}: holds nothing to evaluate on")
         if 100 * wrong > rows * (self.data.bad_rows == "skip"):
@@ -220,11 +229,11 @@ class Preparation:
             )
 
     def print_progress(self, is_over: threading.Event) -> None:
-        """Prints a line now and then, of what all processes on all machines have written."""
+        """Periodically prints how much all processes on all machines have written."""
         parts = [part for part in self.parts if part.split == "train"]
         text = sum(part.size for part in parts)
         tokens = 0
-        first = None  # the share that was done at the first line, and when that was
+        first = None  # (share done, time) at the first printed line
         while not is_over.wait(LOG_SECONDS):
             done = [part for part in parts if part.path(".json").exists()]
             done_text = sum(part.size for part in done)
@@ -232,7 +241,7 @@ class Preparation:
             done_tokens = size_of(part.path(".bin") for part in done) // self.width
             tokens = size_of(self.folder.glob("*train-?????.bin*")) // self.width
             line = f"{tokens:,} tokens, {len(done)} of {len(parts)} parts"
-            if done_tokens:  # before, nothing says how much text a token is
+            if done_tokens:  # bytes per token are unknown before the first part is complete
                 speed = (tokens - before) * done_text / done_tokens / LOG_SECONDS
                 line += f", {speed / 1e6:,.1f} MB/s"
             now = max(tokens / self.limit, done_text / max(1, text)), time.monotonic()
@@ -244,7 +253,7 @@ class Preparation:
 
 
 def size_of(paths: Iterable[pathlib.Path]) -> int:
-    """Bytes of files, without those that have been renamed meanwhile."""
+    """The total bytes of files. Skips files that were renamed since they were listed."""
     size = 0
     for path in paths:
         with contextlib.suppress(OSError):
@@ -254,7 +263,7 @@ def size_of(paths: Iterable[pathlib.Path]) -> int:
 
 @contextlib.contextmanager
 def printing(work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Runs it in a thread, until the event."""
+    """Runs `work` in a background thread, and sets its event on exit."""
     is_over = threading.Event()
     threading.Thread(target=work, args=(is_over,), daemon=True).start()
     try:
@@ -265,7 +274,7 @@ def printing(work: Callable[[threading.Event], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def start_pool(workers: int) -> Iterator[Executor]:
-    """Processes, which are killed at the end, whatever they do then."""
+    """A pool of processes that are killed on exit, even while they work."""
     if workers == 1:
         yield InThisThread()
         return
@@ -280,14 +289,14 @@ def start_pool(workers: int) -> Iterator[Executor]:
 
 
 def _start_worker(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     die_with_parent()
-    if os.getppid() != parent:  # it died before
+    if os.getppid() != parent:  # the parent died before die_with_parent()
         os._exit(1)
 
 
 def check_hashes(folder: pathlib.Path) -> None:
-    """Raises ConfigError if a complete folder's token files are not as they were written."""
+    """Raises ConfigError if a token file of a complete folder is missing or was changed."""
     for of_part in sorted(folder.glob("*-?????.json")):
         for (name, *_), _, digest in read_json(of_part)["token_files"].values():
             path = folder / name
@@ -298,13 +307,13 @@ def check_hashes(folder: pathlib.Path) -> None:
 
 
 def task_of(text: str) -> tuple[int, int]:
-    """Raises ValueError."""
+    """Parses "I/N" into (i, n). Raises ValueError."""
     number, count = map(int, text.split("/"))
-    return number % max(1, count), max(1, count)  # a SLURM array may begin with 1
+    return number % max(1, count), max(1, count)  # SLURM array indices may start at 1
 
 
 def before_training(argv: list[str]) -> int:
-    """main() for a launch, which compares no hashes, and is no task."""
+    """main() for the launcher. Prepares all parts, even in a SLURM array; verifies no hashes."""
     _, cfg = config.from_command_line(argv, __doc__)
     prepare(cfg.data, cfg.model.vocab_size)
     return FINISHED

@@ -1,5 +1,5 @@
-"""What depends on the kind of a source's rows: here texts. formats.py chooses; conversations are in
-chat/rows.py."""
+"""Turns rows of text into token ids. chat/rows.py does it for conversations; formats.py chooses
+between the two."""
 
 import array
 import functools
@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, NamedTuple
 import config
 from config import ConfigError
 
-if TYPE_CHECKING:  # imported where they are used: reading needs no tokenizer, preparing no torch
+if TYPE_CHECKING:  # functions import these where needed: preparing data must not import torch
     from data.tokens import Span
     from tools.prepare.tokenizer import Tokenizer
 
-LARGEST_ROW = 64 << 20  # bytes; tokenizing takes some 50 times as much memory
-HELD_OUT = 25  # one of so many documents, of the first ones
+LARGEST_ROW = 64 << 20  # bytes; tokenizing needs about 50 times as much memory
+HELD_OUT = 25  # one in so many of the first documents is held out for validation
 
 
 class Encoded(NamedTuple):
     """A tokenized document."""
 
-    is_held_out: bool  # for validation, by its hash
-    ids: bytes  # empty: it is left out
-    text_bytes: int = 0  # in UTF-8; of a conversation unknown
-    unknown: int = 0  # ids of what the vocabulary lacks
+    is_held_out: bool  # whether its hash selects it for validation
+    ids: bytes  # empty if the document is left out
+    text_bytes: int = 0  # size of its text in UTF-8; 0 for a conversation
+    unknown: int = 0  # number of UNK tokens
 
 
 class MissingColumn(ConfigError):
@@ -33,24 +33,25 @@ class MissingColumn(ConfigError):
 
 
 class Texts:
-    """Rows with a column of text. Each is a document, and windows are cut from their stream."""
+    """Rows with a column of text. Each row is a document. Training cuts windows from the
+    concatenated documents."""
 
-    part_bytes = 1 << 26  # of the source; in a minute or two, on one core
+    part_bytes = 1 << 26  # minimum size of a part; one core needs a minute or two for it
 
     def __init__(self, data: config.Data):
         self.data = data
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Those of a parquet or Arrow file that are read."""
+        """The columns to read from a parquet or Arrow file."""
         return (self.data.text_field,)
 
     def not_read(self, row: dict) -> list[str]:
-        """The columns of a row to report as not read."""
+        """The columns of a row that the user should know are not read."""
         return []
 
     def document(self, where: str, row: dict) -> str:
-        """A row's document; empty: it is left out. Raises ConfigError if the row is wrong."""
+        """A row's document; empty to leave it out. Raises ConfigError if the row is invalid."""
         field = self.data.text_field
         if field not in row:
             raise MissingColumn(f"has no field {field!r} (data.text_field), but {', '.join(row)}")
@@ -61,26 +62,29 @@ class Texts:
         return text
 
     def encoder(self, folder: pathlib.Path) -> Callable[[list[str]], list[Encoded]]:
-        """Documents -> ids, with the tokenizer of a folder; runs in any thread."""
+        """A function that tokenizes documents with the tokenizer of a folder. For texts, it is
+        thread-safe."""
         from tools.prepare.tokenizer import Tokenizer
 
         tokenizer = Tokenizer(folder)
         return functools.partial(encode_texts, tokenizer, self.dtype(tokenizer.vocab_size))
 
     def dtype(self, vocab_size: int) -> str:
-        """Of the ids in token files."""
+        """The dtype of the ids in token files."""
         return "int32" if vocab_size > 1 << 16 else "uint16"
 
     def identity(self) -> dict[str, str]:
-        """Hashes of files that the token files depend on besides the tokenizer."""
+        """Hashes of the files, other than the tokenizer, that determine the token ids."""
         return {}
 
     def files(self) -> dict[str, bytes]:
-        """What a folder keeps besides the tokenizer, by name. Raises ConfigError."""
+        """The files, other than the tokenizer, to store in the folder, by name. Raises
+        ConfigError."""
         return {}
 
     def lines(self, span: "Span", tokenizer: "Tokenizer") -> Iterator[str]:
-        """Yields two lines for each document in a window: what of it is there, and its text."""
+        """Yields two lines for each document in a window: a heading and the text that is in the
+        window."""
         stream, start, stop = span
         ids = stream.read(start, stop)
         around = stream.documents(max(0, start - 1), min(stop + 1, stream.length))
@@ -102,7 +106,7 @@ def check_text(text: str) -> None:
     """Raises ConfigError if a row's text cannot be tokenized."""
     try:
         size = len(text.encode())
-    except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
+    except UnicodeEncodeError as error:  # a lone surrogate, which JSON can escape
         raise ConfigError(f"is not valid Unicode: {error.reason}") from None
     if size > LARGEST_ROW:
         raise ConfigError(f"is longer than {LARGEST_ROW >> 20} MiB; split it")
@@ -120,6 +124,6 @@ def encode_texts(tokenizer: "Tokenizer", dtype: str, documents: list[str]) -> li
 
 
 def is_held_out(document: str) -> bool:
-    """Whether a document belongs to the validation text, by its hash."""
+    """Whether the document's hash selects it for validation."""
     digest = hashlib.blake2b(document.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT == 0

@@ -1,4 +1,4 @@
-"""What a source names: its files, in the order in which they are read, and their documents."""
+"""Lists the files of a source in reading order, and reads their documents."""
 
 import collections
 import errno
@@ -24,29 +24,29 @@ from tools.prepare.row_format import MissingColumn
 from tools.prepare.rows import COMPRESSIONS, READERS, is_plain_text, is_readable, read_rows
 
 HUB = "hf://"
-CONVERTED = "refs/convert/parquet"  # the hub's own copy of a dataset of other files
-HUB_SECONDS = 10.0  # until the hub has to answer
+CONVERTED = "refs/convert/parquet"  # the hub converts datasets of other file types to this branch
+HUB_SECONDS = 10.0  # timeout of a request to the hub
 DATASET_ID = re.compile(r"(?P<repo>[\w-][\w.-]*(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?")
-# other suffixes of files: what ends with one is not the id of a dataset
+# a name with one of these suffixes is a file's, not the id of a dataset
 OTHER_SUFFIXES = (".gz", ".zst", ".zip", ".xz")
-# of a folder these are not read: scripts that load the data, caches of `datasets`, and what its
-# save_to_disk() writes next to rows
+# skipped in folders: loading scripts, caches of `datasets`, and the metadata that its
+# save_to_disk() writes
 NOT_IN_FOLDERS = re.compile(r".*\.py|cache-.*\.arrow|(state|dataset_info|dataset_dict)\.json")
-# what is about a text, and not read with it
+# skipped in folders: files about the text
 CARD = re.compile(r"(README|(LICEN[CS]E|COPYING)\b).*", re.IGNORECASE)
-LOGGED_ROWS = 10  # of the wrong ones of a part
+LOGGED_ROWS = 10  # log at most so many invalid rows per part
 
 
 class SourceFile(NamedTuple):
-    """A manifest stores it as a list of these fields in this order."""
+    """A file of a source. A manifest stores it as a list of these fields, in this order."""
 
     path: str  # or hf://datasets/OWNER/NAME@COMMIT/...
     size: int = 0  # bytes
-    time: int = 0  # mtime in ns; of a dataset's file 0: its commit tells whether it has changed
+    time: int = 0  # mtime in ns; 0 for a file of a dataset, which its commit identifies
 
 
 class ByteRange(NamedTuple):
-    """The rows of a file that begin in these bytes of it; end=None: and all later ones."""
+    """The rows of a file that begin at these bytes. end=None includes all later rows."""
 
     file: SourceFile
     begin: int = 0
@@ -54,16 +54,19 @@ class ByteRange(NamedTuple):
 
 
 def name_hash(name: str) -> bytes:
-    """The sort key of a source's files, from the name within the source: files are read in the order of
-    a hash, so that a corpus of many files is shuffled."""
+    """The sort key of a source's files: the hash of a file's name within the source. This order
+    shuffles a corpus of many files."""
     return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
 
 
 def documents(
     data: config.Data, ranges: Iterable[ByteRange], count: collections.Counter | None = None
 ) -> Iterator[str]:
-    """Yields the documents that aren't empty. count: of "rows" and, with data.bad_rows, "wrong"
-    ones. Raises ConfigError, which names file and row, and OSError if a retry may help."""
+    """Yields the documents, without empty ones.
+
+    Counts "rows" in `count` and, unless data.bad_rows is "refuse", "wrong" (invalid) rows. Raises
+    ConfigError, which names file and row, and OSError if a retry may help.
+    """
     count = collections.Counter() if count is None else count
     rows = row_format(data)
     for where, row in rows_of(ranges, rows.columns, data.text_field):
@@ -88,9 +91,11 @@ def documents(
 
 
 def check_first_row(data: config.Data, files: Iterable[SourceFile]) -> None:
-    """Raises ConfigError, with the option that may help, if a source's first row lacks a column that
-    data.format reads: all others will, too. Reports columns of it that nothing reads. OSError if a
-    retry may help."""
+    """Raises ConfigError if a source's first row lacks a column that data.format reads.
+
+    The other rows will lack it, too; the message suggests options that may read them. Warns about
+    columns that nothing reads. Raises OSError if a retry may help.
+    """
     where = ""
     row: Any = {}
     try:
@@ -103,14 +108,15 @@ def check_first_row(data: config.Data, files: Iterable[SourceFile]) -> None:
             return
     except MissingColumn as error:
         raise ConfigError(f"{where}: {error}; try {options_for(row)}") from None
-    except ConfigError:  # which its part will raise, and others with it
+    except ConfigError:  # preparing the part will report it, with the problems of other parts
         pass
 
 
 def rows_of(
     ranges: Iterable[ByteRange], columns: tuple[str, ...], text_field: str
 ) -> Iterator[tuple[str, Any]]:
-    """Yields (where the row stands, the row) as the readers of rows.py do."""
+    """Yields (the row's file and number, the row). Rows are those of rows.py's readers, but a plain
+    text becomes a row with the one column `text_field`."""
     for (path, *_), begin, end in ranges:
         origin = f" from byte {begin} on" if begin else ""
         number = 0
@@ -127,18 +133,21 @@ def rows_of(
 
 
 def open_file(path: str) -> IO[bytes]:
-    """Raises ConfigError, and whatever the hub's library raises."""
+    """Opens a local file or one on the hub. Raises OSError, and whatever the hub's library
+    raises."""
     if path.startswith(HUB):
         from huggingface_hub import HfFileSystem
 
-        # pyrefly: ignore[bad-argument-type]  # a raw file, whose readline() knows no limit
+        # pyrefly: ignore[bad-argument-type]  # a raw file, whose readline() ignores its limit
         return io.BufferedReader(HfFileSystem().open(path), 1 << 16)
     return open(path, "rb")
 
 
 def unreadable(path: str, error: Exception, where: str = "") -> Exception:
-    """What to raise for an exception of a library: an OSError if a retry may help. where: in the
-    file, for the message."""
+    """Converts a library's exception to an OSError if a retry may help, else to a ConfigError.
+
+    `where` is the place in the file, for the message.
+    """
     problem = f"{where}cannot be read: {type(error).__name__}: {first_line(error)}"
     if path.startswith(HUB):
         may_pass = not isinstance(error, ValueError | FileNotFoundError)
@@ -153,17 +162,16 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-# Which files
+# List the files
 
 
 def list_files(
     data: config.Data, revision: str | None = None
 ) -> tuple[list[SourceFile], str | None]:
-    """(the files of a source in reading order, the commit of a Hugging Face dataset).
+    """Returns (the files of a source in reading order, the commit of a Hugging Face dataset).
 
-    The order is that of a hash of their names within the source, so that a corpus of many files is
-    mixed as it is read. revision: None for the newest commit. Raises ConfigError, and OSError if a
-    retry may help.
+    name_hash() gives the order. revision=None selects the newest commit. Raises ConfigError, and
+    OSError if a retry may help.
     """
     files = local_files(data.source)
     if files is None:
@@ -190,8 +198,8 @@ def list_files(
 
 
 def local_files(source: str) -> list[SourceFile] | None:
-    """The files of a local source as they are now, in reading order; None for the id of a Hugging
-    Face dataset. Raises ConfigError."""
+    """The current files of a local source, in reading order; None for the id of a Hugging Face
+    dataset. Raises ConfigError."""
     paths = local_paths(source)
     if paths is None:
         return None
@@ -207,7 +215,7 @@ def local_files(source: str) -> list[SourceFile] | None:
 
 
 def local_paths(source: str) -> list[str] | None:
-    """The files of a local source, by name; None for the id of a Hugging Face dataset. Raises
+    """The paths of a local source's files; None for the id of a Hugging Face dataset. Raises
     ConfigError."""
     if is_dataset(source):
         return None
@@ -219,7 +227,7 @@ def local_paths(source: str) -> list[str] | None:
     if os.path.isdir(source):
         paths = [path for path in paths if is_readable(path)]
         paths = [path for path in paths if not NOT_IN_FOLDERS.fullmatch(os.path.basename(path))]
-    if CARD.fullmatch(os.path.basename(source)):  # a pattern that asks for them
+    if CARD.fullmatch(os.path.basename(source)):  # the pattern asks for cards
         return paths
     return [path for path in paths if not is_card(path)]
 
@@ -237,12 +245,15 @@ def is_card(path: str) -> bool:
 
 
 def visible_files(source: str) -> list[str]:
-    """The files of a pattern, or those below a folder, by name. Leaves out hidden ones, such as
-    macOS's ._a.jsonl, and what save_to_disk() wrote before the last time. Raises ConfigError."""
+    """The files that match a pattern, or all files below a folder, sorted by name.
+
+    In a folder, skips hidden files, such as macOS's ._a.jsonl, and files that an earlier
+    save_to_disk() left behind. Raises ConfigError.
+    """
     if not os.path.isdir(source):
         return sorted(path for path in glob.glob(source, recursive=True) if not os.path.isdir(path))
     paths = []
-    folders: dict[str, str] = {}  # by their real paths
+    folders: dict[str, str] = {}  # real path -> path
     for folder, subfolders, names in os.walk(source, onerror=raise_error, followlinks=True):
         same = folders.setdefault(os.path.realpath(folder), folder)
         if same != folder:
@@ -261,8 +272,8 @@ def raise_error(error: OSError) -> None:
 
 
 def saved_files(folder: str) -> list[str]:
-    """What save_to_disk() wrote into a folder the last time."""
-    with suppress(OSError, ValueError, LookupError, TypeError):  # another state.json
+    """The files that the last save_to_disk() wrote into a folder."""
+    with suppress(OSError, ValueError, LookupError, TypeError):  # a state.json of something else
         state = json.loads(pathlib.Path(folder, "state.json").read_bytes())
         return [file["filename"] for file in state["_data_files"]]
     return []
@@ -274,8 +285,11 @@ def ending(path: str) -> str:
 
 
 def refuse_copies(paths: list[str]) -> None:
-    """Raises ConfigError for a link next to its file, and for files of rows that differ in their
-    endings alone, or texts in their compression."""
+    """Raises ConfigError if two files seem to hold the same text.
+
+    These are a link and its target, files of rows whose names differ only in their suffixes, and
+    plain texts whose names differ only in the suffix of their compression.
+    """
     copies: dict[str, str] = {}
     for path in paths:
         stem, suffix = os.path.splitext(path)
@@ -293,8 +307,8 @@ def refuse_copies(paths: list[str]) -> None:
 
 
 def stdlib_files() -> list[str]:
-    """Real text that every machine has. Excludes tests: some are deliberately broken, and some
-    systems omit them."""
+    """The modules of Python's standard library: real text that every machine has. Excludes its
+    tests, because some are deliberately broken and some systems omit them."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     excluded = {"site-packages", "dist-packages", "test", "tests"}
     return [
@@ -305,7 +319,7 @@ def stdlib_files() -> list[str]:
 
 
 def hub_files(data: config.Data, revision: str | None) -> tuple[list[SourceFile], str]:
-    """list_files() of a Hugging Face dataset: as `datasets` resolves subset and split."""
+    """list_files() for a Hugging Face dataset. `datasets` resolves subset and split."""
     match = DATASET_ID.fullmatch(data.source)
     assert match
     repo = match["repo"]
@@ -351,7 +365,7 @@ def dataset_splits(
         return {str(split): [*map(str, paths)] for split, paths in files.items()}
     from huggingface_hub import HfFileSystem
 
-    # SUBSET/SPLIT/0000.parquet, which `datasets` would take for one subset
+    # `datasets` would read all of SUBSET/SPLIT/0000.parquet as one subset
     splits = collections.defaultdict(list)
     subsets = set()
     for path in HfFileSystem().glob(f"datasets/{repo}@{commit}/{subset or '*'}/*/*.parquet"):

@@ -1,4 +1,4 @@
-"""Text <-> token ids: a sentencepiece model or a tokenizer.json."""
+"""Text <-> token ids, with a sentencepiece model or a tokenizer.json."""
 
 import hashlib
 import os
@@ -12,9 +12,11 @@ TOKENIZERS = ("tokenizer.model", "tokenizer.json")
 
 
 def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
-    """The bytes, by file name, of tokenizer.model, or of tokenizer.json and (if present)
-    the settings next to it. path: the file, a folder that holds one, or the id of a Hugging Face
-    repository. Raises ConfigError."""
+    """Reads tokenizer.model, or tokenizer.json and (if present) the settings next to it.
+
+    Returns their bytes by file name. path: the file, a folder that contains it, or the id of a
+    Hugging Face repository. Raises ConfigError.
+    """
     if not os.path.exists(path):
         from extras.huggingface.hub import local
 
@@ -40,8 +42,8 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
 
 
 def tokenizer_hash(contents: dict[str, bytes]) -> str:
-    """SHA-256 of a tokenizer. contents: of tokenizer_files(), but for special_tokens_map.json, which
-    repeats tokenizer_config.json."""
+    """SHA-256 of the files of tokenizer_files(). Skips special_tokens_map.json, which repeats
+    tokenizer_config.json."""
     hashed = [content for name, content in contents.items() if name != TOKEN_MAP]
     return hashlib.sha256(b"".join(hashed)).hexdigest()
 
@@ -49,21 +51,21 @@ def tokenizer_hash(contents: dict[str, bytes]) -> str:
 class Tokenizer:
     """Text <-> ids, by sentencepiece or `tokenizers`.
 
-    Lossless for byte-level models (Llama 3's), and for those trained here. One that was trained on
-    text without a space is not: it decodes a space as SPACE.
+    Lossless for byte-level models (Llama 3's) and for models trained here, with one exception: a
+    model trained on text without a space decodes a space as SPACE.
     """
 
     def __init__(self, path: str | pathlib.Path):
-        """path: as of tokenizer_files(). Raises ConfigError."""
+        """path: as for tokenizer_files(). Raises ConfigError."""
         self.path = path
         self.files = tokenizer_files(path)
         self.model: Any  # JsonModel or sentencepiece.SentencePieceProcessor
         self.vocab_size: int
-        # the ids before and after a document: one of each, or none
+        # the ids before and after a document; empty if the tokenizer has no such token
         self.bos: list[int]
         self.eos: list[int]
-        self.unknown: int  # the id of what the vocabulary lacks; -1: there is none
-        # how SPACE is encoded, if the model would decode it to a space
+        self.unknown: int  # the id of UNK; -1 if there is none
+        # the ids for the character SPACE, if the model itself would decode it to a space
         self.space: list[int] | None = None
         if "tokenizer.json" in self.files:
             self.model = JsonModel(path, self.files)
@@ -75,7 +77,7 @@ class Tokenizer:
             self._load_sentencepiece(self.files["tokenizer.model"])
 
     def require_size(self, vocab_size: int) -> None:
-        """Raises ConfigError if it has more entries than the model has rows, model.vocab_size."""
+        """Raises ConfigError if the tokenizer has more than model.vocab_size entries."""
         if self.vocab_size > vocab_size:
             raise ConfigError(
                 f"[model] vocab_size = {vocab_size}: smaller than the tokenizer {self.path}, of "
@@ -83,12 +85,12 @@ class Tokenizer:
             )
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids. BOS, EOS and ids outside the vocabulary decode to nothing."""
+        """The text of ids. BOS, EOS and ids outside the vocabulary decode to nothing."""
         return self.model.decode([i for i in ids if 0 <= i < self.vocab_size])
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text, without BOS and EOS. Names of special tokens in a text are encoded as
-        plain text."""
+        """The ids of each text, without BOS and EOS. Encodes names of special tokens as plain
+        text."""
         encoded = self.model.encode(texts)
         for i, text in enumerate(texts):
             if self.space and SPACE in text:
@@ -99,10 +101,10 @@ class Tokenizer:
         return encoded
 
     def _load_sentencepiece(self, content: bytes) -> None:
-        """content: of tokenizer.model. Raises ConfigError."""
+        """Loads the bytes of a tokenizer.model. Raises ConfigError."""
         import sentencepiece
 
-        # one thread: preparing runs a process, or a thread, on each core
+        # one thread, because prepare.py already uses every core
         self.model = sentencepiece.SentencePieceProcessor(num_threads=1)
         try:
             self.model.LoadFromSerializedProto(content)
@@ -123,12 +125,14 @@ class Tokenizer:
         self.space = self._space_bytes()
 
     def _space_bytes(self) -> list[int] | None:
-        """SPACE as byte tokens of a sentencepiece model, which decode to SPACE. None for a model
-        without byte fallback, and for one that adds a space in front of a text: encode() would add
-        it to each segment of a text, too."""
+        """The byte tokens of a sentencepiece model that decode to the character SPACE.
+
+        None for a model without byte fallback. None also for a model that adds a space in front of
+        a text, since encode() would add it to each segment of a text, too.
+        """
         ids = [self.model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
         if self.model.unk_id() in ids:
             return None
         first_entry = self.model.encode("a", out_type=str)[0]
-        # a vocabulary of another script has "a" only as a byte
+        # a vocabulary of another script may contain "a" only as a byte
         return ids if first_entry in ("a", "<0x61>") else None

@@ -1,4 +1,4 @@
-"""Trains a tokenizer on the texts of sources, with sentencepiece."""
+"""Trains a sentencepiece tokenizer on the texts of sources."""
 
 import collections
 import io
@@ -17,10 +17,10 @@ LONGEST_LINE = 1 << 14  # characters; a longer line is split for training
 def train_on_sources(
     sources: Sequence[config.Data], weights: Sequence[float], vocab_size: int
 ) -> bytes:
-    """Trains on the start of each source, in proportion to its weight.
+    """Trains a tokenizer on the start of each source, in proportion to its weight.
 
-    On 800 characters per vocabulary entry, at least 4 million: training waits for it. Returns the
-    model file's content. Raises ConfigError.
+    Reads 800 characters per vocabulary entry, and at least 4 million; more would delay the run.
+    Returns the bytes of the model file. Raises ConfigError.
     """
     characters = max(4_000_000, vocab_size * 800)
     names = ", ".join(source.source for source in sources)
@@ -34,8 +34,8 @@ def train_on_sources(
 def first_documents(
     sources: Sequence[config.Data], weights: Sequence[float], characters: int
 ) -> Iterator[str]:
-    """Yields documents from the start of each source, in all as many characters, or a little
-    more."""
+    """Yields documents from the start of each source until they have `characters` characters in
+    total."""
     for data, weight in zip(sources, weights):
         share = characters * (weight / sum(weights))
         read = 0
@@ -47,12 +47,14 @@ def first_documents(
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Trains a BPE model with sentencepiece. Returns the bytes of its file. Raises ConfigError,
-    which names the nearest vocabulary size that works if this one does not."""
+    """Trains a BPE model with sentencepiece. Returns the bytes of its file.
+
+    Raises ConfigError, which suggests the nearest vocabulary size that works.
+    """
     import sentencepiece
 
     model = io.BytesIO()
-    # All texts are read before training: sentencepiece would turn an error of the source, or
+    # Read all texts before training, because sentencepiece turns an error of the source, and
     # Ctrl-C, into a RuntimeError.
     lines: collections.deque[str | None] = collections.deque()
     for text in texts:
@@ -86,8 +88,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def training_lines(text: str) -> Iterator[str]:
-    """Yields the lines of a text that sentencepiece can train on. It would silently drop lines that
-    are too long, so these are split; it cannot read a null character."""
+    """Yields the lines of a text for training. Splits long lines, which sentencepiece silently
+    drops, and skips lines with a null character, which it cannot read."""
     for line in text.splitlines():
         if "\0" in line:
             continue
@@ -96,7 +98,7 @@ def training_lines(text: str) -> Iterator[str]:
 
 
 def training_problem(error: str) -> str:
-    """What an error of sentencepiece's training means for the vocabulary size."""
+    """Explains an error of sentencepiece's training, with a vocabulary size that works."""
     largest = re.search(r"value <= (\d+)", error)
     if largest:
         return (

@@ -1,1 +1,1 @@
-"""Conversations -> token ids, with which of them have a loss."""
+"""Turns conversations into token ids and a loss mask."""

@@ -1,8 +1,8 @@
-"""Conversations as training data; only the assistant's tokens have a loss.
+"""Tokenizes conversations for training; only the assistant's tokens have a loss.
 
 A chat template renders each conversation as transformers does, and the full text is tokenized. The
 assistant's characters are those in the template's {% generation %} blocks. If the template has no
-such block, marks in a second rendering show them (turns.py). A token that holds one of these
+such block, marks in a second rendering locate them (turns.py). A token with at least one of these
 characters has a loss. Token files store a token without a loss as its complement, -1 - id, so
 the sign is the loss mask.
 
@@ -34,7 +34,7 @@ from tools.prepare.tokenizer_json import settings_of, token_name
 
 
 class Tokens(NamedTuple):
-    """Token ids of a text, and the characters of each."""
+    """The token ids of a text, and the range of characters of each token."""
 
     ids: list[int]
     offsets: Spans
@@ -47,17 +47,17 @@ class Tokens(NamedTuple):
 
 
 class Chat:
-    """A tokenizer and a chat template: conversations -> ids. Raises ConfigError."""
+    """Turns conversations into ids with a tokenizer and a chat template. Raises ConfigError."""
 
     def __init__(self, tokenizer: str | pathlib.Path, template: str | None = None):
-        """tokenizer: as for Tokenizer. template: a Jinja file; None: the tokenizer's own."""
+        """tokenizer: as for Tokenizer. template: a Jinja file; None selects the tokenizer's own."""
         self.tokenizer = Tokenizer(tokenizer)
         self.is_json = "tokenizer.json" in self.tokenizer.files
-        # special: ids by name. variables: names by the template's variable for them
+        # special: name -> id. variables: variable of the template -> name
         if self.is_json:
             self.model = self.tokenizer.model.inner
             variables = json_token_variables(settings_of(self.tokenizer.files))
-            # special, as in transformers, even if tokenizer.json says otherwise
+            # transformers treats them as special even if tokenizer.json does not
             known = [
                 name for name in variables.values() if self.model.token_to_id(name) is not None
             ]
@@ -78,15 +78,15 @@ class Chat:
                 )
             self.special = sentencepiece_special_tokens(self.model)
             variables = sentencepiece_token_variables(self.model)
-        # ids that only a name may become; any unknown text becomes UNK
+        # ids that only the name of a special token may produce; unknown text produces UNK
         unk = self.special.get(variables.get("unk_token", ""))
         self.reserved = set(self.special.values()) - {unk}
 
-        # a name that contains another one comes first
+        # longest first, because one name may contain another
         names = sorted(self.special, key=len, reverse=True)
         alternatives = "|".join(map(re.escape, names)) or "(?!)"  # (?!) never matches
         self.pattern = re.compile(f"({alternatives})")
-        # parts of names
+        # proper prefixes and suffixes of the names
         self.prefixes: set[str] = set()
         self.suffixes: set[str] = set()
         for name in names:
@@ -105,12 +105,12 @@ class Chat:
         tools: list | None = None,
         has_loss: list[bool] | None = None,
     ) -> tuple[list[int], list[bool]]:
-        """The ids of a conversation, and which of them have a loss.
+        """Returns the ids of a conversation, and for each id whether it has a loss.
 
-        messages: as checked() returns them. has_loss: which of them have a loss, if the assistant
-        says them; None: all. Both lists are empty if the assistant has no such turn, or any
-        without text and tool calls: such a one would teach to end at once, and has nothing that
-        says which characters are its own.
+        messages: as checked() returns them. has_loss selects among the assistant's messages; None
+        selects all. Both results are empty if no message has a loss. They are also empty if a turn
+        of the assistant has neither text nor tool calls: it would teach the model to end its turn
+        at once, and nothing would show which characters belong to it.
         """
         learned = learned_turns(messages, has_loss)
         if not any(learned) or not assistant_always_speaks(messages):
@@ -131,7 +131,7 @@ class Chat:
         has_loss: list[bool],
         rendering: Rendering,
     ) -> Spans:
-        """The characters with a loss in the rendering of a conversation. Raises ConfigError."""
+        """The ranges of characters with a loss in a rendering. Raises ConfigError."""
         turns = Turns(
             messages,
             self.sandbox.marks.mark,
@@ -155,19 +155,19 @@ class Chat:
         return turns.with_loss(rendering.blocks, has_loss)
 
     def prompt(self, messages: list[Message]) -> list[int]:
-        """The ids of a conversation up to where the assistant speaks."""
+        """The ids of a conversation, with the generation prompt at its end."""
         self._choose_marks(messages, None)
         _, guarded = self._render_guarded(messages, None, prompt=True)
         return self._tokenize_guarded(guarded).ids
 
     def end_of_turn(self) -> list[int]:
-        """The special tokens that end an assistant's turn, where another follows and at the end of
-        the conversation; empty if the template has none, or cannot be rendered."""
+        """The ids of the special tokens that end an assistant's turn, both before another turn and
+        at the end of a conversation. Empty if the template has none, or cannot be rendered."""
         turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
         ends = []
         for messages in (turn, turn + turn):
             first_turn = [i < len(turn) for i in range(len(messages))]
-            with contextlib.suppress(ConfigError):  # some end a turn in one of the two only
+            with contextlib.suppress(ConfigError):  # some end a turn in only one case
                 ids, has_loss = self.encode(messages, None, first_turn)
                 learned = itertools.compress(ids, has_loss)
                 ends += [token for token in learned if token in self.special.values()][-1:]
@@ -178,7 +178,7 @@ class Chat:
     def _render(
         self, messages: list[Message], tools: list | None, prompt: bool = False
     ) -> Rendering:
-        """prompt: up to where the assistant speaks."""
+        """Renders a conversation. prompt=True adds the generation prompt."""
         begin, end, _, mark = self.sandbox.marks
         with template_errors():
             marked = self.template.render(
@@ -216,8 +216,8 @@ class Chat:
     def _render_guarded(
         self, messages: list[Message], tools: list | None, prompt: bool = False
     ) -> tuple[Rendering, str]:
-        """The rendering, and its text with a guard in each name of a special token that a message
-        contains."""
+        """Returns the rendering, and its text with a guard in each special token's name that a
+        message contains. Raises ConfigError if the guards change the rendering."""
         rendering = self._render(messages, tools, prompt)
         guarded = rendering.text
         guarded_messages = self._guard(messages)
@@ -232,11 +232,11 @@ class Chat:
         return rendering, guarded
 
     def _guard(self, value: Any) -> Any:
-        """The messages with guards in their strings, so that no string makes a special token.
+        """Inserts guards into the strings of messages, so that none produces a special token.
 
-        A guard splits each name of a special token. It also stands before a string that begins like
-        the end of a name, and after one that ends like a beginning: the template's text next to it
-        could complete the name.
+        A guard splits each name of a special token. The template's text next to a string could also
+        complete a name. So a guard precedes a string that begins with the end of a name, and
+        follows a string that ends with the beginning of a name.
         """
         if isinstance(value, list):
             return [self._guard(entry) for entry in value]
@@ -249,7 +249,7 @@ class Chat:
             return value
         text = value.strip()  # a template may strip it, too
         guard = self.sandbox.marks.guard
-        # once more, since names may overlap
+        # repeat, since names may overlap
         while self.pattern.search(text):
             text = self.pattern.sub(lambda name: f"{name[0][0]}{guard}{name[0][1:]}", text)
         lengths = range(1, max(map(len, self.special), default=1))
@@ -262,8 +262,8 @@ class Chat:
         return value.replace(value.strip(), text)
 
     def _check_ends_of_turns(self, text: str, blocks: Spans) -> None:
-        """Raises ConfigError if no special token ends a turn, or one that is not in the turn's
-        block."""
+        """Raises ConfigError if a turn does not end with a special token, or if that token is
+        outside the turn's {% generation %} block."""
         names = tuple(self.special)
         for begin, end in blocks:
             special = self.pattern.match(text, end)
@@ -279,7 +279,7 @@ class Chat:
     # Tokenizing
 
     def _tokenize_guarded(self, guarded: str) -> Tokens:
-        """The tokens of a text with guards. Neither ids nor offsets count the guards."""
+        """The tokens of a text with guards, as if the guards were not in the text."""
         guard = self.sandbox.marks.guard
         if self.is_json and guard not in guarded:
             tokens = self._tokenize(guarded, special=True)
@@ -295,10 +295,10 @@ class Chat:
         return tokens
 
     def _check_pieces(self, guarded: str) -> None:
-        """Raises ConfigError if this tokenizer does not encode the text between special tokens as
-        if it stood alone.
+        """Raises ConfigError if the tokenizer encodes the text between two special tokens
+        differently from the same text alone.
 
-        Compares the two on the text with a letter for each guard, which splits names, too.
+        Compares the two with a letter in place of each guard, which splits names as well.
         """
         by_pieces = self._tokenize_by_pieces(guarded, guard_becomes="a")
         at_once = self._tokenize(guarded.replace(self.sandbox.marks.guard, "a"), special=True)
@@ -309,12 +309,12 @@ class Chat:
             )
 
     def _tokenize_by_pieces(self, guarded: str, guard_becomes: str) -> Tokens:
-        """Encodes the text between special tokens as if each piece stood alone."""
+        """Encodes each piece of text between special tokens on its own."""
         tokens = Tokens([], [])
         position = 0
         for number, piece in enumerate(self.pattern.split(guarded)):
             piece = piece.replace(self.sandbox.marks.guard, guard_becomes)
-            if number % 2:  # split() returns text and names in turn
+            if number % 2:  # split() alternates between text and names
                 piece_tokens = Tokens([self.special[piece]], [(0, len(piece))])
             else:
                 piece_tokens = self._tokenize(piece)
@@ -323,7 +323,8 @@ class Chat:
         return tokens
 
     def _tokenize(self, text: str, special: bool = False) -> Tokens:
-        """special: whether names of special tokens become those; for a tokenizer.json only."""
+        """The tokens of a text. special=True encodes names of special tokens as those tokens; only
+        a tokenizer.json supports it."""
         if not self.is_json:
             return self._tokenize_by_sentencepiece(text)
         self.model.encode_special_tokens = not special
@@ -338,7 +339,7 @@ class Chat:
         return Tokens(encoding.ids, encoding.offsets)
 
     def _tokenize_by_sentencepiece(self, text: str) -> Tokens:
-        """Writes SPACE as byte tokens, as Tokenizer.encode() does."""
+        """The tokens of a text. Encodes SPACE as byte tokens, as Tokenizer.encode() does."""
         space = self.tokenizer.space or []
         space_tokens = Tokens(space, [(0, 1)] * len(space))
         tokens = Tokens([], [])
@@ -354,7 +355,7 @@ class Chat:
 
 
 def json_special_tokens(model: Any) -> dict[str, int]:
-    """Ids of the special tokens of a tokenizer.json, by name."""
+    """The ids of a tokenizer.json's special tokens, by name."""
     special = {}
     for token_id, token in model.get_added_tokens_decoder().items():
         if token.special and len(token.content) > 1:
@@ -363,8 +364,8 @@ def json_special_tokens(model: Any) -> dict[str, int]:
 
 
 def json_token_variables(settings: bytes) -> dict[str, str]:
-    """bos_token, eos_token and so on of a tokenizer_config.json, as transformers passes them to a
-    template."""
+    """The variables bos_token, eos_token, ... that transformers reads from a tokenizer_config.json
+    and passes to a template."""
     named = json.loads(settings)
     extra = named.get("extra_special_tokens")
     if isinstance(extra, dict):
@@ -378,7 +379,7 @@ def json_token_variables(settings: bytes) -> dict[str, str]:
 
 
 def sentencepiece_special_tokens(model: Any) -> dict[str, int]:
-    """Ids of the control tokens of a sentencepiece model, by name."""
+    """The ids of a sentencepiece model's control tokens, by name."""
     control = filter(model.is_control, range(model.vocab_size()))
     return {model.id_to_piece(token): token for token in control}
 
@@ -394,7 +395,7 @@ def sentencepiece_token_variables(model: Any) -> dict[str, str]:
 
 
 def learned_turns(messages: list[Message], has_loss: list[bool] | None) -> list[bool]:
-    """Which messages have a loss: the assistant's, as far as has_loss says so."""
+    """For each message, whether it has a loss: it is the assistant's, and has_loss selects it."""
     by_assistant = [message["role"] == "assistant" for message in messages]
     if has_loss is None:
         return by_assistant
@@ -412,7 +413,7 @@ def assistant_always_speaks(messages: list[Message]) -> bool:
 
 
 def overlap(offsets: Spans, spans: Spans) -> list[bool]:
-    """Which tokens hold a character of a span."""
+    """For each token, whether it contains a character of a span."""
     overlaps = []
     previous_end = 0
     span = 0
@@ -428,15 +429,15 @@ def overlap(offsets: Spans, spans: Spans) -> list[bool]:
 
 @functools.lru_cache(2)
 def load_chat(folder: pathlib.Path) -> Chat:
-    """The tokenizer and template of a folder, once per process. Raises ConfigError."""
+    """Loads a folder's tokenizer and template, once per process. Raises ConfigError."""
     return Chat(folder)
 
 
 def encode_conversations(folder: pathlib.Path, documents: list[str]) -> list[Encoded]:
-    """tools.prepare.row_format.encode_texts() for conversations.
+    """Does for conversations what row_format.encode_texts() does for texts.
 
-    An id without a loss is complemented. A conversation that is left out has no ids. Raises
-    ConfigError with where the first wrong one stands.
+    Complements ids without a loss. A conversation that is left out has no ids. Raises ConfigError,
+    which names the row of the first invalid conversation.
     """
     chat = load_chat(folder)
     encoded = []
@@ -457,8 +458,8 @@ def encode_conversations(folder: pathlib.Path, documents: list[str]) -> list[Enc
 
 
 def spelled(tokenizer: Tokenizer, stored: list[int]) -> str:
-    """The text of ids as token files store them, with the names of special tokens. Text that has a
-    loss is between « and »."""
+    """The text of ids from a token file, with the names of special tokens. « and » enclose text
+    with a loss."""
     text = ""
     for has_loss, run in itertools.groupby(stored, lambda token: token >= 0):
         if has_loss:

@@ -1,7 +1,8 @@
-"""Rows of data.format = "messages", "alpaca" and "prompt_completion" -> conversations of one form.
+"""Converts rows of every conversation format to one form, the class Conversation.
 
-What follows knows that form alone: OpenAI's messages with text as content and objects as arguments
-of tool calls; the tools, if any; and which messages have no loss.
+The formats are the values "messages", "alpaca" and "prompt_completion" of data.format. The form has
+OpenAI's messages, whose content is text; the arguments of their tool calls are objects. It also has
+the tools, if any, and says which messages have a loss.
 """
 
 import json
@@ -12,7 +13,7 @@ import config
 from config import ConfigError
 from tools.prepare.row_format import MissingColumn, check_text
 
-# Each role of a row and what it is called here, as templates do
+# A role in a row -> the name that chat templates use
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -26,15 +27,16 @@ ROLES = {
     "observation": "tool",
 }
 SHAREGPT = {"from": "role", "value": "content"}
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # a model's: one of these names
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # a message uses one of them
 LOSS_KEYS = ("weight", "train", "loss", "loss_mask", "trainable", "training")
-# A template has to render any other key. It may leave out who speaks, and which call is answered
+# A template must render all other keys. Of these it may leave out who speaks and which call is
+# answered
 MESSAGE_KEYS = ("role", "content", "tool_calls", *REASONING_KEYS, "name", "tool_call_id", "id")
 PART_KEYS = ("type", "text")
 CALL_KEYS = ("id", "type", "index", "function", "name", "arguments")
-EMPTY = (None, "", [], {})  # says nothing under any key
-# The columns that each format reads, beside SYSTEM and TOOLS. Of several names in parentheses the
-# first that a row has counts.
+EMPTY = (None, "", [], {})  # values without information
+# The columns that each format reads, besides SYSTEM and TOOLS. A column with several names is read
+# under the first name that a row has.
 MESSAGES = ("messages", "conversations")
 INSTRUCTION = ("instruction",)
 INPUT = ("input", "context")
@@ -44,7 +46,7 @@ PROMPT = ("prompt",)
 COMPLETION = ("completion", "response")
 SYSTEM = ("system",)
 TOOLS = ("tools", "functions")
-# Columns that would change what is learned, refused unless they are empty or 1
+# Columns that may change what the model learns; an error unless they are empty or 1
 REFUSED = (*LOSS_KEYS, "label", "images", "chat_template_kwargs")
 TOO_DEEP = "is nested too deeply"
 
@@ -52,8 +54,11 @@ Message = dict[str, Any]
 
 
 class Conversation(NamedTuple):
-    """messages: their keys are those of templates, without nulls. has_loss: for each, whether it
-    has a loss if it is the assistant's."""
+    """A conversation in the one form.
+
+    Messages have the keys that templates read, and no nulls. has_loss has one entry per message;
+    only entries of the assistant's messages matter.
+    """
 
     messages: list[Message]
     tools: list[dict] | None
@@ -61,7 +66,7 @@ class Conversation(NamedTuple):
 
 
 def columns_of(data: config.Data) -> tuple[tuple[str, ...], ...]:
-    """The columns of a row that the format reads: of each, its names."""
+    """The columns that the format reads. Each entry holds a column's alternative names."""
     if data.row_format == "alpaca":
         columns = (INSTRUCTION, INPUT, OUTPUT, HISTORY)
     elif data.row_format == "prompt_completion":
@@ -85,15 +90,15 @@ def messages_columns(data: config.Data) -> tuple[str, ...]:
 
 
 def as_document(where: str, row: dict[str, Any], data: config.Data) -> str:
-    """A row's conversation as a document, which from_document() reads. Raises ConfigError if it is
-    none."""
+    """A row's conversation as a document, which from_document() reads. Raises ConfigError if the
+    row is invalid."""
     try:
         messages, tools, has_loss = conversation_of(row, data)
         entries: list[Any] = [where, messages]
         if tools or not all(has_loss):
             entries.append({"tools": tools, "has_loss": has_loss})
         text = json.dumps(entries, ensure_ascii=False)
-    except (TypeError, ValueError) as error:  # a date of a parquet file
+    except (TypeError, ValueError) as error:  # e.g. a date in a parquet file
         raise ConfigError(f"has what JSON cannot hold: {error}") from None
     except RecursionError:
         raise ConfigError(TOO_DEEP) from None
@@ -102,7 +107,7 @@ def as_document(where: str, row: dict[str, Any], data: config.Data) -> str:
 
 
 def from_document(document: str) -> tuple[str, Conversation]:
-    """(where the row stands, its conversation) of a document."""
+    """Returns (the row's file and number, its conversation)."""
     where, messages, *rest = json.loads(document)
     more = rest[0] if rest else {}
     has_loss = more.get("has_loss", [True] * len(messages))
@@ -136,7 +141,7 @@ def conversation_of(row: dict[str, Any], data: config.Data) -> Conversation:
 
 
 def checked(messages: Any) -> list[Message]:
-    """A list of messages in the one form, as templates get them. Raises ConfigError."""
+    """Converts a list of messages to the one form that templates read. Raises ConfigError."""
     conversation = conversation_of({"messages": messages}, config.Data(format="messages"))
     return [with_reasoning(message) for message in conversation.messages]
 
@@ -145,7 +150,7 @@ def checked(messages: Any) -> list[Message]:
 
 
 def name_of(row: dict[str, Any], names: tuple[str, ...]) -> str | None:
-    """The first of these columns that the row has; None without."""
+    """The first of these columns that the row has; None if it has none."""
     for name in names:
         if row.get(name) is not None:
             return name
@@ -153,14 +158,16 @@ def name_of(row: dict[str, Any], names: tuple[str, ...]) -> str | None:
 
 
 def first_of(row: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """The value of the first of these columns that the row has; None without."""
+    """The value of the first of these columns that the row has; None if it has none."""
     name = name_of(row, names)
     return None if name is None else row[name]
 
 
 def required(row: dict[str, Any], names: tuple[str, ...], option: str) -> tuple[str, Any]:
-    """(the first of these columns that the row has, its value). option: for the message. Raises
-    ConfigError without one."""
+    """Returns (the first of these columns that the row has, its value).
+
+    Raises ConfigError if the row has none; the message names `option`.
+    """
     name = name_of(row, names)
     if name is None:
         for empty in names:
@@ -172,7 +179,7 @@ def required(row: dict[str, Any], names: tuple[str, ...], option: str) -> tuple[
 
 
 def text_of(row: dict[str, Any], names: tuple[str, ...], option: str) -> str:
-    """A column that must hold text. Raises ConfigError."""
+    """The value of a column that must hold text. Raises ConfigError."""
     name, value = required(row, names, option)
     if not isinstance(value, str):
         raise ConfigError(f"field {name!r} must be text, not {type(value).__name__}")
@@ -185,7 +192,7 @@ def of_messages(row: dict[str, Any], data: config.Data) -> list[Any]:
 
 
 def list_of_messages(name: str, value: Any) -> list[Any]:
-    """The messages of a column: a list, or JSON of one. Raises ConfigError."""
+    """The messages of a column that holds a list, or JSON of a list. Raises ConfigError."""
     if isinstance(value, list):
         return without_nulls(value)
     messages = parsed(value)
@@ -196,7 +203,7 @@ def list_of_messages(name: str, value: Any) -> list[Any]:
 
 
 def of_alpaca(row: dict[str, Any]) -> list[Message]:
-    """One exchange after those of `history`, which are pairs of texts."""
+    """The exchanges of `history`, which are pairs of texts, followed by the row's exchange."""
     option = 'data.format = "alpaca"'
     messages = []
     history = first_of(row, HISTORY) or []
@@ -215,7 +222,8 @@ def of_alpaca(row: dict[str, Any]) -> list[Message]:
 
 
 def of_prompt_and_completion(row: dict[str, Any]) -> list[Message]:
-    """Both are texts, or lists of messages. Of the latter only the completion's have a loss."""
+    """The prompt's messages, then the completion's. Each column holds a text or a list of messages.
+    Messages in the prompt's list have no loss."""
     option = 'data.format = "prompt_completion"'
     messages = []
     for names, role in ((PROMPT, "user"), (COMPLETION, "assistant")):
@@ -234,8 +242,8 @@ def said_by(role: str, text: Any) -> Message:
 
 
 def with_system(messages: list[Any], system: Any) -> list[Any]:
-    """The messages after a system message of a row's column. Raises ConfigError if they begin with
-    another one."""
+    """Prepends the system message of a row's column. Raises ConfigError if the messages begin with
+    a different one."""
     if not isinstance(system, str):
         raise ConfigError(f"field 'system' must be text, not {type(system).__name__}")
     if not system.strip():
@@ -250,7 +258,7 @@ def with_system(messages: list[Any], system: Any) -> list[Any]:
 
 
 def tools_of(value: Any) -> list[dict] | None:
-    """The tools of a row: a list, or JSON of one, of functions. Raises ConfigError."""
+    """The tools of a row, which are a list of functions, or JSON of a list. Raises ConfigError."""
     if not value or (isinstance(value, str) and not value.strip()):
         return None
     value = parsed(value) if isinstance(value, str) else without_nulls(value)
@@ -264,8 +272,10 @@ def tools_of(value: Any) -> list[dict] | None:
 
 
 def in_one_form(number: int, message: Any) -> tuple[Message, bool]:
-    """(a message of a row in the one form, whether it has a loss if it is the assistant's). Raises
-    ConfigError if a key is missing or wrong."""
+    """Returns (a row's message in the one form, whether its loss keys allow a loss).
+
+    Raises ConfigError if a key is missing or invalid.
+    """
     needed = f"message {number}: needs the keys role and content, but"
     if not isinstance(message, dict):
         raise ConfigError(f"{needed} is of type {type(message).__name__}")
@@ -302,7 +312,7 @@ def in_one_form(number: int, message: Any) -> tuple[Message, bool]:
 
 
 def joined(content: Any) -> str:
-    """The text of a message: it, or its parts joined. Raises ConfigError."""
+    """The text of a message's content, which is a text or a list of parts. Raises ConfigError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -322,7 +332,8 @@ def joined(content: Any) -> str:
 
 
 def calls_of(calls: Any) -> list[dict]:
-    """Tool calls whose arguments are objects, as templates expect. Raises ConfigError."""
+    """Converts tool calls so that their arguments are objects, as templates expect. Raises
+    ConfigError."""
     calls = parsed(calls)
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ConfigError("tool_calls must be a list of objects")
@@ -330,8 +341,8 @@ def calls_of(calls: Any) -> list[dict]:
 
 
 def calls_of_text(text: Any) -> list[dict]:
-    """The tool calls that ShareGPT's function_call writes as JSON: one, or a list of them. Raises
-    ConfigError."""
+    """The tool calls in the text of ShareGPT's function_call, which is JSON of a call or of a list
+    of calls. Raises ConfigError."""
     calls = parsed(text)
     if isinstance(calls, dict):
         calls = [calls]
@@ -341,15 +352,15 @@ def calls_of_text(text: Any) -> list[dict]:
 
 
 def as_function(entry: dict) -> dict:
-    """A tool or a call of one, in OpenAI's envelope."""
+    """A tool, or a call of a tool, in OpenAI's envelope."""
     if "name" in entry and entry.get("function") is None:
         return {"type": "function", "function": entry}
     return entry
 
 
 def as_call(call: dict) -> dict:
-    """A call with a name, in OpenAI's envelope. Its arguments are an object, where OpenAI has JSON
-    of one; without any it is empty. Raises ConfigError."""
+    """A tool call in OpenAI's envelope. Its arguments become an object, which is empty if there are
+    none; OpenAI writes JSON instead. Raises ConfigError if the call has no name."""
     call = as_function(call)
     function: Any = call.get("function")
     name = function.get("name") if isinstance(function, dict) else None
@@ -383,11 +394,11 @@ def refuse_other_keys(owner: str, value: dict, known: tuple[str, ...]) -> None:
 
 
 def take_loss(message: Message) -> bool:
-    """Takes LOSS_KEYS out of a message. Returns False if one of them says that it has no loss.
-    Raises ConfigError."""
+    """Removes LOSS_KEYS from a message. Returns False if one of them turns off its loss. Raises
+    ConfigError."""
     values = {key: message.pop(key) for key in LOSS_KEYS if key in message}
     for key, value in values.items():
-        if value not in (0, 1):  # to which false and true are equal
+        if value not in (0, 1):  # also accepts False and True, which equal them
             raise ConfigError(f"{key} must be 0 or 1, false or true, not {value!r}")
         if value and message["role"] != "assistant":
             raise ConfigError(f"{key} is {value!r}, but only what the assistant says has a loss")
@@ -395,8 +406,11 @@ def take_loss(message: Message) -> bool:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without its keys of value null, at any depth: an Arrow file has every key of a column
-    in every row. What was parsed from JSON has those that somebody wrote, and keeps them."""
+    """Removes keys whose value is null, at any depth.
+
+    Arrow adds every key of a column to every row. In values parsed from JSON, somebody wrote the
+    nulls, so callers keep those.
+    """
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -405,7 +419,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def parsed(value: Any) -> Any:
-    """The value of JSON, None if it is not valid; what is not text as it is."""
+    """Parses a str as JSON; None if it is invalid. Returns any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -415,10 +429,8 @@ def parsed(value: Any) -> Any:
 
 
 def with_reasoning(message: Message) -> Message:
-    """The message with its reasoning, if it has any, under the names that templates read.
-
-    Equals what transformers passes to a template.
-    """
+    """Copies a message's reasoning, if any, to both names that templates read. The result equals
+    what transformers passes to a template."""
     for key in REASONING_KEYS:
         if key in message:
             return {"thinking": message[key], **message, "reasoning_content": message[key]}

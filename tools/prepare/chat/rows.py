@@ -1,4 +1,4 @@
-"""Rows that are conversations: what tools/prepare/row_format.py asks of them."""
+"""Turns rows with conversations into token ids, with the interface of row_format.py."""
 
 import functools
 import itertools
@@ -14,7 +14,7 @@ from tools.prepare.tokenizer import Tokenizer
 
 
 class Conversations(Texts):
-    part_bytes = 1 << 24  # Python renders them: one process, one core
+    part_bytes = 1 << 24  # smaller than for texts: Python renders conversations on one core
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -31,7 +31,7 @@ class Conversations(Texts):
         return functools.partial(encode_conversations, folder)
 
     def dtype(self, vocab_size: int) -> str:
-        """The sign of a token says that it has no loss."""
+        """Signed, because a token without a loss is stored as a negative number."""
         return "int32"
 
     def identity(self) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""Chat templates: Jinja programs by others, rendered as transformers renders them, in a sandbox."""
+"""Finds chat templates and renders them as transformers does. A template is a Jinja program of
+unknown origin, so it runs in a sandbox."""
 
 import contextlib
 import datetime
@@ -20,23 +21,23 @@ import config
 from config import ConfigError
 
 TEMPLATE = "chat_template.jinja"
-MORE_TEMPLATES = "additional_chat_templates"  # a folder of others
-DEFAULT = "default"  # the name of the template that is used
+MORE_TEMPLATES = "additional_chat_templates"  # a folder of named templates
+DEFAULT = "default"  # the name of the template to use
 SETTINGS = "tokenizer_config.json"
-NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # no text has a use for them
+NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # never used in texts
 
 
 class Marks(NamedTuple):
     """Four characters that a conversation does not contain."""
 
-    begin: str  # of a {% generation %} block
+    begin: str  # where a {% generation %} block begins
     end: str
     guard: str  # splits the name of a special token in a message, see Chat._guard()
-    mark: str  # stands on both sides of a number, see MarkedMessages
+    mark: str  # encloses a number, see MarkedMessages
 
 
 def files_of(data: config.Data) -> dict[str, bytes]:
-    """The template of a configuration's data, by the name of its file.
+    """The chat template's bytes, by file name, for the folder of prepared data.
 
     Raises ConfigError if there is no template or it has a syntax error.
     """
@@ -56,7 +57,7 @@ def identity_of(data: config.Data) -> dict[str, str]:
 
 
 def find_template(tokenizer: str | pathlib.Path, chat_template: str | None = None) -> str:
-    """The text of a Jinja file, data.chat_template, or else of the tokenizer's own template.
+    """The text of the Jinja file `chat_template` or, if that is None, of the tokenizer's template.
 
     Raises ConfigError.
     """
@@ -81,10 +82,10 @@ def find_template(tokenizer: str | pathlib.Path, chat_template: str | None = Non
 
 
 def templates_in(folder: pathlib.Path) -> dict[str, str]:
-    """The chat templates of a tokenizer's folder, by name, found as transformers finds them.
+    """The chat templates in a tokenizer's folder, by name. Searches where transformers does.
 
-    Jinja files come before tokenizer_config.json's chat_template: a text, an object, or a list of
-    objects with name and template. Raises ConfigError.
+    Jinja files take precedence over tokenizer_config.json. Its chat_template is a text, an object,
+    or a list of objects with name and template. Raises ConfigError.
     """
     files = {path.stem: path for path in (folder / MORE_TEMPLATES).glob("*.jinja")}
     if (folder / TEMPLATE).exists():
@@ -120,7 +121,7 @@ def read_text(path: pathlib.Path) -> str:
 
 @contextlib.contextmanager
 def template_errors() -> Iterator[None]:
-    """Raises the errors of a template as ConfigError."""
+    """Converts the errors of a template to ConfigError."""
     try:
         yield
     except ConfigError:
@@ -136,7 +137,7 @@ def template_errors() -> Iterator[None]:
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %}: encloses the text that it renders in two marks."""
+    """Implements {% generation %}: encloses the text of the block in two marks."""
 
     tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
 
@@ -156,7 +157,7 @@ class Generation(jinja2.ext.Extension):
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The environment that transformers gives a chat template.
 
-    It has no files, and no attribute that leads to Python's internals.
+    A template can neither read files nor reach Python's internals.
     """
 
     has_blocks = False  # whether the template has a {% generation %} block
@@ -180,7 +181,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.globals.update(functions)
 
 
-# Functions of templates, with the names and defaults of transformers' own
+# Functions for templates, with transformers' names and defaults
 
 
 def raise_exception(message: object) -> None:
@@ -198,7 +199,7 @@ def tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike jinja2's, does not escape characters of HTML."""
+    """Unlike jinja2's filter, does not escape HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

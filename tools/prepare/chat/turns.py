@@ -1,13 +1,13 @@
-"""Where the messages stand in a rendered conversation: what the template leaves out, and which
-characters the assistant's turns are, if it has no {% generation %} blocks.
+"""Locates the messages in a rendered conversation. Finds what the template leaves out. If the
+template has no {% generation %} blocks, finds the characters of the assistant's turns.
 
-The conversation is rendered once more with a mark before and after each piece of text in its
-messages. Without the marks, both renderings must be equal; the marks then say where each message
-stands, wherever the template puts it. A template may strip a text, or split it at a tag such as
-</think>: marks stand inside the white space at its ends, and around the text between two tags.
+Renders the conversation once more, with a mark before and after each piece of text in its messages.
+Without the marks, both renderings must be equal. The marks then show where the template puts each
+message. A template may strip a text, or split it at a tag such as </think>. So the marks are inside
+the white space at the text's ends, and enclose the text between two tags.
 
-A turn begins after what the prompt for it adds behind the message before, and ends with the special
-token that follows it, whether the conversation goes on or not.
+A turn begins where the generation prompt ends after the previous message. It ends with the special
+token that follows its text whether or not the conversation continues.
 """
 
 import difflib
@@ -24,7 +24,7 @@ CLOSES_REASONING = ("/think", "/thinking")
 
 
 class Piece(NamedTuple):
-    """A text in a message that has marks of its own."""
+    """A piece of text in a message; two marks enclose it."""
 
     message: int
     what: str  # TEXT, REASONING or TOOL_CALL
@@ -48,9 +48,9 @@ class MarkedMessages:
         """mark: a character that the messages do not contain."""
         self.mark = mark
         self.pieces: list[Piece] = []
-        self.reasoning: dict[tuple[int, str], int] = {}  # its number, by message and text
+        self.reasoning: dict[tuple[int, str], int] = {}  # (message, text) -> number of the piece
         self.messages = [self._message(i, message) for i, message in enumerate(messages)]
-        # for a conversation that the assistant begins: some templates expect a user's message
+        # inserted if the assistant speaks first, since some templates expect a user's message
         unused = 2 * len(self.pieces) + 1
         self.question = {"role": "user", "content": f"a{mark}{unused}{mark}"}
 
@@ -66,9 +66,9 @@ class MarkedMessages:
         return marked
 
     def _content(self, i: int, content: str) -> str:
-        """Text before a closing tag such as </think> is reasoning."""
+        """Marks the texts between tags. Text before a closing tag such as </think> is reasoning."""
         marked = ""
-        parts = [*TAGS.split(content), ""]  # text and tags in turn
+        parts = [*TAGS.split(content), ""]  # alternates between text and tags
         if not "".join(parts[::2]).strip():
             return self._text(content, Piece(i, TEXT))
         for text, tag in zip(parts[::2], parts[1::2]):
@@ -100,7 +100,7 @@ class MarkedMessages:
             return text
         number = len(self.pieces)
         if piece.what == REASONING:
-            # the same reasoning stands under several names, and a template reads one
+            # a message has the same reasoning under several keys; a template reads one of them
             number = self.reasoning.setdefault((piece.message, core), number)
         if number == len(self.pieces):
             self.pieces.append(piece)
@@ -113,7 +113,7 @@ class Rendering(NamedTuple):
     """The text that a template makes of a conversation."""
 
     text: str
-    blocks: Spans  # the characters of {% generation %} blocks; of nested ones, the outermost
+    blocks: Spans  # the characters of {% generation %} blocks; only the outermost of nested ones
     marks: list[tuple[int, int]]  # (number, position in the text), in order
 
 
@@ -127,8 +127,8 @@ class Turns:
         render: Callable[[list[Message], bool], Rendering],
         special: re.Pattern,
     ):
-        """mark: a character that the messages do not contain. render: (messages, whether the prompt
-        for the assistant follows) -> Rendering. special: matches the special tokens. Raises
+        """mark: a character that the messages do not contain. render: (messages, whether to add the
+        generation prompt) -> Rendering. special: a pattern that matches the special tokens. Raises
         ConfigError."""
         self.marked = MarkedMessages(messages, mark)
         self.render = render
@@ -140,14 +140,15 @@ class Turns:
         self.openers: list[str] = []
         while token := special.match(self.text, sum(map(len, self.openers))):
             self.openers.append(token[0])
-        self.positions: dict[int, int] = {}  # by number; a template may repeat a text
+        self.positions: dict[int, int] = {}  # mark number -> its first position in the text
         for number, position in self.rendering.marks:
             self.positions.setdefault(number, position)
 
     def check_complete(self, has_loss: list[bool]) -> None:
-        """Raises ConfigError if the template leaves out what a message says.
+        """Raises ConfigError if the template leaves out a part of a message.
 
-        An assistant's turn without a loss may lack text, reasoning or calls, but no other key.
+        It may leave out text, reasoning and calls of an assistant's turn without a loss, but no
+        other key.
         """
         for piece_number, (i, what) in enumerate(self.marked.pieces):
             message = self.marked.messages[i]
@@ -173,8 +174,11 @@ class Turns:
         )
 
     def _shows_arguments(self, i: int) -> bool:
-        """Whether the template renders the arguments of a turn's tool calls. Where they hold text,
-        its marks show that; others are left out of another rendering."""
+        """Whether the template renders the arguments of a turn's tool calls.
+
+        check_complete() has found the marks of arguments with text. For others, this renders the
+        conversation without the arguments and compares.
+        """
         message = self.marked.messages[i]
         for number, call in enumerate(message.get("tool_calls") or []):
             arguments = call["function"]["arguments"]
@@ -188,20 +192,20 @@ class Turns:
         return True
 
     def _changes_with(self, i: int, message: Message) -> bool:
-        """Whether the text is another one with this message in place of the i-th."""
+        """Whether replacing the i-th message by this one changes the rendered text."""
         messages = [*self.marked.messages]
         messages[i] = message
         return differs(self.text, lambda: self.render(messages, False))
 
     def spans(self, has_loss: list[bool]) -> Spans:
-        """The characters of the turns with a loss. Raises ConfigError."""
+        """The ranges of characters of the turns with a loss. Raises ConfigError."""
         return [self._span(i) for i, learned in enumerate(has_loss) if learned]
 
     def with_loss(self, blocks: Spans, has_loss: list[bool]) -> Spans:
-        """The {% generation %} blocks without those of the assistant's turns without a loss.
+        """The {% generation %} blocks, except those of the assistant's turns without a loss.
 
-        A block belongs to the turn whose text it holds or follows, or else precedes. Raises
-        ConfigError if a turn has no text there.
+        A block belongs to the turn whose text it contains or follows, or else precedes. Raises
+        ConfigError if the rendering has no text of a turn.
         """
         shown = {self._message(n) for n in self.positions}
         for i, message in enumerate(self.marked.messages):
@@ -229,7 +233,7 @@ class Turns:
         return begin, self._end(i, self.positions[first], last)
 
     def _begin(self, i: int, first: int) -> int:
-        """Where the model begins to speak. first: where the first text of the turn begins."""
+        """Where the i-th message's turn begins. `first` is where its first text begins."""
         previous, start = self._text_before(first)
         between = self.text[start:first]
         messages = self._first_messages(i)
@@ -238,11 +242,11 @@ class Turns:
         prompt = asked.text[position:]
         if number == previous and between.startswith(prompt):
             return start + len(prompt)
-        # The turn begins otherwise than the prompt: with a tool call where that has <think>, or
-        # without the user's turn before it.
+        # The turn begins differently from the prompt. It may have a tool call where the prompt has
+        # <think>, or no user's turn before it.
         unasked = self.render(messages, False).text
         common = common_prefix(asked.text, unasked)
-        if common != unasked:  # the template adds something else where no prompt is
+        if common != unasked:  # without a prompt, the template adds other text
             common = common[: self._last_boundary(common, 0, len(common))]
         prompt = asked.text[len(common) :] or prompt
         shared = self._shared(prompt, between)
@@ -254,7 +258,7 @@ class Turns:
         return start + shared
 
     def _text_before(self, first: int) -> tuple[int | None, int]:
-        """(the number of the mark at the end of the last text before a position, its position)."""
+        """Returns (the number of the last end mark before a position, that mark's position)."""
         previous = None
         start = 0
         for number, position in self.positions.items():
@@ -264,8 +268,8 @@ class Turns:
         return previous, start
 
     def _first_messages(self, count: int) -> list[Message]:
-        """The first messages, with a user's before the assistant's if there is none: templates
-        expect one."""
+        """The first `count` messages. Inserts a user's message before the assistant's first if
+        there is none, because templates expect one."""
         messages = self.marked.messages[:count]
         roles = [message["role"] for message in messages]
         turn = roles.index("assistant") if "assistant" in roles else count
@@ -274,8 +278,8 @@ class Turns:
         return messages
 
     def _shared(self, prompt: str, text: str) -> int:
-        """Where in a text the longest part ends that it shares with the prompt, less a part of a
-        word or special token; 0 if they share none."""
+        """Where the longest substring that a text shares with the prompt ends in the text. Excludes
+        an incomplete word or special token at its end. 0 if they share nothing."""
         matcher = difflib.SequenceMatcher(None, prompt, text, autojunk=False)
         in_prompt, begin, size = matcher.find_longest_match()
         end = begin + size
@@ -284,15 +288,16 @@ class Turns:
         return end if text[begin:end].strip() else 0
 
     def _last_boundary(self, text: str, begin: int, end: int) -> int:
-        """Where the last special token or white space between two positions ends."""
+        """Where the last special token or white space character between two positions ends."""
         boundaries = [match.end() for match in self.boundaries.finditer(text, begin, end)]
         return boundaries[-1] if boundaries else begin
 
     def _end(self, i: int, first: int, last: int) -> int:
-        """One past the special token that ends the turn: one that follows its text whether the
-        conversation goes on or not, or one that ends the message before, too.
+        """One past the special token that ends the turn.
 
-        first: where the first text of the turn begins. last: the mark at the end of its last one.
+        This token follows the turn's text whether or not the conversation continues, or it also
+        ends the previous message. `first` is where the turn's first text begins; `last` is the
+        number of the mark where its last text ends.
         """
         start = self.positions[last]
         follows = self.text[start:]
@@ -316,8 +321,8 @@ class Turns:
         raise ConfigError(no_end(f"message {i + 1}", shown))
 
     def _ends(self, closing: str) -> list[re.Match]:
-        """The special tokens behind a turn, up to one that may begin another: some templates add a
-        prompt for the assistant without being asked."""
+        """The special tokens after a turn, up to one that may begin another turn: some templates
+        add the generation prompt even if it was not requested."""
         ends: list[re.Match] = []
         for token in self.special.finditer(closing):
             if ends and token[0] in self.openers:
@@ -327,10 +332,10 @@ class Turns:
 
 
 def differs(text: str, render: Callable[[], Rendering]) -> bool:
-    """Whether a rendering has another text than this one."""
+    """Whether a rendering's text differs from this text."""
     try:
         return render().text != text
-    except ConfigError:  # the template needs what it lacks
+    except ConfigError:  # the template requires the missing part
         return True
 
 
@@ -342,7 +347,7 @@ def common_prefix(first: str, second: str) -> str:
 
 
 def no_end(turn: str, shown: str) -> str:
-    """The problem of a turn that nothing ends. shown: the text where it ends."""
+    """The message for a turn that no special token ends. `shown` quotes the text at its end."""
     return (
         f"{turn}: the chat template ends it with no special token of this tokenizer, and no model "
         f"would learn to end its turn: {shown}; data.chat_template names another template, "
