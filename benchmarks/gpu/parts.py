@@ -4,6 +4,7 @@ less power, and so run faster.
 python -m benchmarks.gpu.parts CONFIG PART [--section.key=value ...]        prints JSON
 """
 
+import hashlib
 import json
 import platform
 import subprocess
@@ -38,6 +39,7 @@ def conditions() -> dict:
     facts = environment([], device)
     names = ("commit", "uncommitted", "python", "torch", "cuda", "gpu", "gpu_memory_gib")
     found = {"device": device.type, **{name: facts[name] for name in names}}
+    found["uncommitted"] = hashlib.sha256(str(found["uncommitted"]).encode()).hexdigest()
     if device.type == "cuda":
         found["uuid"] = str(torch.cuda.get_device_properties(device).uuid)
         found["driver"] = nvidia_smi("driver_version")

@@ -50,10 +50,12 @@ class Arm:
     micro_batches: int = 3
     all_buses: bool = False
 
-    def set_communication(self, model: Llama, p: config.Parallel, world: World, last: bool) -> None:
+    def set_communication(
+        self, model: Llama, p: config.Parallel, world: World, last_micro_batch: bool
+    ) -> None:
         """In place of parallel.fsdp's, which reads prefetch_forward for these units alone."""
         kept = replace(p, prefetch_forward=p.prefetch_forward - self.fewer)
-        set_communication(model, kept, world, last)
+        set_communication(model, kept, world, last_micro_batch)
         if not self.defers:
             model.set_is_last_backward(True)
 

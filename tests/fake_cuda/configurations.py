@@ -6,6 +6,7 @@ python -m tests.fake_cuda.configurations llama8b-compiled [--section.key=value .
 import json
 import math
 import pathlib
+import re
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -83,6 +84,13 @@ def write(
     tables["parallel"] |= {"param_dtype": "bfloat16"}
     tables["log"] = {"every_steps": 100, "tensorboard": False}
     path = folder / f"{name}.toml"
+    for option in re.findall(r"--model\.(\S+)", options):  # of the base, too
+        key, _, value = option.partition("=")
+        tables["model"][key] = json.loads(value)
+    if has_base:
+        plain = {section: table for section, table in tables.items() if section != "lora"}
+        m = config.from_dict(plain, name).model
+        tables["model"]["init_from"] = base_folder(m, folder / f"base of {name}")
     path.write_text(config.to_toml(config.from_dict(tables, name)))
     cfg = config.load(str(path), options.split())
     if gpus and "global_batch_size" not in options:
@@ -92,9 +100,6 @@ def write(
         batch = min(cfg.train.global_batch_size, 2 * micro * ranks)
         train = replace(cfg.train, global_batch_size=batch, micro_batch_size=micro)
         cfg = replace(cfg, train=train)
-    if has_base:
-        base = base_folder(cfg.model, folder / f"base of {name}")
-        cfg = replace(cfg, model=replace(cfg.model, init_from=base))
     ids = np.random.default_rng(0).integers(3, 259, (20_000, 120))  # enough for a step of llama70b
     write_prepared(cfg, [*ids[20:]], [*ids[:20]])
     path.write_text(config.to_toml(cfg))
