@@ -39,7 +39,9 @@ LIMITS = {
 }
 for name in ("llama3.1-70b", "llama8b-qlora", "qwen3-8b-chat-qlora"):
     LIMITS[f"{name}-compiled reserved_gib"] = HOLES
-LIMITS["llama70b-eager reserved_gib"] = (0.97, 1.05)  # with fewer
+for name in ("llama70b-eager", "llama8b-float8-compiled"):
+    LIMITS[f"{name} reserved_gib"] = (0.97, 1.05)  # with fewer
+LIMITS["llama8b-qlora-eager peak_gib"] = (0.95, 1.03)  # the plan is 5 % high: measured 0.953
 # one kernel of the last block's backward holds nine tensors as wide as ffn_dim
 LIMITS["llama3.1-8b-chat-lora-compiled peak_gib"] = (0.97, 1.04)
 
