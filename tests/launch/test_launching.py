@@ -122,7 +122,7 @@ def test_ranks_share_the_cores_and_keep_what_the_user_has_set(environment, monke
     folder = pathlib.Path("outputs/test")
     environment(MASTER_PORT="1", PET_MAX_RESTARTS="3", TRAINER_PARENT="1")
     monkeypatch.delenv("OMP_NUM_THREADS")
-    variables = Ranks(1, 3, 0, "").environment(folder, 5000.0)
+    variables = Ranks(2, 3, 0, "").environment(folder, 5000.0)
     assert variables["OMP_NUM_THREADS"] == "2"
     assert variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "5000"
     assert variables["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
