@@ -312,14 +312,6 @@ def rows_backwards(path: pathlib.Path) -> Iterator[tuple[int, dict]]:
             end = begin
 
 
-def read_rows(path: pathlib.Path) -> Iterator[dict]:
-    """The rows of a metrics.jsonl. Skips invalid lines, such as a last line that a kill truncated."""
-    with path.open("rb") as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                yield json.loads(line)
-
-
 def ratio(total: float, count: int) -> float | None:
     """total / count, or None if count is 0: without targets there is no mean."""
     return total / count if count else None

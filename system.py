@@ -27,14 +27,25 @@ STOPPED = 75  # EX_TEMPFAIL: start again to resume
 MACOS_FILES = 10_240  # OPEN_MAX of macOS: how many files a process may open
 
 # Signals that ask to stop. XCPU: the soft limit of CPU time is reached.
-SIGNALS = [signal.Signals[f"SIG{name}"] for name in ["TERM", "INT", "HUP", "USR1", "USR2", "XCPU"]]
+SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
 
 
 def printable(text: str) -> str:
     """Text that is safe on a terminal: escapes control characters except newlines and tabs."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
-    )
+    safe = []
+    for character in text:
+        if character.isprintable() or character in "\n\t":
+            safe.append(character)
+        else:
+            safe.append(character.encode("unicode_escape").decode())
+    return "".join(safe)
 
 
 def print_line(text: str) -> None:

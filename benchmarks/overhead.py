@@ -20,11 +20,10 @@ from typing import Any
 from torch import Tensor
 
 import config
-from benchmarks import REPO, interval
+from benchmarks import REPO, interval, read_rows
 from benchmarks.step import Step, bare_step, sharded, synchronize
 from data.dataset import open_dataset
 from data.loader import Batch, Loader
-from metrics import read_rows
 from parallel.mesh import World
 from run.rank import distributed
 from run.run import Run

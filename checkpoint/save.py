@@ -78,7 +78,9 @@ class Saver:
         temporary: pathlib.Path | None = None
 
         def publish(folder: pathlib.Path, by_rank: list[tuple[bool, dict]]) -> None:
-            entries = {name: entry for _, files in by_rank for name, entry in files.items()}
+            entries: dict[str, dict] = {}
+            for _, entries_of_rank in by_rank:
+                entries |= entries_of_rank
             write_manifest(folder, self.extra_files, state, entries)
             try:
                 before_publishing()

@@ -38,7 +38,10 @@ def help_text(subject: str | None = None, schema: Schema = SCHEMA) -> str:
         raise ConfigError(f"--help {subject}: no such section or option{suggestion(subject or '')}")
     lines = []
     for table, (_, is_optional, all_options) in schema.tables.items():
-        options = {k: o for k, o in all_options.items() if f"{table}.{k}".strip(".") in names}
+        options = {}
+        for key, option in all_options.items():
+            if f"{table}.{key}".strip(".") in names:
+                options[key] = option
         if table and options:
             lines += ["", f"[{table}]" + ("   (off unless given)" if is_optional else "")]
         for key, option in options.items():

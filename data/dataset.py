@@ -83,7 +83,9 @@ class PreparedSource:
         OSError."""
         self.data = data
         self.number = number
-        vocab_size, seq_len, seed = cfg.model.vocab_size, cfg.train.seq_len, cfg.run.seed
+        vocab_size = cfg.model.vocab_size
+        seq_len = cfg.train.seq_len
+        seed = cfg.run.seed
         self.manifest = manifest_of(folder)
         check_matches_options(folder, self.manifest, identity(data, vocab_size))
         if not self.manifest["complete"]:

@@ -76,7 +76,10 @@ class Ranks:
     def environment(self, run_folder: pathlib.Path, timeout: float) -> dict[str, str]:
         """The ranks' environment. Variables that the user has set are kept. timeout: how many seconds
         ranks may take to end after a stop."""
-        inherited = {n: v for n, v in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(n)}
+        inherited = {}
+        for name, value in os.environ.items():
+            if not LAUNCHER_VARIABLES.fullmatch(name):
+                inherited[name] = value
         # The cores of the job or, without one, those that this process may use.
         cores = int(os.environ.get("SLURM_CPUS_ON_NODE") or usable_cores())
         records = (run_folder / "logs" / "nccl-rank-").absolute()

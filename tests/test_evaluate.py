@@ -1,5 +1,6 @@
 """What an evaluation measures: losses over all targets, in nats and in bits per byte of the text."""
 
+import json
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -58,7 +59,7 @@ def test_source_without_a_target_has_no_loss_and_leaves_the_mean_alone(world, mo
 @pytest.mark.parametrize("ranks, parallel", [(1, {}), (2, {}), (2, {"cp": 2}), (2, {"tp": 2})])
 @distributed()
 def test_loss_is_the_mean_over_all_targets(world, ranks, parallel, corpus, prepared):
-    """Without a fork's terms. Of the model in evaluation mode; afterwards it is in training mode again."""
+    """In nats, without a fork's terms, and in bits per byte. The model is in evaluation mode meanwhile."""
     data = {"source": str(corpus), "path": str(prepared)}
     cfg = make_config(data=data, parallel=parallel, eval={})
     world = mesh_for(cfg, world)
@@ -77,4 +78,6 @@ def test_loss_is_the_mean_over_all_targets(world, ranks, parallel, corpus, prepa
             logits = plain(window[None, :-1])[0]
             nats += F.cross_entropy(logits, window[1:], reduction="sum").item()
     assert result and result["loss"] == pytest.approx(nats / (stream.length - 1), rel=1e-5)
+    size = sum(len(json.loads(line)["text"]) for line in corpus.open().readlines()[:20])
+    assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
     assert modes == {False} and model.training

@@ -19,9 +19,8 @@ import sys
 
 import torch
 
-from benchmarks import REPO
+from benchmarks import REPO, read_rows
 from benchmarks.gpu.arms import ON_A_CPU
-from metrics import read_rows
 from system import die_with_parent
 
 SAVES, SAVED, LAST = 4, 8, 12  # steps after which the CPU's run and the device's save, and end

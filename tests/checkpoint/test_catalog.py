@@ -17,6 +17,7 @@ from checkpoint.catalog import root_of
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.manifest import UnreadableCheckpoint
 from optim import Progress
+from parallel.ranks import all_gather_objects
 from tests.checkpoint.conftest import (
     NoData,
     flip_last_byte,
@@ -24,7 +25,7 @@ from tests.checkpoint.conftest import (
     run_config,
     unreadable,
 )
-from tests.conftest import make_config, refuses, seal
+from tests.conftest import make_config, mesh_for, refuses, seal
 from tests.distributed import distributed
 
 PART = 64 * 2**20
@@ -336,3 +337,19 @@ def test_state_that_does_not_fit_is_refused(world, tmp_path, monkeypatch, state,
     monkeypatch.setattr("checkpoint.checkpointer.restore", lambda *unused: None)
     with refuses(words):
         Checkpointer(cfg, world, NoData()).restore(None, None, base)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"cp": 2}, {"tp": 2}], ids=str)
+@distributed(ranks=2)
+def test_ranks_of_any_mesh_verify_each_part_once(world, saved_by_two, parallel, monkeypatch):
+    """Here every part is bad, and named by the one rank that has verified it."""
+    folder, _ = saved_by_two
+    cfg = run_config(folder.parent, parallel=parallel)
+    verified = []
+    monkeypatch.setattr(
+        catalog, "problem_of_part", lambda _, name, *of: verified.append(name) or name
+    )
+    problems = Checkpointer(cfg, mesh_for(cfg, world), NoData())._problems_on_all_ranks(folder)
+    by_rank = all_gather_objects(verified)
+    assert sorted(problems) == sorted([*by_rank[0], *by_rank[1]])
+    assert sorted(problems) == sorted(manifest.read_manifest(folder))
