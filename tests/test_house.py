@@ -3,9 +3,11 @@ depends on this file: a fork with other rules may delete it."""
 
 import ast
 import functools
+import io
 import re
 import subprocess
 import sys
+import tokenize
 
 import pytest
 
@@ -146,3 +148,31 @@ def test_docstring_of_a_package_lists_its_files(package):
     folder = FILES[package].removesuffix("__init__.py")
     files = {path.name for path in (REPO / folder).glob("*.py") if "__" not in path.name}
     assert {*re.findall(r"\w+\.py", docstring)} == files
+
+
+def code_lines(path: str) -> int:
+    """Lines of code of a file, without blanks, comments and docstrings."""
+    source = (REPO / path).read_text()
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.string.strip() and token.type != tokenize.COMMENT:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
+            node
+        ):
+            first = node.body[0]
+            lines.difference_update(range(first.lineno, (first.end_lineno or 0) + 1))
+    return len(lines)
+
+
+def test_readme_counts_the_lines_of_code():
+    page = (REPO / "README.md").read_text().partition("## Read the code")[2]
+    counts = re.findall(r"\[(`[^]]+`)\]\([^)]+\)\s\(([\d,]+)\)", page)
+    assert len(counts) > 8
+    for names, count in counts:
+        rooms = tuple(re.findall("`(.+?)`", names))
+        paths = [path for path in tracked("*.py") if path.startswith(rooms)]
+        if paths:  # tools/ and extras/ may have been removed
+            written = int(count.replace(",", ""))
+            assert sum(map(code_lines, paths)) == pytest.approx(written, rel=0.05), names
