@@ -9,6 +9,7 @@ Shapes: B sequences of T tokens each, D model width, H query and K key/value hea
 feed-forward width, V vocabulary. m, p, o, t: the sections [model], [parallel], [optim], [train].
 """
 
+import gc
 import hashlib
 import json
 import math
@@ -384,6 +385,7 @@ def main() -> None:
             native = torch.cuda.is_bf16_supported(including_emulation=False)
         cfg.parallel.param_dtype = "bfloat16" if native else "float32"
     train(cfg, files, device)
+    gc.collect()  # frees FSDP2's buffers, which gloo may wait for while it ends
     dist.barrier()  # gloo aborts if a rank leaves while another still communicates
     dist.destroy_process_group()
 

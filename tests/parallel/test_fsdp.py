@@ -356,11 +356,11 @@ def test_replicated_parameters_must_be_frozen(pattern, words):
 @pytest.mark.parametrize("tp, warnings", [(2, 0), (4, 1)])
 @distributed(ranks=24, fake=True)
 def test_tensor_parallel_groups_that_span_machines_are_reported(
-    world, monkeypatch, capfd, tp, warnings
+    world, monkeypatch, capsys, tp, warnings
 ):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
     train = {"global_batch_size": 24, "micro_batch_size": 1}
     model = {"n_kv_heads": 4}
     cfg = make_config(model=model, train=train, parallel={"tp": tp})
     parallelize(meta_model(cfg.model), cfg, mesh_for(cfg, world))
-    assert capfd.readouterr().err.count("tp = 4 does not divide the 6 ranks") == warnings
+    assert capsys.readouterr().err.count("tp = 4 does not divide the 6 ranks") == warnings

@@ -29,11 +29,11 @@ from tests.distributed import distributed
 
 
 @distributed(ranks=2)
-def test_emulated_bfloat16_is_said_with_the_option_to_use(world, monkeypatch, capfd):
+def test_emulated_bfloat16_is_said_with_the_option_to_use(world, monkeypatch, capsys):
     monkeypatch.setattr(rank, "has_native_bfloat16", lambda device: False)
     for dtype in ("auto", "float32", "bfloat16"):
         rank.resolve_param_dtype(make_config(parallel={"param_dtype": dtype}), world)
-        said = "--parallel.param_dtype=float32" in capfd.readouterr().err
+        said = "--parallel.param_dtype=float32" in capsys.readouterr().err
         assert said == (dtype == "bfloat16" and world.rank == 0)
 
 

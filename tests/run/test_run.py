@@ -147,7 +147,7 @@ def test_rows_are_on_disk_before_their_checkpoint_is_published(world, write_conf
 
 
 @distributed(ranks=1)
-def test_small_files_that_cannot_be_written_cost_a_line(world, write_config, monkeypatch, capfd):
+def test_small_files_that_cannot_be_written_cost_a_line(world, write_config, monkeypatch, capsys):
     write = system.write_atomic
     small = ("status.json", "config.toml", "environment.json", "tokenizer.model", "rank-0.log")
 
@@ -161,20 +161,20 @@ def test_small_files_that_cannot_be_written_cost_a_line(world, write_config, mon
     cfg = load(write_config(checkpoint={"save_every_steps": 2}))
     assert len(train_run(cfg, world)) == 4
     assert catalog.steps(catalog.root_of(cfg)) == [2, 4]
-    err = capfd.readouterr().err
+    err = capsys.readouterr().err
     assert all(re.search(f"{name}: .*No space left on device", err) for name in small)
 
 
 @distributed(ranks=1)
 def test_each_launch_is_recorded_and_another_commit_is_named(
-    world, write_config, monkeypatch, capfd
+    world, write_config, monkeypatch, capsys
 ):
     warned = []
     for steps, commit in enumerate(["a", "a", "b"], 2):
         monkeypatch.setattr(environment, "git", lambda *words, commit=commit: commit)
         cfg = load(write_config(checkpoint={}, train={"steps": steps}))
         train_run(cfg, world)
-        warned.append("another commit than the launch before: b" in capfd.readouterr().out)
+        warned.append("another commit than the launch before: b" in capsys.readouterr().out)
     assert warned == [False, False, True]
     recorded = json.loads((config.run_folder(cfg.run) / "environment.json").read_text())
     assert [each["commit"] for each in [*recorded["earlier"], recorded]] == ["a", "a", "b"]
