@@ -7,16 +7,14 @@ exits with 2 and prints a line per problem: the limit, its value and what to do.
 """
 
 import math
-import os
 import resource
 import shutil
-import socket
 from collections.abc import Iterator
 
 import config
 from checkpoint import catalog
 from config import ConfigError
-from launch.ranks import Ranks, first_host, rendezvous_port
+from launch.ranks import Ranks
 from system import print_error
 
 GIB = 2**30
@@ -24,7 +22,6 @@ GIB = 2**30
 # process groups that every run has. Measured, without the connections of NCCL, tp and cp.
 FILES_OF_RANK = 4
 FILES = 30
-CONNECT_SECONDS = 3.0
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -38,37 +35,6 @@ def open_files(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
             f"RLIMIT_NOFILE = {limit}: rank 0 of {ranks.total} opens {needed} files and more; raise "
             f"the hard limit: ulimit -Hn {2 * needed}, or LimitNOFILE={2 * needed} of the service "
             "that starts jobs"
-        )
-
-
-def file_size(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
-    """Checks that a file may be as large as a rank's part of a checkpoint, which is one file."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    needed = checkpoint_bytes(cfg) / ranks.total
-    if cfg.checkpoint and limit != resource.RLIM_INFINITY and needed > limit:
-        yield (
-            f"RLIMIT_FSIZE = {limit}: each rank saves {needed:,.0f} bytes and more in a file; raise "
-            "it: ulimit -f unlimited"
-        )
-
-
-def first_node(cfg: config.Config, ranks: Ranks) -> Iterator[str]:
-    """Checks that a job's other nodes can reach its first node, which runs this process. They use
-    SLURM's name for it."""
-    if ranks.nodes == 1 or not ranks.job:
-        return
-    name = first_host(os.environ.get("SLURM_JOB_NODELIST", ""))
-    port = rendezvous_port(ranks.job)
-    try:
-        address = socket.getaddrinfo(name, port, socket.AF_INET, socket.SOCK_STREAM)[0][4]
-        with socket.create_server(address) as listener:
-            socket.create_connection(listener.getsockname(), CONNECT_SECONDS).close()
-    except OSError as error:
-        yield (
-            f"SLURM_JOB_NODELIST: the other nodes will not reach the first, {name}, at port {port}: "
-            f"{error.strerror}; it needs an address of its own in DNS or /etc/hosts, no firewall "
-            "before that port, and nobody who listens there (else submit again: another job, another "
-            "port)"
         )
 
 
@@ -135,9 +101,9 @@ def main(argv: list[str]) -> int:
     args = config.parse_arguments(argv)
     cfg = config.load(args.config, args.overrides)
     ranks = Ranks.from_environment()
-    checks = [open_files, first_node]
+    checks = [open_files]
     if not args.eval_only:  # an evaluation writes nothing
-        checks += [disk, file_size]
+        checks.append(disk)
     problems = [problem for check in checks for problem in check(cfg, ranks)]
     if problems:
         raise ConfigError(*problems)

@@ -2,7 +2,6 @@
 
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -24,15 +23,6 @@ def test_open_files_of_many_ranks(monkeypatch):
     assert not [*preflight.open_files(make_config(), Ranks(31, 8, 0, ""))]
     (text,) = preflight.open_files(make_config(), Ranks(32, 8, 0, ""))
     assert text.startswith("RLIMIT_NOFILE = 1024: rank 0 of 256 opens 1054 files")
-
-
-@pytest.mark.parametrize("saves, share, refused", [(1, 0.9, True), (1, 1.1, False), (0, 0, False)])
-def test_size_of_a_file(monkeypatch, saves, share, refused):
-    cfg = make_config(checkpoint={} if saves else None)
-    limit = share * preflight.checkpoint_bytes(cfg) / 8
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, resource.RLIM_INFINITY))
-    problems = [*preflight.file_size(cfg, Ranks(1, 8, 0, ""))]
-    assert bool(problems) == refused and all("ulimit -f" in text for text in problems)
 
 
 KEPT = "2 3.1 0 fits, 2 2.9 0 warning, 2 2.1 1 fits, 2 0.9 0 error, 2 0.5 1 warning"
@@ -63,17 +53,6 @@ def test_size_of_a_checkpoint_is_that_of_weights_and_moments():
     cfg = make_config()
     parameters = sum(p.numel() for p in meta_model(cfg.model).parameters())
     assert 0.95 * 12 * parameters < preflight.checkpoint_bytes(cfg) <= 12 * parameters
-
-
-def test_port_of_the_first_node_is_taken(monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "localhost")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        monkeypatch.setattr(preflight, "rendezvous_port", lambda job: port)
-        (text,) = preflight.first_node(make_config(), Ranks(2, 1, 0, "7"))
-    assert f"the first, localhost, at port {port}: Address already in use" in text
-    assert not [*preflight.first_node(make_config(), Ranks(2, 1, 0, "7"))]
-    assert not [*preflight.first_node(make_config(), ONE)]
 
 
 def test_command_lists_every_problem(monkeypatch, write_config, capsys):
