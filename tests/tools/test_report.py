@@ -16,13 +16,6 @@ from tools.svg import Point
 
 pytestmark = pytest.mark.quick
 
-TIME = "2026-11-28 04:00:00,123 "
-LOG = f"""{TIME}outputs/x: 5,048,576 parameters on 1 x cpu (1 x 1), bfloat16
-{TIME}2,048 tokens per step = 1 micro-batches; resuming after step 2
-{TIME}step 2  validation loss 2.8
-{TIME}step 4  validation loss 2.75
-"""
-
 
 def train_row(step: int, **more) -> dict:
     """Like those of metrics.py."""
@@ -33,8 +26,7 @@ def train_row(step: int, **more) -> dict:
 
 
 def write_run(folder: pathlib.Path, rows: list[dict], **sections) -> pathlib.Path:
-    (folder / "logs").mkdir(parents=True)
-    (folder / "logs/rank-0.log").write_text(LOG)
+    folder.mkdir()
     evaluation = {"kind": "eval", "step": 4, "loss": 2.75, "bits_per_byte": 1.25}
     lines = [json.dumps(row) for row in (*rows, evaluation)]
     (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"cut']))
@@ -90,16 +82,13 @@ def test_curves_are_the_rows(tmp_path):
     covered = {1: 1, 10: 9, 20: 10, 30: 5}  # steps of each row: the last is that of a resume
     rows = [train_row(step, steps=steps) for step, steps in covered.items()]
     page = page_of(write_run(tmp_path / "r", rows))
-    loss, validation, dot = page.curves("Loss nats per token")
+    loss, validation, dot = page.curves("Loss, nats per token")
     # a mean over ten steps stands in their middle
     expected = [(1, 9.0), (6, 0.9), (15.5, 0.45), (28, 0.3)]
-    assert page.value_of("loss, mean of the last 5 steps") == "0.3"
     assert loss == [pytest.approx(point, abs=0.1) for point in expected]
     assert validation == dot == [pytest.approx((4, 2.75), abs=0.1)]
-    [rates] = page.curves("Throughput tokens per second and device")
+    [rates] = page.curves("Tokens per second and device")
     assert rates == [pytest.approx((row["step"], 100 * row["step"]), abs=20) for row in rows]
-    dashed = page.figures["Loss nats per token"].findall(f"{SVG}path[@stroke-dasharray='2 3']")
-    assert len(dashed) == 1  # resumed after step 2
 
 
 @pytest.mark.parametrize("gap", [None, -1e308, math.nan, 10**400], ids=["none", "large", "nan", ""])
@@ -107,14 +96,14 @@ def test_gap_breaks_a_curve(tmp_path, gap):
     rows = [train_row(step) for step in range(1, 7)]
     rows[2]["loss_mean"] = gap
     page = page_of(write_run(tmp_path / "r", rows))
-    assert [len(part) for part in page.curves("Loss nats per token")] == [2, 3, 1, 1]
+    assert [len(part) for part in page.curves("Loss, nats per token")] == [2, 3, 1, 1]
 
 
 def test_metrics_of_a_fork_are_drawn(tmp_path):
     fork = {"experts": {"load": 2.0}, "least": 5e-324}
     rows = [train_row(step, balance=step, **fork) for step in (1, 2, 3, 4)]
     figures = page_of(write_run(tmp_path / "r", rows)).figures
-    assert [*figures][5:] == ["balance", "experts.load", "least"]
+    assert {"balance", "experts.load", "least"} <= figures.keys()
 
 
 def test_page_tells_what_the_folder_holds(tmp_path):
@@ -123,10 +112,10 @@ def test_page_tells_what_the_folder_holds(tmp_path):
     text = report.write_report([folder]).read_text()
     page = Page(text)
     for label, value in {
-        "state": "finished at step 4 of 4",
-        "training, without saves and evaluations": "0:00:08",
+        "seconds of training, without saves and evaluations": "8",
         "tokens per second and device, median": "250",
-        "model": "5,048,576 parameters on 1 x cpu (1 x 1)",
+        "loss_mean": "2.25",
+        "bits_per_byte": "1.25",
         "time of a step, s": "planned 1.9, measured 2",
         "command": "train.py a b.toml",
         "uncommitted": "a diff of 2 lines, in environment.json",
@@ -143,7 +132,7 @@ def test_runs_stand_side_by_side_with_the_options_that_differ(tmp_path):
     page = page_of(one, two)
     first = page.cells.index("optim.lr")
     assert page.cells[first + 1 : first + 3] == [str(make_config().optim.lr), "0.5"]
-    title = "Loss nats per token"
+    title = "Loss, nats per token"
     assert page.curves(title) == page.curves(title, report.COLORS[1]) != []
     assert page_of(one, one).text.count(str(one)) > 1  # of equal names, the folders
 
@@ -159,7 +148,7 @@ def test_thinned_curve_keeps_its_extremes_and_gaps():
 
 def test_folder_that_is_not_a_run_is_named(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    with refuses("nothing: is not a folder", "empty: metrics.jsonl is missing"):
+    with refuses("nothing: metrics.jsonl is missing", "empty: metrics.jsonl is missing"):
         report.write_report([tmp_path / "nothing", tmp_path / "empty"])
     run = write_run(tmp_path / "r", [train_row(1)])
     assert run_tool(report.main, run, "--out", tmp_path / "no/page.html") == 2
