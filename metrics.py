@@ -4,13 +4,11 @@ import contextlib
 import json
 import logging
 import math
-import mmap
 import os
 import pathlib
 import resource
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -280,36 +278,23 @@ class Rows:
 
 
 def drop_rows(path: pathlib.Path, start: int) -> bool:
-    """Drops the rows of steps after `start`, so that (kind, step) stays unique. Returns whether the file
-    has the evaluation of `start`. Raises OSError."""
+    """Drops the rows of steps after `start`, so that (kind, step) stays unique, and a last line that a
+    kill has cut. Returns whether the file has the evaluation of `start`. Raises OSError."""
     is_evaluated = False
     if not path.exists():
         return is_evaluated
+    offset = 0
     end = 0  # of the last row to keep
-    for offset, row in rows_backwards(path):
-        if row["step"] > start:
-            continue
-        end = end or offset
-        if row["step"] < start:
-            break
-        is_evaluated |= row["kind"] == "eval"
+    with path.open("rb") as file:
+        for line in file:
+            offset += len(line)
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # an invalid line
+                row = json.loads(line)
+                if row["step"] <= start and line.endswith(b"\n"):
+                    end = offset
+                    is_evaluated |= row["step"] == start and row["kind"] == "eval"
     os.truncate(path, end)
     return is_evaluated
-
-
-def rows_backwards(path: pathlib.Path) -> Iterator[tuple[int, dict]]:
-    """(offset of the line's end, row) of each line of a metrics.jsonl, from the last to the first. So a
-    resume reads only the rows that it drops."""
-    if not path.stat().st_size:  # an empty file cannot be mapped
-        return
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        end = text.rfind(b"\n") + 1  # a kill may have truncated the last line
-        while end:
-            begin = text.rfind(b"\n", 0, end - 1) + 1
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # an invalid line
-                row = json.loads(text[begin:end])
-                yield end, {"step": row["step"], "kind": row["kind"]}
-            end = begin
 
 
 def ratio(total: float, count: int) -> float | None:
