@@ -15,7 +15,6 @@ import math
 import statistics
 import tempfile
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor
 
@@ -49,10 +48,10 @@ class Alternating(Run):
         self.pairs: dict[int, tuple[float, float]] = {}  # by step: (ours, bare)
         self.losses: dict[int, Tensor] = {}
 
-    def steps(self, *of: Any) -> Iterator[int]:
+    def steps(self, first: int, last: int) -> Iterator[int]:
         device = self.world.device
         began = synchronize(device)
-        for step in super().steps(*of):
+        for step in super().steps(first, last):
             yield step
             between = synchronize(device)
             self.losses[step] = self.bare(step, self.batches[step - 1])

@@ -17,6 +17,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,9 @@ def sharded(cfg: config.Config, world: World, read: ReadShard | None = None) -> 
     return model
 
 
-def with_optimizer(model: Llama, cfg: config.Config, world: World) -> tuple:
+def with_optimizer(
+    model: Llama, cfg: config.Config, world: World
+) -> tuple[Llama, torch.optim.Optimizer, UpdateGuard]:
     """(model, optimizer, guard), as train.py makes them."""
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, cfg.parallel.compile)
     guard = UpdateGuard(optimizer, storage_device(cfg.parallel, world), 0, Progress())
@@ -78,7 +81,7 @@ def bare_step(model: Llama, cfg: config.Config, world: World) -> Step:
             sums, _ = model(*on_device)
             (sums["loss"] / batch.valid_tokens).backward()
             losses.append(sums["loss"].detach())
-        torch.nn.utils.clip_grad_norm_(parameters, cfg.train.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(parameters, float(cfg.train.max_grad_norm))
         optimizer.step()
         optimizer.zero_grad()
         return torch.stack(losses).sum() / batch.valid_tokens
@@ -127,7 +130,7 @@ def measure(cfg: config.Config, world: World, args: argparse.Namespace) -> dict:
     batches = {size: random_batch(cfg, world, size) for size in set(sizes)}
     seconds, losses = timed(step, [batches[size] for size in sizes], world.device)
     timing = spread(seconds[-args.steps :])
-    parts = {"step_seconds": timing["median"], "spread": timing}
+    parts: dict[str, Any] = {"step_seconds": timing["median"], "spread": timing}
     if args.composed:
         one = spread(seconds[3 : 3 + args.steps])
         parts = compose(one["median"], timing["median"], accumulation)

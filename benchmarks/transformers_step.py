@@ -52,7 +52,7 @@ def their_step(cfg: config.Config, world: World, theirs: LlamaForCausalLM) -> St
         # targets are shifted already
         loss = model(tokens, labels=targets, shift_labels=targets, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.train.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), float(cfg.train.max_grad_norm))
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -74,7 +74,7 @@ def measure(cfg: config.Config, world: World, steps: int) -> Pairs:
     ours = our_step(sharded(cfg, world, read), cfg, world)
     arms = (ours, their_step(cfg, world, theirs))
     generator = torch.Generator().manual_seed(world.dp_rank)
-    shape = (t.micro_batch_size, t.seq_len + 1)
+    shape = (config.micro_batch_size(t, world.dp_size), t.seq_len + 1)
     pairs = []
     for number in range(1, WARM_UP + steps + 1):
         ids = torch.randint(cfg.model.vocab_size, shape, generator=generator)

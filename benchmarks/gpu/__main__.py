@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import config
 import system
@@ -52,7 +53,10 @@ def answer(argv: list[str], seconds: float, *before: str) -> dict:
             with contextlib.suppress(subprocess.TimeoutExpired):  # it may wait for its driver
                 process.wait(10)
             return {"status": f"failed: no answer in {seconds:.0f} s: killed"}
-        printed, complaints = (file.seek(0) or file.read() for file in (out, errors))
+        out.seek(0)
+        errors.seek(0)
+        printed = out.read()
+        complaints = errors.read()
     if "{" in printed and code in (0, 3):  # 3: a plan that does not fit
         return {"status": "ok", **json.loads(printed[printed.index("{") :])}
     last = complaints.strip().split("\n")[-1]
@@ -65,7 +69,7 @@ def measure(arm: Arm, conditions: dict, tiny: bool, runs: str, seconds: float) -
     """The figures of an arm, and its plan."""
     on_gpu = conditions["device"] == "cuda"
     argv = arm.argv(tiny, on_gpu, runs)
-    row = {}
+    row: dict[str, Any] = {}
     if arm.target == "llama8b-h200" and not tiny and conditions["gpu_memory_gib"] < 120:
         row["note"] = "8 of 32 layers"
         argv.append("--model.n_layers=8")
