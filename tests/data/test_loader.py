@@ -1,14 +1,10 @@
 """Batches: each sample once, on any ranks and with any batch size; damaged folders."""
 
-import functools
 import itertools
 import json
-import operator
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,30 +14,21 @@ import torch
 
 import config
 from config import DIGEST_MODULUS, IGNORE
-from data.dataset import PreparedDataset, Sample
+from data.dataset import PreparedDataset
 from data.folder import manifest_of
 from data.loader import Loader, sample_digest, validation_batches
-from tests.conftest import (
-    REPO,
-    data_rank,
-    loader_of,
-    make_config,
-    refuses,
-    train_run,
-    write_prepared,
-)
+from tests.conftest import data_rank, loader_of, make_config, refuses, train_run, write_prepared
 from tests.distributed import distributed
 
 LONG_TEXT = np.random.default_rng(0).integers(0, 320, 2_000_000).astype(np.uint16)
-SHORT = {"seq_len": 32, "global_batch_size": 8, "micro_batch_size": 2}
 
 
 @pytest.fixture
 def configure(tmp_path) -> Callable[..., config.Config]:
     """Makes the configuration of a folder with the text. changes: of its manifest. train: of [train]."""
 
-    def configure_folder(changes: dict | None = None, mask: bool = False, **train: int) -> Any:
-        data = {"source": "text.jsonl", "path": str(tmp_path / "text"), "document_mask": mask}
+    def configure_folder(changes: dict | None = None, **train: int) -> Any:
+        data = {"source": "text.jsonl", "path": str(tmp_path / "text")}
         default = {"seq_len": 999, "global_batch_size": 64, "micro_batch_size": 1}
         cfg = make_config(data=data, train=default | train)
         heldout = [LONG_TEXT[:300], LONG_TEXT[300:1000]]
@@ -86,30 +73,6 @@ def test_resume_with_another_batch_size_reads_each_sample_once(configure):
 
 
 @pytest.mark.quick
-def test_inputs_and_targets_are_the_tokens_of_the_order(configure):
-    cfg = configure(micro_batch_size=4)
-    for rank in range(2):
-        loader = loader_of(cfg, rank, 2, step=2)
-        batch = next(loader)
-        assert batch.valid_tokens == 32 * 999
-        for number, (inputs, targets) in enumerate(batch.micro_batches):
-            for row in range(4):
-                start = 999 * loader.dataset.position(128 + number * 8 + rank * 4 + row).window
-                expected = LONG_TEXT[start : start + 1000].tolist()
-                assert inputs[row].tolist() == expected[:-1]
-                assert targets[row].tolist() == expected[1:]
-
-
-@pytest.mark.quick
-def test_a_digest_depends_on_the_sample_s_number_and_on_its_tokens():
-    samples = [Sample(np.array(tokens)) for tokens in ([1, 2], [2, 1], [1])]
-    every = {sample_digest(number, sample) for number in (1, 2, 256) for sample in samples}
-    assert len(every) == 9
-    bits = functools.reduce(operator.or_, (sample_digest(n, samples[0]) for n in range(64)))
-    assert bits == 2**40 - 1
-
-
-@pytest.mark.quick
 def test_under_a_document_mask_positions_and_documents_come_along(prepared, corpus):
     """Against a loop over the tokens of the file, whose documents end with 2."""
     data = {"source": str(corpus), "path": str(prepared), "document_mask": True}
@@ -139,19 +102,15 @@ def test_under_a_document_mask_positions_and_documents_come_along(prepared, corp
 # Validation
 
 
-def evaluation(cfg: config.Config, count: int, rank: int = 0, ranks: int = 1) -> list[tuple]:
-    """The micro-batches of a data rank."""
-    (samples,) = PreparedDataset(cfg).validation()
-    return [*validation_batches(samples, count, cfg.train, data_rank(rank, ranks))]
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("count", [1, 8, 17, 32])
 def test_an_evaluation_reads_every_target_once(configure, ranks, count):
     """1000 tokens are 32 windows of 32, of which the last has 7 targets."""
-    cfg = configure(**SHORT)
-    by_rank = [evaluation(cfg, count, rank, ranks) for rank in range(ranks)]
+    cfg = configure(seq_len=32, global_batch_size=8, micro_batch_size=2)
+    (samples,) = PreparedDataset(cfg).validation()
+    worlds = [data_rank(rank, ranks) for rank in range(ranks)]
+    by_rank = [[*validation_batches(samples, count, cfg.train, world)] for world in worlds]
     inputs = []
     targets = []
     for micro_batches in zip(*by_rank, strict=True):  # as many on each rank
@@ -162,30 +121,13 @@ def test_an_evaluation_reads_every_target_once(configure, ranks, count):
     assert inputs == tokens[:-1] and targets == tokens[1:]
 
 
-@pytest.mark.quick
-def test_an_evaluation_keeps_to_documents(configure):
-    """The second begins at 300."""
-    targets = torch.cat([tensors[1] for tensors in evaluation(configure(mask=True, **SHORT), 32)])
-    expected = [*LONG_TEXT[1:300].tolist(), *LONG_TEXT[301:1000].tolist()]
-    assert targets[targets != IGNORE].tolist() == expected
-
-
-@pytest.mark.quick
-def test_bytes_of_a_part_of_the_validation_text_are_whole_documents_and_a_share(configure):
-    """Documents of 300 and 700 ids, and as many bytes less one."""
-    dataset = PreparedDataset(configure(seq_len=100))
-    assert dataset.text_bytes(0, 1) == pytest.approx(299 * 101 / 300)
-    assert dataset.text_bytes(0, 5) == pytest.approx(299 + 699 * 201 / 700)
-    assert dataset.text_bytes(0, 10) == 299 + 699
-
-
 # What is refused
 
 REFUSED = [
     ({"complete": False}, {}, None, "not complete; .*-m prepare"),
+    ({"identity": {"version": 7}}, {}, None, "in format 7, and this one reads"),
     ({"vocab_size": 321}, {}, None, "vocab_size = 320: smaller than .*321 entries"),
     ({}, {"seq_len": 500_000}, None, "source = .* has 3 samples .*batch_size = 64"),
-    ({}, {}, lambda path: path.unlink(), "train-0.bin: is missing; delete"),
     ({}, {}, lambda path: os.truncate(path, 3_900_000), "train-0.bin: .*was cut; delete"),
     ({}, {}, lambda path: path.write_bytes(b"\xff" * 4_000_000), "id 65535, .*vocab_size"),
 ]
@@ -212,13 +154,3 @@ def test_ranks_with_other_text_than_rank_zero_are_refused(world, corpus, prepare
     data = {"source": str(corpus), "path": str(folder)}
     with refuses('sha256 = "another hash"', "the same prepared data"):
         train_run(make_config(data=data, run={"output_dir": str(tmp_path)}), world)
-
-
-def test_a_rank_loads_nothing_that_prepares_text():
-    """Opening data needs no torch either: the launcher opens it, too."""
-    statement = "import json, sys, data.dataset; print(json.dumps([*sys.modules]))"
-    child = [sys.executable, "-c", statement]
-    modules = {*json.loads(subprocess.check_output(child, cwd=REPO))}
-    prepares = {name for name in modules if name.startswith("tools")}
-    assert "data.tokens" in modules
-    assert not modules & {*prepares, "torch", "pyarrow", "datasets", "tokenizers"}
