@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.conftest import make_config, refuses, sentencepiece_model, words
+from tests.conftest import make_config, refuses, words
 from tests.tools.prepare.chat.conftest import (
     TEMPLATES,
     conversations,
@@ -101,23 +101,13 @@ def test_ids_of_a_sentencepiece_model_are_those_of_the_text_between_special_toke
 
 # What is refused
 
-LEAVES_OUT = LOOP + "{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}{% endfor %}"
 ENDS_EARLY = LOOP + "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}"
-COUNTS = (LOOP + "{{ m.content | length }}{% endfor %}").encode()
-
 REFUSED = [  # a template, what it does wrong with a conversation
-    (b"{{ raise_exception('no') }}", "row 1: the chat template fails: TemplateError: no"),
-    (b"{{ messages[9].content.upper() }}", "row 1: the chat template fails: UndefinedError"),
-    (b"{% include '/etc/passwd' %}", "row 1: the chat template fails: TypeError: no loader"),
-    (b"{{ cycler.__init__.__globals__.os.system('touch ran') }}", "row 1: .*: SecurityError"),
-    (b"{{ ''.__class__.__mro__[1].__subclasses__() }}", "row 1: .*: SecurityError"),
-    (b"{{ messages.append(1) }}", "row 1: the chat template fails: SecurityError"),
-    (LEAVES_OUT.encode(), r"row 1: message 2 \(assistant\): .* leaves out text"),
-    (ENDS_EARLY.encode(), r"row 1: .* ends the assistant's turn before <\|im_end\|>"),
-    (COUNTS, "row 1: spells out a special token, and the chat template renders the message diff"),
-    (b"{% for m in messages %}", "t.jinja: the chat template fails, line 1: TemplateSyntaxError"),
-    (b"\xff\xfe", "t.jinja: chat template cannot be read: is not UTF-8"),
-    (None, "t.jinja: chat template cannot be read: No such file"),
+    ("{{ raise_exception('no') }}", "row 1: the chat template fails: TemplateError: no"),
+    ("{{ cycler.__init__.__globals__.os.system('touch ran') }}", "row 1: .*: SecurityError"),
+    (ENDS_EARLY, r"row 1: .* ends the assistant's turn before <\|im_end\|>"),
+    (LOOP + "{{ m.content | length }}{% endfor %}", "row 1: spells out a special token, and the "),
+    ("{% for m in messages %}", "t.jinja: the chat template fails, line 1: TemplateSyntaxError"),
 ]
 
 
@@ -128,28 +118,17 @@ def test_what_a_template_does_wrong_is_one_line(
 ):
     """What is none is refused before anything is made."""
     monkeypatch.chdir(tmp_path)
-    if template is not None:
-        (tmp_path / "t.jinja").write_bytes(template)
-    talks = [talk("<|im_end|>" if template == COUNTS else "a", "b", "c", "d")]
+    (tmp_path / "t.jinja").write_text(template)
+    talks = [talk("<|im_end|>" if "length" in template else "a", "b", "c", "d")]
     more = {"chat_template": "t.jinja", "validation": None}
-    with refuses(f"chat.jsonl: {problem}" if "row" in problem else problem) as refused:
+    with refuses(problem) as refused:
         prepare_here(make_config(**sections_of(tokenizer, tmp_path, talks, data=more)))
     assert "\n" not in str(refused.value) and not (tmp_path / "ran").exists()
     assert (tmp_path / "out").exists() == ("row" in problem)
 
 
-def test_a_tokenizer_that_cannot_serve_is_refused(tokenizer, tmp_path, monkeypatch):
-    import sentencepiece
-
+def test_a_tokenizer_that_makes_special_tokens_of_other_text_is_refused(tokenizer, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(TEMPLATES["chatml"])
-    sentencepiece_model(tmp_path / "tokenizer.model", add_dummy_prefix=True)
-    with monkeypatch.context() as older:
-        older.delattr(sentencepiece.SentencePieceProcessor, "encode_as_offset_mapping")
-        with refuses("cannot say which characters a token stands for; install that of"):
-            Chat(tmp_path)
-    with refuses("adds a space before every text, and does not say whether after a special"):
-        Chat(tmp_path)
-    (tmp_path / "tokenizer.model").unlink()
     made = json.loads((tokenizer / "tokenizer.json").read_text())
     made["normalizer"] = {"type": "Lowercase"}
     made["added_tokens"] = [{**token, "normalized": True} for token in made["added_tokens"]]
@@ -158,19 +137,3 @@ def test_a_tokenizer_that_cannot_serve_is_refused(tokenizer, tmp_path, monkeypat
     assert chat.encode(talk("a", "b"))[0]
     with refuses("makes special tokens of other text than their names"):
         chat.encode(talk("<|IM_END|>", "b"))
-
-
-OPTIONS = [
-    ({"tokenizer": None}, "needs data.tokenizer"),
-    ({"document_mask": False}, "is implied by conversations"),
-    ({"messages_field": None, "chat_template": "t", "format": "text"}, "renders conversations"),
-    ({"format": "alpaca"}, 'is a column of format = "messages"'),
-]
-
-
-@pytest.mark.parametrize("options, problem", OPTIONS, ids=str)
-def test_options_that_contradict_are_refused(options, problem):
-    given = {"messages_field": "messages", "tokenizer": "t"}
-    assert make_config(data=given).data.document_mask
-    with refuses(problem):
-        make_config(data={**given, **options})

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import REPO, refuses
+from tests.conftest import REPO, refuses, sentencepiece_model
 from tests.tools.prepare.chat.conftest import QWEN3
 from tests.tools.prepare.test_tokenizer import byte_level
 from tools.prepare.chat.conversations import Chat
@@ -107,7 +107,6 @@ ALWAYS_PROMPTS = (
     "<|turn_start|><|assistant|>"
 )
 NEVER_PROMPTS = LOOP + "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-NO_EMPTY_LIST = "{{ '' if messages[0].role else '' }}" + CHATML
 CALLS = (
     LOOP + "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
     "{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
@@ -148,11 +147,12 @@ class Template:
 
     def learned(self, messages: list[dict], has_loss: list[bool] | None = None) -> list[str]:
         """Each run of text that has a loss, without white space at its end."""
-        runs = itertools.groupby(zip(*self.encode(messages, has_loss)), lambda pair: pair[1])
-        texts = [
-            (is_learned, self.theirs.decode([id for id, _ in run])) for is_learned, run in runs
-        ]
-        return [text.rstrip() for is_learned, text in texts if is_learned]
+        texts = []
+        pairs = zip(*self.encode(messages, has_loss))
+        for is_learned, run in itertools.groupby(pairs, lambda pair: pair[1]):
+            if is_learned:
+                texts.append(self.theirs.decode([token for token, _ in run]).rstrip())
+        return texts
 
 
 def tools_for(messages: list[dict]) -> list[dict] | None:
@@ -172,7 +172,6 @@ def ended(by: str, *answers: str) -> list[str]:
 GREETED = ended("<|im_end|>", "Hello! How can I help?", ANSWERS[0])
 TWO_TURNS = THREE_TURNS[:4]
 NO_THOUGHT = ["<think></think>Jane Austen did.<|end|>", "<think></think>In 1815.<|end|></s>"]
-BY_ASSIST = [NO_THOUGHT[0], "<think></think>In 1815.<|end|><|assist|>"]
 IN_PROMPT = ["</think>Jane Austen did.<|end|>", "</think>In 1815.<|end|></s>"]
 LAST_THOUGHT = ["Jane Austen did.<|im_end|>", "<think>\n\n</think>\n\nIn 1815.<|im_end|>"]
 ROME = '<tool_call>{"name": "clock", "arguments": {"city": "Rome"}}</tool_call><|im_end|>'
@@ -180,17 +179,12 @@ MARKUP = [user("Which?"), assistant("This <b>one</b>."), *THREE_TURNS[2:4]]
 MASKS = [
     (CHATML, THREE_TURNS, ended("<|im_end|>")),
     (CHATML, CONVERSATIONS["assistant first"], GREETED),
-    (NO_EMPTY_LIST, CONVERSATIONS["assistant first"], GREETED),
     (STRIPS, CONVERSATIONS["white space"], ["Jane Austen\n  did.<|im_end|>"]),
     (PROMPT_OPENS_BLOCK, THREE_TURNS, ended("<|end|>")),
     (OTHER_BLOCK, TWO_TURNS, NO_THOUGHT),
-    (OTHER_BLOCK.replace("</s>", "<|assist|>"), TWO_TURNS, BY_ASSIST),
-    (OTHER_BLOCK.replace("<think>\n", "<|channel|>"), TWO_TURNS, NO_THOUGHT),
     (OTHER_BLOCK.replace("<think>\n", "<think>"), TWO_TURNS, IN_PROMPT),  # what the prompt has
     (CHATML.replace("{{ m.content }}", IN_LAST), TWO_TURNS, LAST_THOUGHT),
-    (CLOSING_EOS, TWO_TURNS, ["Jane Austen did.<|end|>", "In 1815.<|end|>\n</s>"]),
     (SYSTEM_LAST, [SYSTEM, *THREE_TURNS], ended("</s>")),
-    (CHATML, [user("<b>"), assistant(" <a></a>\n")], [" <a></a>\n<|im_end|>"]),
     (ENDS_DIFFER, MARKUP, ["<|message|>This <b>one</b>.<|end|>", "<|message|>In 1815.<|return|>"]),
     (ALWAYS_PROMPTS, THREE_TURNS, ended("<|turn_end|>")),
     (NEVER_PROMPTS, THREE_TURNS[:2], ["<|assistant|>Jane Austen did.<|end|>"]),  # no prompt has it
@@ -213,12 +207,10 @@ PARTS = LOOP + "{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>
 COUNTS = LOOP + "{{ m.content | length }}{{ m.content }}<|im_end|>{% endfor %}"
 LOST = [
     (CHATML.replace("|", ""), "plain", f"message 2: .*{NO_END}: it is followed by '<im_end>'"),
-    (LOOP + "{{ m.role }}: {{ m.content }}\n{% endfor %}", "plain", "nothing follows it"),
     (ADJACENT.replace("<|end|>", "<end>"), "plain", f"the last turn: .*{NO_END}: .*did.<end>'"),
     (ENDS_LAST, "three turns", rf"message 2: .*{NO_END}: it is followed by '<\|user\|>'"),
     (STRIPS, "tool call last", r"message 2 \(assistant\): .* leaves out a tool call; name"),
     (CHATML, "reasoning", r"message 2 \(assistant\): .* leaves out its reasoning; name"),
-    (PROMPT_OPENS_BLOCK, "<think>", "leaves out its reasoning; name"),
     (PARTS, "plain", r"message 1 \(user\): the chat template leaves out text of it; name"),
     (CALLS.replace("tools or ''", "''"), "tool call last", "leaves out the tools; name"),
     (COUNTS, "plain", "renders the messages differently with marks in their texts"),
@@ -237,10 +229,8 @@ def test_what_would_be_lost_is_refused(template, text, title, problem):
 
 KEYS = [
     (1, "reasoning_details", [{"text": "so"}], "its key 'reasoning_details'"),
-    (1, "loss_weight", 0.0, "its key 'loss_weight'"),
     (0, "mask", False, "its key 'mask'"),
     (1, "reasoning", "so", "its reasoning"),
-    (0, "thinking", "so", "its reasoning"),
 ]
 
 
@@ -257,7 +247,6 @@ def test_a_key_of_a_message_is_rendered_or_refused(template, number, key, value,
 
 ARGUMENTS = [
     ("c.function.name", {"at": [True, {"b": None}]}, True),
-    ("c.function.name", {}, False),
     ("c.function | tojson", {"at": 1}, False),
     ("c.function.name ~ c.function.arguments.at", {"at": 0.5}, False),
 ]
@@ -271,9 +260,6 @@ def test_arguments_that_are_no_text_are_not_left_out(template, shown, arguments,
         return made.check(messages)
     with refuses("leaves out the arguments of a tool call"):
         made.encode(messages)
-
-
-# Shipped
 
 
 def test_the_shipped_template_of_qwen3(template):
@@ -301,9 +287,6 @@ def test_the_shipped_template_in_words(template, title):
         made.encode(CONVERSATIONS[title])
 
 
-# Turns without a loss
-
-
 @pytest.mark.parametrize("title", [title for title in CONVERSATIONS if "reasoning" not in title])
 def test_a_block_of_a_turn_without_a_loss_has_none(template, title):
     """Whichever turns have one: transformers' mask less their blocks."""
@@ -324,26 +307,15 @@ def test_a_block_of_a_turn_without_a_loss_has_none(template, title):
 
 EOS_BLOCK = NEVER_PROMPTS.replace("{{ m.content }}<|end|>", SAID)
 EOS_BLOCK += "{% generation %}{{ eos_token }}{% endgeneration %}"
-
-
 LACKS = [user("a"), assistant("b", reasoning_content="c"), user("d"), assistant("e")]
-FIVE = [
-    user("Who?"),
-    assistant("Jane."),
-    assistant("Austen."),
-    user("When?"),
-    assistant("In 1815."),
-]
+FIVE = [user("Who?"), assistant("Jane."), assistant("Austen."), *TWO_TURNS[2:]]
 PARTLY = [  # which messages have a loss
     (EOS_BLOCK, TWO_TURNS, "1111", ["Jane Austen did.<|end|>", "In 1815.<|end|></s>"]),
     (EOS_BLOCK, TWO_TURNS, "1011", ["In 1815.<|end|></s>"]),
-    (EOS_BLOCK, TWO_TURNS, "0100", ["Jane Austen did.<|end|>"]),
     (CLOSING_EOS, TWO_TURNS, "1011", ["In 1815.<|end|>\n</s>"]),
-    (CLOSING_EOS, TWO_TURNS, "0100", ["Jane Austen did.<|end|>"]),
     (CLOSING_EOS, LACKS, "0001", ["e<|end|>\n</s>"]),
     (ADJACENT, FIVE, "01000", ["Jane.<|end|>"]),
     (ADJACENT, FIVE, "00100", ["Austen.<|end|>"]),
-    (ADJACENT, FIVE, "00001", ["In 1815.<|end|>"]),
 ]
 
 
@@ -363,35 +335,14 @@ def test_a_turn_without_a_loss_needs_a_sign_of_its_block(template):
 
 
 @pytest.mark.parametrize("text", [QWEN3, CHATML, ADJACENT], ids=["qwen3", "chatml", "adjacent"])
-@pytest.mark.parametrize("content", [{"content": ""}, {"content": " \n"}, {}], ids=str)
+@pytest.mark.parametrize("content", [{"content": " \n"}, {}], ids=str)
 def test_a_conversation_with_an_empty_turn_is_left_out(template, text, content):
     """With a loss or without."""
     made = template(text)
     empty = {"role": "assistant", "reasoning_content": "b", **content}
-    last = [user("hi"), assistant("ok"), user("hello?"), empty]
-    first = [user("hi"), empty, user("hello?"), assistant("ok")]
-    for messages in (first, last):
-        for has_loss in ([True] * 4, [message is not empty for message in messages]):
-            assert made.ours.encode(messages, None, has_loss) == ([], [])
-
-
-# Blocks, ends
-
-
-def test_nested_blocks_are_one(template):
-    inner = "{% generation %}{{ m.content }}{% endgeneration %}"
-    outer = "{% generation %}" + inner + " ok<|end|>{% endgeneration %}"
-    made = template(LOOP + "<|{{ m.role }}|>" + outer + "{% endfor %}")
-    made.check(THREE_TURNS[:2])
-    learned = made.learned(THREE_TURNS[:2])
-    assert learned == ["Who wrote Emma? ok<|end|>", "Jane Austen did. ok<|end|>"]
-
-
-@pytest.mark.parametrize("part", ["[1:]", "[:-1]"])
-def test_a_block_that_is_cut_is_refused(template, part):
-    text = LOOP + "{% set said %}" + BLOCK + "{% endset %}{{ said" + part + " }}{% endfor %}"
-    with refuses(r"cuts off an end of a {% generation %} block"):
-        template(text).encode(THREE_TURNS)
+    messages = [user("hi"), empty, user("hello?"), assistant("ok")]
+    for has_loss in ([True] * 4, [True, False, True, True]):
+        assert made.ours.encode(messages, None, has_loss) == ([], [])
 
 
 @pytest.mark.parametrize("text, ends", [(CLOSING_EOS, "</s> <|end|>"), (CHATML, "<|im_end|>")])
@@ -403,13 +354,11 @@ def test_a_turn_ends_with_the_conversation_or_before(template, text, ends):
 # Folders
 
 RAG = {"additional_chat_templates/rag.jinja": "B"}
-LISTED = [{"name": "tool_use", "template": "B"}, {"name": "default", "template": "A"}]
 FOLDERS = [  # files, the chat_template of tokenizer_config.json
     ({"chat_template.jinja": "A", **RAG}, "C"),
     ({"additional_chat_templates/default.jinja": "A", **RAG}, None),
     ({}, "A"),
-    ({}, {"default": "A", "tool_use": "B"}),
-    ({}, LISTED),
+    ({}, [{"name": "tool_use", "template": "B"}, {"name": "default", "template": "A"}]),
 ]
 
 
@@ -425,21 +374,6 @@ def test_the_default_template_of_a_folder(tmp_path, files, inline):
     assert theirs.get_chat_template() == "A"
 
 
-NO_DEFAULT = [
-    ({"tool_use": "B", "rag": "C"}, "none of its chat templates, rag, tool_use, is named default"),
-    ([{"name": "rag"}], "a list of objects with name and template"),
-    (7, "no JSON object whose chat_template is a text"),
-    (None, "has no chat template; name a Jinja file, data.chat_template"),
-]
-
-
-@pytest.mark.parametrize("inline, problem", NO_DEFAULT)
-def test_a_folder_without_a_default_template_is_refused(tmp_path, inline, problem):
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": inline}))
-    with refuses(problem):
-        find_template(tmp_path)
-
-
 @pytest.mark.parametrize("decoder, first", [({}, "<s>"), ({"added_tokens_decoder": {}}, "B")])
 def test_special_tokens_of_an_older_folder(tmp_path, decoder, first):
     """They are named in special_tokens_map.json, which counts unless there is an added_tokens_decoder."""
@@ -453,38 +387,16 @@ def test_special_tokens_of_an_older_folder(tmp_path, decoder, first):
     assert made.ours.tokenizer.eos == [made.theirs.eos_token_id]
 
 
-def test_a_token_that_the_settings_name_is_special(template, tmp_path):
-    """As in transformers, even where tokenizer.json has it as an ordinary entry."""
-    template(CHATML)
-    made = json.loads((tmp_path / "tokenizer.json").read_text())
-    for token in made["added_tokens"]:
-        token["special"] = token["content"] != "<|im_end|>"
-    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
-    with refuses(NO_END):
-        Chat(tmp_path).encode(checked(THREE_TURNS))
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    settings["eos_token"] = "<|im_end|>"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert Chat(tmp_path).end_of_turn() == [theirs.eos_token_id]
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"legacy": False}, {"legacy": True}, {"add_prefix_space": False}], ids=str
-)
+@pytest.mark.parametrize("settings", [{}, {"legacy": True}, {"add_prefix_space": False}], ids=str)
 def test_a_tokenizer_of_llama_2_s_kind(tmp_path, settings):
     """Where transformers puts spaces, and where its tokenizer.json would."""
     pytest.importorskip("google.protobuf")
-    from tests.conftest import sentencepiece_model
-
-    (tmp_path / "made").mkdir()
-    sentencepiece_model(tmp_path / "made/tokenizer.model", add_dummy_prefix=True)
+    sentencepiece_model(tmp_path / "tokenizer.model", add_dummy_prefix=True)
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **special, **settings}
-    for folder in (tmp_path / "made", tmp_path):
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    saved = transformers.AutoTokenizer.from_pretrained(tmp_path / "made")
-    saved.save_pretrained(tmp_path / "saved")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    transformers.AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path / "saved")
+    (tmp_path / "tokenizer.model").unlink()
     content = json.loads((tmp_path / "saved/tokenizer.json").read_text())
     prefix = {"type": "Prepend", "prepend": "\u2581"}
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
