@@ -5,17 +5,15 @@ import hashlib
 import io
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from tests.conftest import REPO, words
-from tests.hub import LOST, Hub
+from tests.hub import Hub
 
 pyarrow = pytest.importorskip("pyarrow")
 pytest.importorskip("datasets")
@@ -88,27 +86,10 @@ READ = [("me/texts", {"subset": "en"}), ("me/gz", {}), ("me/parquet", {})]
 OTHERS = [("me/lost", {}), (CONVERTED, {"subset": "fr"}), ("me/moved", {})]
 
 
-def fault(request: Any) -> int | None:
-    return LOST if re.match("/datasets/me/lost/resolve/.*/1.jsonl", request.path) else None
-
-
-def answers_of(hub: Hub, home: pathlib.Path, requests: list, **options: Any) -> list[dict]:
-    """{"texts", "files", "commit"} of each (revision, options of [data]): what was read before it failed, and why."""
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD],
-        cwd=REPO,
-        input=json.dumps(requests).encode(),
-        stdout=subprocess.PIPE,
-        env=os.environ | hub.environment(home, **options),
-        check=True,
-    )
-    return json.loads(done.stdout)
-
-
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory) -> Callable[..., dict]:
-    """(a source, its options), or "pinned" or "offline" -> what a process read."""
-    home = tmp_path_factory.mktemp("home")
+    """(a source, its options) -> {"texts", "files", "commit"}: what a process read before it failed, and why.
+    "pinned" is a commit of me/moved."""
     with Hub() as hub:
         hub.commit("datasets/me/texts", EN, token="secret")
         for name, files in REPOSITORIES.items():
@@ -117,14 +98,18 @@ def answer(tmp_path_factory) -> Callable[..., dict]:
         hub.commit("datasets/me/xml", converted, branch="refs/convert/parquet")
         first = hub.commit("datasets/me/moved", {"a.jsonl": lines(["first"])})
         hub.commit("datasets/me/moved", {"a.jsonl": lines(["second"])})
-        hub.fault = fault
+        hub.is_lost = re.compile("/datasets/me/lost/resolve/.*/1.jsonl").match
         given = [*READ, *OTHERS, *(row[:2] for row in REFUSED)]
         requests = [(None, {"source": source, **data}) for source, data in given]
         requests.append((first, {"source": "me/moved"}))
-        answers = answers_of(hub, home, requests, token="secret")
-        answers += answers_of(hub, home, [(None, {"source": "me/gz"})], offline=True)
-    by_key = {repr(key): found for key, found in zip([*given, "pinned", "offline"], answers)}
-    return lambda *key: by_key[repr(key if len(key) == 2 else key[0])]
+        command = [sys.executable, "-c", CHILD]
+        env = os.environ | hub.environment(tmp_path_factory.mktemp("home"), token="secret")
+        answers = subprocess.check_output(
+            command, cwd=REPO, env=env, input=json.dumps(requests).encode()
+        )
+    found = zip([*given, ("pinned", {})], json.loads(answers), strict=True)
+    by_key = {repr(key): answer for key, answer in found}
+    return lambda *key: by_key[repr(key)]
 
 
 @pytest.mark.parametrize("source, data", READ)
@@ -141,7 +126,7 @@ def test_a_dataset_is_streamed_by_the_hash_of_its_files_names(answer, source, da
 
 def test_a_commit_is_read_though_its_branch_has_moved(answer):
     assert answer("me/moved", {})["texts"] == ["second"]
-    assert answer("pinned")["texts"] == ["first"]
+    assert answer("pinned", {})["texts"] == ["first"]
 
 
 def test_a_lost_network_fails_to_be_retried(answer):
@@ -160,8 +145,3 @@ def test_what_cannot_be_read_is_refused_with_the_remedy(answer, source, data, pr
 def test_other_files_are_read_as_the_hub_converted_them(answer):
     """One subset of them, whose files lie in a folder of its name."""
     assert answer(CONVERTED, {"subset": "fr"})["texts"] == ["fr"]
-
-
-def test_a_machine_without_a_network_is_told_where_to_download(answer):
-    refused = answer("offline")["refused"]
-    assert "hf download --repo-type dataset me/gz --local-dir FOLDER" in refused

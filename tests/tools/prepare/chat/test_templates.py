@@ -245,21 +245,11 @@ def test_a_key_of_a_message_is_rendered_or_refused(template, number, key, value,
     template(CHATML.replace("{{ m.content }}", shown)).check(messages)
 
 
-ARGUMENTS = [
-    ("c.function.name", {"at": [True, {"b": None}]}, True),
-    ("c.function | tojson", {"at": 1}, False),
-    ("c.function.name ~ c.function.arguments.at", {"at": 0.5}, False),
-]
-
-
-@pytest.mark.parametrize("shown, arguments, is_refused", ARGUMENTS)
-def test_arguments_that_are_no_text_are_not_left_out(template, shown, arguments, is_refused):
-    made = template(CALLS.replace("c.function | tojson", shown))
-    messages = [QUESTION, assistant("", tool_calls=[call(**arguments)])]
-    if not is_refused:
-        return made.check(messages)
+def test_arguments_that_are_no_text_are_not_left_out(template):
+    messages = [QUESTION, assistant("", tool_calls=[call(at=[True, {"b": None}])])]
+    template(CALLS).check(messages)
     with refuses("leaves out the arguments of a tool call"):
-        made.encode(messages)
+        template(CALLS.replace("c.function | tojson", "c.function.name")).encode(messages)
 
 
 def test_the_shipped_template_of_qwen3(template):
@@ -374,17 +364,13 @@ def test_the_default_template_of_a_folder(tmp_path, files, inline):
     assert theirs.get_chat_template() == "A"
 
 
-@pytest.mark.parametrize("decoder, first", [({}, "<s>"), ({"added_tokens_decoder": {}}, "B")])
-def test_special_tokens_of_an_older_folder(tmp_path, decoder, first):
-    """They are named in special_tokens_map.json, which counts unless there is an added_tokens_decoder."""
+def test_special_tokens_of_an_older_folder(tmp_path):
+    """They are named in special_tokens_map.json."""
     named = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
-    text = "{{ bos_token or 'B' }}{{ unk_token }}{{ image_token }}{{ boi }}" + CLOSING_EOS
-    tokens = {"image_token": "<|assistant|>", "extra_special_tokens": {"boi": "<|end|>"}}
-    made = Template(text, tmp_path, bos_token=None, eos_token="<|end|>", **tokens, **decoder)
+    made = Template("{{ bos_token or 'B' }}" + CLOSING_EOS, tmp_path, bos_token=None)
     made.check(THREE_TURNS)
-    assert made.theirs.decode(made.encode(THREE_TURNS)[0]).startswith(first)
-    assert made.ours.tokenizer.eos == [made.theirs.eos_token_id]
+    assert made.theirs.decode(made.encode(THREE_TURNS)[0]).startswith("<s>")
 
 
 @pytest.mark.parametrize("settings", [{}, {"legacy": True}, {"add_prefix_space": False}], ids=str)

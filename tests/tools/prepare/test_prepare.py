@@ -1,10 +1,12 @@
-"""Text -> parts: their bytes are a function of the text, whoever prepares them, and whatever happens meanwhile."""
+"""Text -> token files: their bytes are a function of the text, whoever prepares them, and whatever happens meanwhile;
+a folder that exists is that of its source as it is now, or refused."""
 
 import hashlib
 import itertools
 import json
 import os
 import pathlib
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -16,8 +18,11 @@ import pytest
 import config
 from data.folder import manifest_of
 from data.tokens import stream_of
+from launch import launch
+from system import warn_once
 from tests.conftest import make_config, refuses, words
 from tools.prepare import parts
+from tools.prepare.folders import create_folders
 from tools.prepare.parts import TokenWriter, hold_out_end
 from tools.prepare.prepare import main, prepare
 from tools.prepare.row_format import Texts
@@ -295,3 +300,87 @@ def test_a_window_may_lie_in_several_parts(data_of):
         assert stream.read(int(start), stop).tolist() == ids[start:stop]
         inside = [begin for begin in begins if start < begin < stop]
         assert stream.documents(int(start), stop) == [*zip([start, *inside], [*inside, stop])]
+
+
+# A folder and its source
+
+CHANGES = [
+    (lambda source: (source / "c.jsonl").unlink(), "c.jsonl was removed", None),
+    (lambda source: (source / "d.jsonl").write_text(WRONG), "d.jsonl was added", None),
+    (lambda source: (source / "b.jsonl").write_text(WRONG), "b.jsonl was changed", None),
+    (lambda source: os.utime(source / "b.jsonl"), None, "1 of 3 .* written anew .*/b.jsonl"),
+    (shutil.rmtree, None, "the files of its train text are gone"),
+    (lambda source: None, None, None),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("change, problem, line", CHANGES)
+def test_source_that_changed_since_is_refused_or_logged(
+    change, problem, line, data_of, source, capfd
+):
+    prepare_data(data_of())
+    warn_once.cache_clear()
+    capfd.readouterr()
+    change(source)
+    if problem:
+        with refuses(problem, "--data.path=.*out-2"):
+            prepare_data(data_of())
+        return
+    prepare_data(data_of())
+    log = capfd.readouterr().err
+    assert re.search(line, log) if line else not log
+
+
+@pytest.mark.quick
+def test_each_launch_compares_the_source_with_its_text(data_of, source, capfd):
+    cfg = make_config(data=config.to_dict(data_of()))
+    prepare_data(cfg.data)
+    launch.prepare(cfg, "", [])
+    (source / "c.jsonl").unlink()
+    with refuses("is not prepared, see above"):
+        launch.prepare(cfg, "", [])
+    assert "c.jsonl was removed" in capfd.readouterr().err
+
+
+B, C = {"source": "b.jsonl", "weight": 0.5}, {"source": "c.jsonl", "weight": 0.5}
+MIXTURE = {"source": None, "tokenizer": None}
+OVERLAPS = [
+    ({"source": "*.jsonl", "validation": "link.jsonl"}, "is in data.source and data.validation"),
+    ({"sources": [{**B, "source": "*.jsonl"}, C], **MIXTURE}, "is in sources 1 and 2"),
+    ({"sources": [{**B, "validation": "c.jsonl"}, C], **MIXTURE}, "data.source and data.valid"),
+    ({"path": "out"}, r"\[data\] path: out lies in data.source"),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("options, problem", OVERLAPS)
+def test_file_that_is_read_for_two_purposes_is_refused(
+    options, problem, data_of, source, tmp_path, monkeypatch
+):
+    """By its real path; before a tokenizer is trained."""
+    monkeypatch.chdir(source)
+    (source / "b.jsonl").rename(tmp_path / "elsewhere.jsonl")
+    for name in ("b.jsonl", "link.jsonl"):
+        (source / name).symlink_to(tmp_path / "elsewhere.jsonl")
+    with refuses(problem):
+        create_folders(data_of(**options), 320)
+
+
+COLUMNS = [
+    ({"body": "a", "id": 1}, {}, 'body, id; try data.text_field = "body"$'),
+    ({"talk": [{}]}, {"format": "messages"}, 'talk; try data.messages_field = "talk"$'),
+    ({"instruction": "a", "output": "b"}, {}, 'try data.format = "alpaca"$'),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("row, options, problem", COLUMNS)
+def test_first_row_without_the_column_is_refused_with_the_option_to_paste(
+    row, options, problem, data_of, source
+):
+    """Even where wrong rows are left out."""
+    for path in source.iterdir():
+        path.write_text(json.dumps(row))
+    with refuses("row 1: has no field .*, but ", problem):
+        create_folders(data_of(bad_rows="skip", **options), 320)
