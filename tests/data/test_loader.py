@@ -14,10 +14,9 @@ import torch
 
 import config
 from config import DIGEST_MODULUS, IGNORE
-from data.dataset import PreparedDataset
 from data.folder import manifest_of
-from data.loader import Loader, sample_digest, validation_batches
-from tests.conftest import data_rank, loader_of, make_config, refuses, train_run, write_prepared
+from data.loader import Loader
+from tests.conftest import loader_of, make_config, refuses, train_run, write_prepared
 from tests.distributed import distributed
 
 LONG_TEXT = np.random.default_rng(0).integers(0, 320, 2_000_000).astype(np.uint16)
@@ -57,22 +56,6 @@ def test_resume_on_any_ranks_and_micro_batches_reads_the_same_samples(configure)
 
 
 @pytest.mark.quick
-def test_resume_with_another_batch_size_reads_each_sample_once(configure):
-    """Batches of 8, then 4, then 16: the digests of samples 0, 1, 2, ..."""
-    samples = 0
-    for step, batch_size, ranks in (0, 8, 1), (5, 4, 2), (10, 16, 2):
-        cfg = configure(global_batch_size=batch_size, steps=step + 5)
-        dataset = PreparedDataset(cfg)
-        worlds = [data_rank(rank, ranks) for rank in range(ranks)]
-        loaders = [Loader(dataset, cfg.train, world, step, samples) for world in worlds]
-        for digest in digests(loaders, 5):
-            numbers = range(samples, samples + batch_size)
-            every = sum(sample_digest(number, dataset.sample(number)) for number in numbers)
-            assert digest == every % DIGEST_MODULUS
-            samples += batch_size
-
-
-@pytest.mark.quick
 def test_under_a_document_mask_positions_and_documents_come_along(prepared, corpus):
     """Against a loop over the tokens of the file, whose documents end with 2."""
     data = {"source": str(corpus), "path": str(prepared), "document_mask": True}
@@ -98,30 +81,6 @@ def test_under_a_document_mask_positions_and_documents_come_along(prepared, corp
             assert torch.stack(of_row, dim=1).tolist() == expected
         assert batch.valid_tokens == valid < 8000
 
-
-# Validation
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("count", [1, 8, 17, 32])
-def test_an_evaluation_reads_every_target_once(configure, ranks, count):
-    """1000 tokens are 32 windows of 32, of which the last has 7 targets."""
-    cfg = configure(seq_len=32, global_batch_size=8, micro_batch_size=2)
-    (samples,) = PreparedDataset(cfg).validation()
-    worlds = [data_rank(rank, ranks) for rank in range(ranks)]
-    by_rank = [[*validation_batches(samples, count, cfg.train, world)] for world in worlds]
-    inputs = []
-    targets = []
-    for micro_batches in zip(*by_rank, strict=True):  # as many on each rank
-        for row_inputs, row_targets in micro_batches:
-            inputs += row_inputs[row_targets != IGNORE].tolist()
-            targets += row_targets[row_targets != IGNORE].tolist()
-    tokens = LONG_TEXT[: min(32 * count + 1, 1000)].tolist()
-    assert inputs == tokens[:-1] and targets == tokens[1:]
-
-
-# What is refused
 
 REFUSED = [
     ({"complete": False}, {}, None, "not complete; .*-m prepare"),

@@ -11,9 +11,8 @@ import pytest
 import config
 from data.dataset import PreparedDataset
 from data.folder import manifest_of
-from data.tokens import TokenFile
 from extras.chat.packing import Packed, document_ends, pack
-from tests.conftest import loader_of, make_config, refuses
+from tests.conftest import make_config, refuses
 from tests.tools.prepare.chat.conftest import conversations, prepare_here, sections_of, talk
 
 
@@ -97,27 +96,6 @@ def test_a_window_has_each_conversation_with_what_follows_from_it(chats):
     tokens = np.concatenate(ids_of)[np.concatenate(ids_of) != -1]
     assert len(tokens) == packed.filled
     assert f"{(tokens >= 0).mean():.0%} of the tokens" in packed.summary()
-
-
-@pytest.mark.parametrize("learns_all", [False, True])
-def test_valid_tokens_and_digests_are_those_of_the_step_on_any_rank(chats, learns_all, monkeypatch):
-    """Also where a conversation's first token has a loss, as after a template without a prompt: it
-    is no target."""
-    cfg = make_config(**chats)
-    if learns_all:
-        read = TokenFile.read
-        monkeypatch.setattr(TokenFile, "read", lambda *args: np.abs(read(*args)))
-    steps = set()
-    for ranks in (1, 2, 4):
-        targets = digest = valid = 0
-        for rank in range(ranks):
-            batch = next(loader_of(cfg, rank, ranks))
-            targets += sum(int((tensors[1] >= 0).sum()) for tensors in batch.micro_batches)
-            digest += batch.digest
-            valid += batch.valid_tokens
-        assert valid == targets > 50
-        steps.add((digest % config.DIGEST_MODULUS, targets))
-    assert len(steps) == 1
 
 
 @pytest.mark.quick

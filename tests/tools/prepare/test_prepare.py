@@ -229,7 +229,7 @@ def test_wrong_rows_are_all_named_and_a_mended_file_alone_is_prepared_again(core
 
 def test_at_most_one_row_in_a_hundred_is_left_out(data_of, source, by_hand):
     path = source / "b.jsonl"
-    path.write_text(path.read_text() + WRONG * 2)
+    path.write_text(WRONG + path.read_text() + WRONG)
     folder = prepare_data(data_of(bad_rows="skip"))
     assert streams(folder) == by_hand()
     assert (manifest_of(folder)["rows"], manifest_of(folder)["wrong"]) == (202, 2)

@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 import sysconfig
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -231,22 +230,3 @@ def test_a_row_of_more_than_64_mib_is_refused(name, tmp_path, monkeypatch):
         documents(tmp_path / name)
     (tmp_path / "b.parquet").write_bytes(as_parquet([LONG]))
     assert documents(tmp_path / "b.parquet") == [LONG]
-
-
-KINDS: dict[str, Callable] = {
-    "a.jsonl": lines,
-    "d.parquet": lambda texts: as_parquet(texts, rows_in_group=700),
-    "e.csv": lambda texts: "".join(f"{text or ','},\n" for text in ["text", *texts]).encode(),
-}
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_wrong_rows_alone_are_left_out(name, tmp_path):
-    wrong = [7, 8, *range(1100, 2100, 100)]
-    texts = [None if row in wrong else f"text {row}" for row in range(1, 2001)]
-    (tmp_path / name).write_bytes(KINDS[name](texts))
-    d = options(tmp_path / name, bad_rows="skip")
-    count = Counter()
-    read = [*source_module.documents(d, map(ByteRange, list_files(d)[0]), count)]
-    assert read == [text for text in texts if text]
-    assert (count["rows"], count["wrong"]) == (2000, len(wrong))

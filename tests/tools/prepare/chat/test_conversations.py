@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.conftest import make_config, refuses, words
+from tests.conftest import make_config, refuses, sentencepiece_model, words
 from tests.tools.prepare.chat.conftest import (
     TEMPLATES,
     conversations,
@@ -127,8 +127,12 @@ def test_what_a_template_does_wrong_is_one_line(
     assert (tmp_path / "out").exists() == ("row" in problem)
 
 
-def test_a_tokenizer_that_makes_special_tokens_of_other_text_is_refused(tokenizer, tmp_path):
+def test_a_tokenizer_that_leaves_unclear_what_is_special_is_refused(tokenizer, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(TEMPLATES["chatml"])
+    sentencepiece_model(tmp_path / "tokenizer.model", add_dummy_prefix=True)
+    with refuses("adds a space before every text, and does not say whether after a special"):
+        Chat(tmp_path)
+    (tmp_path / "tokenizer.model").unlink()
     made = json.loads((tokenizer / "tokenizer.json").read_text())
     made["normalizer"] = {"type": "Lowercase"}
     made["added_tokens"] = [{**token, "normalized": True} for token in made["added_tokens"]]

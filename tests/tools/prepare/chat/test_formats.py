@@ -9,8 +9,9 @@ import pytest
 
 import config
 from tests.conftest import make_config, refuses
+from tests.tools.prepare.chat.conftest import assistant, user
 from tools.prepare.chat.messages import from_document
-from tools.prepare.source import ByteRange, check_first_row, documents, list_files
+from tools.prepare.source import ByteRange, documents, list_files
 
 A, B, C, D = "the cat", "a dog ran", "under the mat", "then é ✓"
 
@@ -22,14 +23,6 @@ class Row(NamedTuple):
     messages: list[dict]
     tools: list[dict] | None = None
     without_loss: tuple[int, ...] = ()  # messages
-
-
-def user(text: Any, **more: Any) -> dict:
-    return {"role": "user", "content": text, **more}
-
-
-def assistant(text: Any, **more: Any) -> dict:
-    return {"role": "assistant", "content": text, **more}
 
 
 def system(text: str) -> dict:
@@ -74,7 +67,6 @@ EXCHANGE = [user(A), assistant(B)]
 WITH_INPUT = [user(f"{A}\n{C}"), assistant(B)]
 TWO = [user(A), assistant(B), user(C), assistant(D)]
 NOW = [user(A), calls(name="now", arguments={})]
-NOW_AS_TEXT = sharegpt("human", A, "function_call", '{"name": "now", "arguments": null}')
 ANSWERED = [tool(B, tool_call_id="call_1"), assistant(C)]
 GUIDED = [system(D), user(A), calls(**ZONE), *ANSWERED]
 OLD = [user(A), calls(name="time", arguments={"zone": None}), tool(B, name="time"), assistant(C)]
@@ -131,9 +123,7 @@ SETS = {
     "parts of text": [Row(messages(user(PARTS), assistant(C)), [user(A + B), assistant(C)])],
     # nulls of JSON are somebody's, those of a column may be Arrow's
     "JSON in columns": [Row(ALL_IN_JSON, [user(A), calls(**NULLS)], NULL_TOOLS)],
-    "ShareGPT's call without arguments": [Row(NOW_AS_TEXT, NOW)],
     "OpenAI's call without arguments": [Row(messages(user(A), calls(name="now")), NOW)],
-    "its arguments are null": [Row(messages(user(A), calls(name="now", arguments="null")), NOW)],
     "trl's conversational prompt": [Row(DIVIDED, TWO, None, (0, 1, 2))],
 }
 KINDS = ("jsonl", "parquet")
@@ -172,7 +162,6 @@ def test_each_kind_of_file_has_the_conversations_written_by_hand(name, kind, tmp
 
 
 WRONG = [
-    (messages(calls(name="f", arguments="[" * 10**5)), "is nested too deeply"),
     (messages(calls(arguments={"a": 1})), r"message 1 \(assistant\): a tool call needs a name"),
     (messages(calls(name="f", parameters={"a": 1})), "call has the key 'parameters', .* argum"),
     (messages(calls(name="f", arguments="Ulm")), "call must be an object, or JSON of one: Ulm"),
@@ -181,12 +170,9 @@ WRONG = [
     (messages(user("a", trainable=True)), "trainable is True, but only what the assistant"),
     (messages(assistant("a", loss_mask=[1, 0])), r"loss_mask must be .*, not \[1, 0\]"),
     (messages(assistant([PARTS[0] | {"weight": 0}])), "part of its content has the key 'wei"),
-    (messages(user("a"), assistant(None)), r"message 2 \(assistant\): has no content"),
     (messages({"role": "robot"}), "role 'robot' is unknown; the roles are system, developer"),
     (messages(user([{"type": "image"}])), "a part of type 'image'; only text is read"),
     ({"messages": '[{"role": "user"'}, "'messages' must be a list of messages, or JSON of one"),
-    (alpaca(output=None), "field 'output' is null"),
-    (alpaca(output="b", history=["c"]), "field 'history' must be a list of "),
     (messages(*EXCHANGE, loss_mask=[0, 1]), "field 'loss_mask' may change what is learned"),
 ]
 
@@ -196,20 +182,6 @@ def test_a_wrong_row_is_refused_in_one_line(row, problem, tmp_path):
     with refuses("rows.jsonl: row 1: ", problem) as refused:
         documents_of(configured([row], "jsonl", tmp_path))
     assert len(refused.value.problems) == 1 and "\n" not in str(refused.value)
-
-
-NOT_READ = [
-    (messages(*EXCHANGE, id=1, tools=ENVELOPED, functions=FUNCTIONS), "id, functions"),
-    (alpaca(input=C, context=D, output=B, system_prompt=A), "context, system_prompt"),
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("row, columns", NOT_READ, ids=lambda value: str(value)[:60])
-def test_columns_that_nothing_reads_are_one_line(row, columns, kind, tmp_path, capsys):
-    data = configured([row], kind, tmp_path).data
-    check_first_row(data, list_files(data)[0])
-    assert f"{data.source}: not read: {columns}\n" in capsys.readouterr().err
 
 
 def test_a_column_that_changes_what_is_learned_is_refused(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import REPO, refuses, sentencepiece_model
-from tests.tools.prepare.chat.conftest import QWEN3
+from tests.tools.prepare.chat.conftest import QWEN3, assistant, talk, user
 from tests.tools.prepare.test_tokenizer import byte_level
 from tools.prepare.chat.conversations import Chat
 from tools.prepare.chat.messages import checked
@@ -18,14 +18,6 @@ from tools.prepare.chat.template import find_template
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.early, pytest.mark.quick]
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, **more}
 
 
 def call(number: int = 1, **arguments: Any) -> dict[str, Any]:
@@ -44,8 +36,8 @@ RESULT = {"role": "tool", "content": "12:05", "tool_call_id": "call1", "name": "
 SECOND = {**RESULT, "tool_call_id": "call2"}
 ANSWER = assistant("It is five past noon.")
 ANSWERS = ["Jane Austen did.", "In 1815.", "In Steventon, Hampshire."]
-ASKED = ["Who wrote Emma?", "When?", "Where was she born?"]
-THREE_TURNS = [turn for a, b in zip(ASKED, ANSWERS) for turn in (user(a), assistant(b))]
+TWO_TURNS = talk("Who wrote Emma?", ANSWERS[0], "When?", ANSWERS[1])
+THREE_TURNS = [*TWO_TURNS, *talk("Where was she born?", ANSWERS[2])]
 SUN = {"reasoning_content": "The sun stands high."}
 THOUGHT = assistant("<think>\nThe sun stands high.\n</think>\n\nNoon.")
 OSLO = [user("And in Oslo?"), assistant("Too.", reasoning_content="The same zone.")]
@@ -170,7 +162,6 @@ def ended(by: str, *answers: str) -> list[str]:
 
 
 GREETED = ended("<|im_end|>", "Hello! How can I help?", ANSWERS[0])
-TWO_TURNS = THREE_TURNS[:4]
 NO_THOUGHT = ["<think></think>Jane Austen did.<|end|>", "<think></think>In 1815.<|end|></s>"]
 IN_PROMPT = ["</think>Jane Austen did.<|end|>", "</think>In 1815.<|end|></s>"]
 LAST_THOUGHT = ["Jane Austen did.<|im_end|>", "<think>\n\n</think>\n\nIn 1815.<|im_end|>"]
@@ -202,18 +193,14 @@ def test_masks_found_by_hand(template, text, messages, learned):
 NO_END = "ends it with no special token of this tokenizer, and no model would learn to end its turn"
 BEGINS_OTHERWISE = "the chat template starts it differently from its generation prompt"
 PROMPT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-ENDS_LAST = NEVER_PROMPTS.replace("<|end|>", "{{ eos_token if loop.last else '' }}") + PROMPT
 PARTS = LOOP + "{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>{% endfor %}"
-COUNTS = LOOP + "{{ m.content | length }}{{ m.content }}<|im_end|>{% endfor %}"
 LOST = [
     (CHATML.replace("|", ""), "plain", f"message 2: .*{NO_END}: it is followed by '<im_end>'"),
     (ADJACENT.replace("<|end|>", "<end>"), "plain", f"the last turn: .*{NO_END}: .*did.<end>'"),
-    (ENDS_LAST, "three turns", rf"message 2: .*{NO_END}: it is followed by '<\|user\|>'"),
     (STRIPS, "tool call last", r"message 2 \(assistant\): .* leaves out a tool call; name"),
     (CHATML, "reasoning", r"message 2 \(assistant\): .* leaves out its reasoning; name"),
     (PARTS, "plain", r"message 1 \(user\): the chat template leaves out text of it; name"),
     (CALLS.replace("tools or ''", "''"), "tool call last", "leaves out the tools; name"),
-    (COUNTS, "plain", "renders the messages differently with marks in their texts"),
     (NEVER_PROMPTS + PROMPT.replace("<|assistant|>", "ANSWER"), "plain", BEGINS_OTHERWISE),
     (SYSTEM_LAST, "assistant first", f"message 1: {BEGINS_OTHERWISE}"),
 ]
@@ -268,13 +255,11 @@ def test_the_shipped_template_of_qwen3(template):
     assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
-@pytest.mark.parametrize("title", CONVERSATIONS)
-def test_the_shipped_template_in_words(template, title):
+def test_the_shipped_template_in_words(template):
     made = template((REPO / "configs/tiny-chat.jinja").read_text())
-    if "tool" not in title and not title.startswith("reasoning"):
-        return made.check(CONVERSATIONS[title])
-    with refuses("chat template"):
-        made.encode(CONVERSATIONS[title])
+    for title, messages in CONVERSATIONS.items():
+        if "tool" not in title and "reasoning" not in title:
+            made.check(messages)
 
 
 @pytest.mark.parametrize("title", [title for title in CONVERSATIONS if "reasoning" not in title])
