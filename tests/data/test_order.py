@@ -12,14 +12,7 @@ from tests.conftest import make_config, refuses
 from tests.data import order_model
 
 SMALL = [(windows + 1, 1) for windows in (1, 2, 3, 5, 64, 65, 1000, 4096)]
-LARGE = [
-    (64, 32),
-    (65, 32),
-    (65_537, 257),
-    (1 << 22, 10_000),
-    (5_000_000, 9999),
-    (1_900_000_000, 2_999_999),
-]
+LARGE = [(64, 32), (65, 32), (65_537, 257), (1 << 22, 10_000), (1_900_000_000, 2_999_999)]
 
 
 @pytest.mark.quick

@@ -37,9 +37,6 @@ def flat(texts: list[list[int]]) -> list[int]:
     return list(itertools.chain(*texts))
 
 
-# As each program writes its files
-
-
 def raw(path: pathlib.Path, texts: list[list[int]] = TEXTS, dtype: str = "<u2") -> None:
     """nanoGPT's data/openwebtext/prepare.py; `dolma tokens`, in a file that is called .npy."""
     np.array(flat(texts), dtype).tofile(path)

@@ -148,7 +148,6 @@ def test_another_template_or_format_is_other_data(chats, tokenizer, option):
 
 def test_show_marks_what_has_a_loss(chats):
     show = pytest.importorskip("tools.show")
-
     text = "\n".join(show.samples(make_config(**chats), 1))
     assert text.count("=== step 1, sample") == 4 and "--- conversation " in text
     assert "<|im_start|>assistant\n«" in text and "«<|im_start|>" not in text

@@ -76,7 +76,6 @@ REPOSITORIES = {
 }
 CONVERTED = "me/xml@refs/convert/parquet"
 REFUSED = [
-    ("me/missing", {}, "RepositoryNotFoundError"),
     ("me/xml", {}, "has hf://datasets/me/xml@.*/a.xml; of a dataset, .*try --data.source="),
     ("me/texts", {"subset": "en", "split": "dev"}, "split = dev: me/texts has train, validation"),
     (CONVERTED, {}, "data.subset must select one of en, fr"),

@@ -142,9 +142,6 @@ def test_a_tokenizer_larger_than_the_model_is_refused(corpus, prepared, tmp_path
     create_folders(data, 400)
 
 
-# Which files
-
-
 def test_of_two_tokenizers_the_one_that_the_model_was_trained_with_is_read(
     llama3, prepared, tmp_path
 ):
@@ -155,13 +152,6 @@ def test_of_two_tokenizers_the_one_that_the_model_was_trained_with_is_read(
     for rows, vocab_size in ((259, 259), (258, 320)):  # tokenizer.json's added ones have rows
         (tmp_path / "config.json").write_text(json.dumps({"vocab_size": rows}))
         assert Tokenizer(tmp_path).vocab_size == vocab_size
-
-
-@pytest.mark.quick
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
-    with refuses("is no tokenizer .*a tiktoken vocabulary.* b'IQ== 0"):
-        Tokenizer(tmp_path)
 
 
 @needs_extra("huggingface")
@@ -175,9 +165,6 @@ def test_the_tokenizer_of_the_weights_is_the_default(prepared, tmp_path):
     (tmp_path / "r").mkdir()
     (tmp_path / "r/config.toml").write_text(f"[model]\ninit_from = '{tmp_path}'\n")
     assert config.from_dict(sections, "test.toml").data.tokenizer is None
-
-
-# Training one
 
 
 def test_the_vocabulary_size_that_an_error_names_works():

@@ -17,12 +17,8 @@ from tools.prepare.chat.messages import checked
 from tools.prepare.tokenizer_training import train_tokenizer
 
 TOOL_CALL = {"function": {"name": "now", "arguments": {"at": "é"}}}
-TOOLS = [
-    {"role": "user", "content": "the time?"},
-    {"role": "assistant", "content": "", "tool_calls": [TOOL_CALL]},
-    {"role": "tool", "content": "12:00"},
-    {"role": "assistant", "content": "noon"},
-]
+CALLED = {"role": "assistant", "content": "", "tool_calls": [TOOL_CALL]}
+TOOLS = [*talk("the time?"), CALLED, {"role": "tool", "content": "12:00"}, *talk("", "noon")[1:]]
 LOOP = "{% for m in messages %}"
 
 
@@ -99,32 +95,22 @@ def test_ids_of_a_sentencepiece_model_are_those_of_the_text_between_special_toke
     assert chat.end_of_turn() == [2]
 
 
-# What is refused
-
-ENDS_EARLY = LOOP + "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}"
-REFUSED = [  # a template, what it does wrong with a conversation
-    ("{{ raise_exception('no') }}", "row 1: the chat template fails: TemplateError: no"),
-    ("{{ cycler.__init__.__globals__.os.system('touch ran') }}", "row 1: .*: SecurityError"),
-    (ENDS_EARLY, r"row 1: .* ends the assistant's turn before <\|im_end\|>"),
-    (LOOP + "{{ m.content | length }}{% endfor %}", "row 1: spells out a special token, and the "),
-    ("{% for m in messages %}", "t.jinja: the chat template fails, line 1: TemplateSyntaxError"),
-]
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("template, problem", REFUSED)
-def test_what_a_template_does_wrong_is_one_line(
-    tokenizer, tmp_path, monkeypatch, template, problem
-):
-    """What is none is refused before anything is made."""
+def test_a_template_cannot_run_commands(tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    template = "{{ cycler.__init__.__globals__.os.system('touch ran') }}"
     (tmp_path / "t.jinja").write_text(template)
-    talks = [talk("<|im_end|>" if "length" in template else "a", "b", "c", "d")]
-    more = {"chat_template": "t.jinja", "validation": None}
-    with refuses(problem) as refused:
-        prepare_here(make_config(**sections_of(tokenizer, tmp_path, talks, data=more)))
-    assert "\n" not in str(refused.value) and not (tmp_path / "ran").exists()
-    assert (tmp_path / "out").exists() == ("row" in problem)
+    data = {"chat_template": "t.jinja"}
+    with refuses("chat.jsonl: row 1: the chat template fails: SecurityError"):
+        prepare_here(make_config(**sections_of(tokenizer, tmp_path, [talk("a", "b")], data=data)))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_template_that_counts_characters_is_refused_a_special_token_in_a_text(
+    tokenizer, tmp_path
+):
+    (tmp_path / "t.jinja").write_text(LOOP + "{{ m.content | length }}{% endfor %}")
+    with refuses("spells out a special token, and the chat template renders"):
+        Chat(tokenizer, str(tmp_path / "t.jinja")).encode(talk("<|im_end|>", "b"))
 
 
 def test_a_tokenizer_that_leaves_unclear_what_is_special_is_refused(tokenizer, tmp_path):

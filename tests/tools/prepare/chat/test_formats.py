@@ -60,7 +60,6 @@ FUNCTIONS = [
 ENVELOPED = [{"type": "function", "function": function} for function in FUNCTIONS]
 CITY = {"name": "weather", "arguments": {"city": "Ulm"}}
 ZONE = {"name": "time", "arguments": {"zone": "CET", "hours": 12}}
-ZONE_AS_TEXT = {"name": "time", "arguments": json.dumps(ZONE["arguments"])}
 NULLS = {"name": "time", "arguments": {"zone": None, "more": [{"day": None}]}}
 NULL_TOOLS = [{"type": "function", "function": {"name": "time", "parameters": {"default": None}}}]
 EXCHANGE = [user(A), assistant(B)]
@@ -79,23 +78,17 @@ SLIMORCA = [
 ]
 CITY_AS_TEXT = ("human", A, "function_call", json.dumps(CITY), "observation", B, "gpt", C)
 GLAIVE = sharegpt(*CITY_AS_TEXT, tools=json.dumps(FUNCTIONS))
-ACE = sharegpt("user", A, "assistant", B, "tool", C, "assistant", A, system=D)
 IN_JSON = json.dumps([user(A, name=None), assistant(None, **calls(**NULLS))])
 ALL_IN_JSON = {"messages": IN_JSON, "tools": json.dumps(NULL_TOOLS)}
 DIVIDED = {"prompt": TWO[:3], "completion": TWO[3:]}
 HERMES = sharegpt("human", A, "gpt", B, "human", C, "gpt", D, system_prompt=None)
 WITH_HISTORY = {"instruction": C, "output": D, "system": A, "history": [[A, B]]}
-GUIDE = [
-    {"role": "developer", "content": D},
-    user(A),
-    calls(**ZONE_AS_TEXT) | {"content": None},
-    *ANSWERED,
-]
+AS_TEXT = {"content": None, **calls(name="time", arguments=json.dumps(ZONE["arguments"]))}
+GUIDE = [{"role": "developer", "content": D}, user(A), AS_TEXT, *ANSWERED]
 FUNCTION_CALL = [user(A), assistant(None, **OLD_CALL), OLD_RESULT, assistant(C)]
 PARTS = [{"type": "text", "text": text} for text in (A, B)]
 WEATHER = [user(A), calls(**CITY), tool(B)]
 TIME = [user(A), calls(**ZONE), tool(B)]
-LOSSES = "weight train loss loss_mask trainable training"
 
 
 def named(name: str) -> Row:
@@ -113,9 +106,9 @@ SETS = {
     "teknium/OpenHermes-2.5": [Row(HERMES, TWO)],
     "Open-Orca/SlimOrca": [Row({"conversations": SLIMORCA}, [system(C), *EXCHANGE], None, (1,))],
     "LLaMA-Factory's glaive_toolcall_en": [Row(GLAIVE, [*WEATHER, assistant(C)], ENVELOPED)],
-    "Team-ACE/ToolACE": [Row(ACE, [system(D), *EXCHANGE, tool(C), assistant(A)])],
-    "lmsys/lmsys-chat-1m": [Row({"conversation": TWO, "turn": 2}, TWO)],
-    "names of the loss": [*map(named, LOSSES.split())],
+    "names of the loss": [
+        *map(named, ["weight", "train", "loss", "loss_mask", "trainable", "training"])
+    ],
     "OpenAI's guide: tools": [Row(messages(*GUIDE, tools=ENVELOPED), GUIDED, ENVELOPED)],
     "OpenAI's functions": [Row(messages(*FUNCTION_CALL, functions=FUNCTIONS), OLD, ENVELOPED)],
     # Arrow adds the keys of the other row's arguments
@@ -139,8 +132,6 @@ def configured(rows: list[dict], kind: str, folder: pathlib.Path) -> config.Conf
         pytest.importorskip("pyarrow.parquet").write_table(table, path)
     form = "prompt_completion" if "prompt" in rows[0] else "messages"
     data = {"format": "alpaca" if "instruction" in rows[0] else form, "tokenizer": "t"}
-    if "conversation" in rows[0]:
-        data["messages_field"] = "conversation"
     return make_config(data={"source": str(path), **data})
 
 
@@ -165,7 +156,6 @@ WRONG = [
     (messages(calls(arguments={"a": 1})), r"message 1 \(assistant\): a tool call needs a name"),
     (messages(calls(name="f", parameters={"a": 1})), "call has the key 'parameters', .* argum"),
     (messages(calls(name="f", arguments="Ulm")), "call must be an object, or JSON of one: Ulm"),
-    (messages(*EXCHANGE, tools=["weather"]), "'tools' must be a list of functions"),
     (messages(system("b"), user("a"), system="a"), "two system prompts"),
     (messages(user("a", trainable=True)), "trainable is True, but only what the assistant"),
     (messages(assistant("a", loss_mask=[1, 0])), r"loss_mask must be .*, not \[1, 0\]"),

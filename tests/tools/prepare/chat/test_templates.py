@@ -193,10 +193,12 @@ def test_masks_found_by_hand(template, text, messages, learned):
 NO_END = "ends it with no special token of this tokenizer, and no model would learn to end its turn"
 BEGINS_OTHERWISE = "the chat template starts it differently from its generation prompt"
 PROMPT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+EARLY = LOOP + "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}"
 PARTS = LOOP + "{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>{% endfor %}"
 LOST = [
     (CHATML.replace("|", ""), "plain", f"message 2: .*{NO_END}: it is followed by '<im_end>'"),
     (ADJACENT.replace("<|end|>", "<end>"), "plain", f"the last turn: .*{NO_END}: .*did.<end>'"),
+    (EARLY, "plain", r"ends the assistant's turn before <\|im_end\|>"),
     (STRIPS, "tool call last", r"message 2 \(assistant\): .* leaves out a tool call; name"),
     (CHATML, "reasoning", r"message 2 \(assistant\): .* leaves out its reasoning; name"),
     (PARTS, "plain", r"message 1 \(user\): the chat template leaves out text of it; name"),
@@ -214,21 +216,18 @@ def test_what_would_be_lost_is_refused(template, text, title, problem):
         made.encode(CONVERSATIONS[title])
 
 
-KEYS = [
-    (1, "reasoning_details", [{"text": "so"}], "its key 'reasoning_details'"),
-    (0, "mask", False, "its key 'mask'"),
-    (1, "reasoning", "so", "its reasoning"),
-]
+KEYS = [(1, "reasoning_details", [{"text": "so"}]), (0, "mask", False)]
 
 
-@pytest.mark.parametrize("number, key, value, left_out", KEYS)
-def test_a_key_of_a_message_is_rendered_or_refused(template, number, key, value, left_out):
+@pytest.mark.parametrize("number, key, value", KEYS)
+def test_a_key_of_a_message_is_rendered_or_refused(template, number, key, value):
     messages = [user("When?"), assistant("Noon."), user("Why?")]
     messages[number] |= {key: value}
-    with refuses(rf"message {number + 1} \(.*\): the chat template leaves out {left_out}; name"):
+    with refuses(
+        rf"message {number + 1} \(.*\): the chat template leaves out its key '{key}'; name"
+    ):
         template(CHATML).encode(messages)
-    name = "reasoning_content" if left_out == "its reasoning" else key
-    shown = "{{ m.content }}{{ m.NAME if 'NAME' in m }}".replace("NAME", name)
+    shown = "{{ m.content }}{{ m.NAME if 'NAME' in m }}".replace("NAME", key)
     template(CHATML.replace("{{ m.content }}", shown)).check(messages)
 
 
