@@ -1,4 +1,4 @@
-"""Tokenizers: lossless on any text, their BOS and EOS tokens, wrong files named; bytes of a text."""
+"""Tokenizers: lossless on any text, their BOS and EOS tokens; bytes of a text."""
 
 import json
 import pathlib

@@ -91,6 +91,9 @@ WEATHER = [user(A), calls(**CITY), tool(B)]
 TIME = [user(A), calls(**ZONE), tool(B)]
 
 
+LOSSES = ["weight", "train", "loss", "loss_mask", "trainable", "training"]
+
+
 def named(name: str) -> Row:
     """Turns of which the last alone has a loss, in a key of this name."""
     turns = [turn | {name: turn["content"] == D} for turn in TWO]
@@ -106,9 +109,7 @@ SETS = {
     "teknium/OpenHermes-2.5": [Row(HERMES, TWO)],
     "Open-Orca/SlimOrca": [Row({"conversations": SLIMORCA}, [system(C), *EXCHANGE], None, (1,))],
     "LLaMA-Factory's glaive_toolcall_en": [Row(GLAIVE, [*WEATHER, assistant(C)], ENVELOPED)],
-    "names of the loss": [
-        *map(named, ["weight", "train", "loss", "loss_mask", "trainable", "training"])
-    ],
+    "names of the loss": [named(name) for name in LOSSES],
     "OpenAI's guide: tools": [Row(messages(*GUIDE, tools=ENVELOPED), GUIDED, ENVELOPED)],
     "OpenAI's functions": [Row(messages(*FUNCTION_CALL, functions=FUNCTIONS), OLD, ENVELOPED)],
     # Arrow adds the keys of the other row's arguments
@@ -119,7 +120,6 @@ SETS = {
     "OpenAI's call without arguments": [Row(messages(user(A), calls(name="now")), NOW)],
     "trl's conversational prompt": [Row(DIVIDED, TWO, None, (0, 1, 2))],
 }
-KINDS = ("jsonl", "parquet")
 
 
 def configured(rows: list[dict], kind: str, folder: pathlib.Path) -> config.Config:
@@ -140,7 +140,7 @@ def documents_of(cfg: config.Config) -> list[str]:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize("name", SETS)
 def test_each_kind_of_file_has_the_conversations_written_by_hand(name, kind, tmp_path):
     rows = SETS[name]
