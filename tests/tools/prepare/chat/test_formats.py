@@ -114,7 +114,9 @@ SETS = {
     "OpenAI's functions": [Row(messages(*FUNCTION_CALL, functions=FUNCTIONS), OLD, ENVELOPED)],
     # Arrow adds the keys of the other row's arguments
     "trl's tools": [Row(messages(*WEATHER), WEATHER), Row(messages(*TIME), TIME)],
-    "parts of text": [Row(messages(user(PARTS), assistant(C)), [user(A + B), assistant(C)])],
+    "parts of text": [
+        Row(messages(user(PARTS), assistant(PARTS[1:])), [user(A + B), assistant(B)])
+    ],
     # nulls of JSON are somebody's, those of a column may be Arrow's
     "JSON in columns": [Row(ALL_IN_JSON, [user(A), calls(**NULLS)], NULL_TOOLS)],
     "OpenAI's call without arguments": [Row(messages(user(A), calls(name="now")), NOW)],

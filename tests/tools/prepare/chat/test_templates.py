@@ -232,7 +232,7 @@ def test_a_key_of_a_message_is_rendered_or_refused(template, number, key, value)
 
 
 def test_arguments_that_are_no_text_are_not_left_out(template):
-    messages = [QUESTION, assistant("", tool_calls=[call(at=[True, {"b": None}])])]
+    messages = [QUESTION, assistant("", tool_calls=[call(at=[True, 1])])]
     template(CALLS).check(messages)
     with refuses("leaves out the arguments of a tool call"):
         template(CALLS.replace("c.function | tojson", "c.function.name")).encode(messages)
