@@ -71,7 +71,6 @@ REPOSITORIES = {
     "gz": {"0.json.gz": gzip.compress(FIRST), "1.json.gz": gzip.compress(SECOND)},
     "parquet": {"0.parquet": table(TEXTS[:600]), "1.parquet": table(TEXTS[600:])},
     "xml": {"a.xml": b"<a/>"},
-    "wrong": {"a.jsonl": lines(["a"]) + b'{"text": "\xff"}'},
     "lost": {"0.jsonl": FIRST, "1.jsonl": SECOND},
 }
 CONVERTED = "me/xml@refs/convert/parquet"
@@ -79,7 +78,6 @@ REFUSED = [
     ("me/xml", {}, "has hf://datasets/me/xml@.*/a.xml; of a dataset, .*try --data.source="),
     ("me/texts", {"subset": "en", "split": "dev"}, "split = dev: me/texts has train, validation"),
     (CONVERTED, {}, "data.subset must select one of en, fr"),
-    ("me/wrong", {}, "a.jsonl: row 2: is not valid JSON"),
 ]
 READ = [("me/texts", {"subset": "en"}), ("me/gz", {}), ("me/parquet", {})]
 OTHERS = [("me/lost", {}), (CONVERTED, {"subset": "fr"}), ("me/moved", {})]

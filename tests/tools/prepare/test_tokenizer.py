@@ -19,7 +19,6 @@ from tests.conftest import (
     tables,
     words,
 )
-from tools.prepare.folders import create_folders
 from tools.prepare.row_format import is_held_out
 from tools.prepare.tokenizer import Tokenizer
 from tools.prepare.tokenizer_training import train_tokenizer
@@ -134,12 +133,13 @@ def test_eos_is_known_by_the_names_of_families(first, tmp_path):
     assert Tokenizer(word_level(tmp_path, vocabulary)).eos == [9]
 
 
-@pytest.mark.quick
-def test_a_tokenizer_larger_than_the_model_is_refused(corpus, prepared, tmp_path):
-    data = config_for(corpus, tmp_path, tokenizer=str(prepared)).data
-    with refuses("vocab_size = 319", "smaller than the tokenizer", "320 entries"):
-        create_folders(data, 319)
-    create_folders(data, 400)
+def test_eos_of_the_post_processor_precedes_that_of_the_settings(llama3, tmp_path):
+    content = json.loads((llama3 / "tokenizer.json").read_text())
+    template = content["post_processor"]["single"]
+    template.append(template[0])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end_of_text|>"}')
+    assert Tokenizer(tmp_path).eos == [257]
 
 
 def test_of_two_tokenizers_the_one_that_the_model_was_trained_with_is_read(
