@@ -14,11 +14,11 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-LOST = -1  # a fault: no answer, the connection is lost
-REPO = r"(?P<repo>(datasets/)?[^/]+/[^/]+)"
-FILE = re.compile(rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)")
-METHOD = r"/(?P<method>revision|tree|paths-info)/(?P<revision>[^/]+)/?(?P<path>.*)"
-API = re.compile(rf"/api/(models/|(?=datasets/)){REPO}({METHOD})?")
+METHODS = "resolve|revision|tree|paths-info"
+URL = re.compile(
+    r"(/api)?(/models)?/(?P<repo>(datasets/)?[^/]+/[^/]+)"
+    rf"(/(?P<method>{METHODS})/(?P<revision>[^/]+)/?(?P<path>.*))?"
+)
 
 
 class Hub(contextlib.AbstractContextManager):
@@ -26,7 +26,7 @@ class Hub(contextlib.AbstractContextManager):
         self.commits: dict[tuple[str, str], dict] = {}  # (repository, commit): content by path
         self.branches: dict[tuple[str, str], str] = {}  # (repository, branch): commit
         self.tokens: dict[str, str] = {}  # by repository; empty of a public one
-        self.fault: Callable[..., int | None] = lambda request: None  # its status, or LOST
+        self.is_lost: Callable[[str], Any] = lambda path: False  # a request of this path
         self.requests: list[str] = []  # "GET /path" of each so far
         self.port = 0
         self.open()
@@ -74,31 +74,26 @@ class Request(BaseHTTPRequestHandler):
         hub: Hub = self.server.hub  # pyrefly: ignore[missing-attribute]
         hub.requests.append(f"{self.command} {self.path}")
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        fault = hub.fault(self) if hub.server is self.server else LOST
-        if fault == LOST:
-            self.close_connection = True
-        elif fault:
-            self.answer({}, fault)
-        else:
+        if hub.server is self.server and not hub.is_lost(self.path):
             self.route(hub, body)
+        else:
+            self.close_connection = True
 
     do_HEAD = do_POST = do_GET
 
     def route(self, hub: Hub, body: bytes) -> None:
-        path = urllib.parse.urlsplit(self.path).path
-        match = FILE.fullmatch(path) or API.fullmatch(path)
+        match = URL.fullmatch(urllib.parse.urlsplit(self.path).path)
         if not match:
             return self.missing("Entry")
         parts = {name: urllib.parse.unquote(text or "") for name, text in match.groupdict().items()}
-        repo = parts["repo"]
+        repo, revision = parts["repo"], parts["revision"] or "main"
         if not self.headers.get("Authorization", "").endswith(hub.tokens.get(repo, "\n")):
             return self.missing("Repo", 401)  # no such repository, or no right to see it
-        revision = parts["revision"] or "main"
         commit = hub.branches.get((repo, revision), revision)
         files = hub.commits.get((repo, commit))
         if files is None:
             return self.missing("Revision")
-        if "method" not in parts:
+        if parts["method"] == "resolve":
             content = files.get(parts["path"])
             return self.missing("Entry") if content is None else self.send_file(content, commit)
         if parts["method"] in ("tree", "paths-info"):
@@ -124,11 +119,8 @@ class Request(BaseHTTPRequestHandler):
 
     def send_file(self, content: bytes, commit: str) -> None:
         """All of it, or the range that is asked for."""
-        headers = {
-            "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
-            "X-Repo-Commit": commit,
-            "Accept-Ranges": "bytes",
-        }
+        headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit}
+        headers["Accept-Ranges"] = "bytes"
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if not asked:
             return self.answer(content, 200, headers)

@@ -1,14 +1,10 @@
 """Batches: each sample once, on any ranks and with any batch size; damaged folders."""
 
-import functools
 import itertools
 import json
-import operator
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,30 +14,20 @@ import torch
 
 import config
 from config import DIGEST_MODULUS, IGNORE
-from data.dataset import PreparedDataset, Sample
 from data.folder import manifest_of
-from data.loader import Loader, sample_digest, validation_batches
-from tests.conftest import (
-    REPO,
-    data_rank,
-    loader_of,
-    make_config,
-    refuses,
-    train_run,
-    write_prepared,
-)
+from data.loader import Loader
+from tests.conftest import loader_of, make_config, refuses, train_run, write_prepared
 from tests.distributed import distributed
 
 LONG_TEXT = np.random.default_rng(0).integers(0, 320, 2_000_000).astype(np.uint16)
-SHORT = {"seq_len": 32, "global_batch_size": 8, "micro_batch_size": 2}
 
 
 @pytest.fixture
 def configure(tmp_path) -> Callable[..., config.Config]:
     """Makes the configuration of a folder with the text. changes: of its manifest. train: of [train]."""
 
-    def configure_folder(changes: dict | None = None, mask: bool = False, **train: int) -> Any:
-        data = {"source": "text.jsonl", "path": str(tmp_path / "text"), "document_mask": mask}
+    def configure_folder(changes: dict | None = None, **train: int) -> Any:
+        data = {"source": "text.jsonl", "path": str(tmp_path / "text")}
         default = {"seq_len": 999, "global_batch_size": 64, "micro_batch_size": 1}
         cfg = make_config(data=data, train=default | train)
         heldout = [LONG_TEXT[:300], LONG_TEXT[300:1000]]
@@ -67,46 +53,6 @@ def test_resume_on_any_ranks_and_micro_batches_reads_the_same_samples(configure)
         resumed = configure(steps=40, micro_batch_size=micro_batch_size)
         loaders = [loader_of(resumed, rank, ranks, step) for rank in range(ranks)]
         assert digests(loaders, 40 - step) == uncut[step:]
-
-
-@pytest.mark.quick
-def test_resume_with_another_batch_size_reads_each_sample_once(configure):
-    """Batches of 8, then 4, then 16: the digests of samples 0, 1, 2, ..."""
-    samples = 0
-    for step, batch_size, ranks in (0, 8, 1), (5, 4, 2), (10, 16, 2):
-        cfg = configure(global_batch_size=batch_size, steps=step + 5)
-        dataset = PreparedDataset(cfg)
-        worlds = [data_rank(rank, ranks) for rank in range(ranks)]
-        loaders = [Loader(dataset, cfg.train, world, step, samples) for world in worlds]
-        for digest in digests(loaders, 5):
-            numbers = range(samples, samples + batch_size)
-            every = sum(sample_digest(number, dataset.sample(number)) for number in numbers)
-            assert digest == every % DIGEST_MODULUS
-            samples += batch_size
-
-
-@pytest.mark.quick
-def test_inputs_and_targets_are_the_tokens_of_the_order(configure):
-    cfg = configure(micro_batch_size=4)
-    for rank in range(2):
-        loader = loader_of(cfg, rank, 2, step=2)
-        batch = next(loader)
-        assert batch.valid_tokens == 32 * 999
-        for number, (inputs, targets) in enumerate(batch.micro_batches):
-            for row in range(4):
-                start = 999 * loader.dataset.position(128 + number * 8 + rank * 4 + row).window
-                expected = LONG_TEXT[start : start + 1000].tolist()
-                assert inputs[row].tolist() == expected[:-1]
-                assert targets[row].tolist() == expected[1:]
-
-
-@pytest.mark.quick
-def test_a_digest_depends_on_the_sample_s_number_and_on_its_tokens():
-    samples = [Sample(np.array(tokens)) for tokens in ([1, 2], [2, 1], [1])]
-    every = {sample_digest(number, sample) for number in (1, 2, 256) for sample in samples}
-    assert len(every) == 9
-    bits = functools.reduce(operator.or_, (sample_digest(n, samples[0]) for n in range(64)))
-    assert bits == 2**40 - 1
 
 
 @pytest.mark.quick
@@ -136,56 +82,11 @@ def test_under_a_document_mask_positions_and_documents_come_along(prepared, corp
         assert batch.valid_tokens == valid < 8000
 
 
-# Validation
-
-
-def evaluation(cfg: config.Config, count: int, rank: int = 0, ranks: int = 1) -> list[tuple]:
-    """The micro-batches of a data rank."""
-    (samples,) = PreparedDataset(cfg).validation()
-    return [*validation_batches(samples, count, cfg.train, data_rank(rank, ranks))]
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("count", [1, 8, 17, 32])
-def test_an_evaluation_reads_every_target_once(configure, ranks, count):
-    """1000 tokens are 32 windows of 32, of which the last has 7 targets."""
-    cfg = configure(**SHORT)
-    by_rank = [evaluation(cfg, count, rank, ranks) for rank in range(ranks)]
-    inputs = []
-    targets = []
-    for micro_batches in zip(*by_rank, strict=True):  # as many on each rank
-        for row_inputs, row_targets in micro_batches:
-            inputs += row_inputs[row_targets != IGNORE].tolist()
-            targets += row_targets[row_targets != IGNORE].tolist()
-    tokens = LONG_TEXT[: min(32 * count + 1, 1000)].tolist()
-    assert inputs == tokens[:-1] and targets == tokens[1:]
-
-
-@pytest.mark.quick
-def test_an_evaluation_keeps_to_documents(configure):
-    """The second begins at 300."""
-    targets = torch.cat([tensors[1] for tensors in evaluation(configure(mask=True, **SHORT), 32)])
-    expected = [*LONG_TEXT[1:300].tolist(), *LONG_TEXT[301:1000].tolist()]
-    assert targets[targets != IGNORE].tolist() == expected
-
-
-@pytest.mark.quick
-def test_bytes_of_a_part_of_the_validation_text_are_whole_documents_and_a_share(configure):
-    """Documents of 300 and 700 ids, and as many bytes less one."""
-    dataset = PreparedDataset(configure(seq_len=100))
-    assert dataset.text_bytes(0, 1) == pytest.approx(299 * 101 / 300)
-    assert dataset.text_bytes(0, 5) == pytest.approx(299 + 699 * 201 / 700)
-    assert dataset.text_bytes(0, 10) == 299 + 699
-
-
-# What is refused
-
 REFUSED = [
     ({"complete": False}, {}, None, "not complete; .*-m prepare"),
+    ({"identity": {"version": 7}}, {}, None, "in format 7, and this one reads"),
     ({"vocab_size": 321}, {}, None, "vocab_size = 320: smaller than .*321 entries"),
     ({}, {"seq_len": 500_000}, None, "source = .* has 3 samples .*batch_size = 64"),
-    ({}, {}, lambda path: path.unlink(), "train-0.bin: is missing; delete"),
     ({}, {}, lambda path: os.truncate(path, 3_900_000), "train-0.bin: .*was cut; delete"),
     ({}, {}, lambda path: path.write_bytes(b"\xff" * 4_000_000), "id 65535, .*vocab_size"),
 ]
@@ -212,13 +113,3 @@ def test_ranks_with_other_text_than_rank_zero_are_refused(world, corpus, prepare
     data = {"source": str(corpus), "path": str(folder)}
     with refuses('sha256 = "another hash"', "the same prepared data"):
         train_run(make_config(data=data, run={"output_dir": str(tmp_path)}), world)
-
-
-def test_a_rank_loads_nothing_that_prepares_text():
-    """Opening data needs no torch either: the launcher opens it, too."""
-    statement = "import json, sys, data.dataset; print(json.dumps([*sys.modules]))"
-    child = [sys.executable, "-c", statement]
-    modules = {*json.loads(subprocess.check_output(child, cwd=REPO))}
-    prepares = {name for name in modules if name.startswith("tools")}
-    assert "data.tokens" in modules
-    assert not modules & {*prepares, "torch", "pyarrow", "datasets", "tokenizers"}

@@ -37,9 +37,6 @@ def flat(texts: list[list[int]]) -> list[int]:
     return list(itertools.chain(*texts))
 
 
-# As each program writes its files
-
-
 def raw(path: pathlib.Path, texts: list[list[int]] = TEXTS, dtype: str = "<u2") -> None:
     """nanoGPT's data/openwebtext/prepare.py; `dolma tokens`, in a file that is called .npy."""
     np.array(flat(texts), dtype).tofile(path)
@@ -57,34 +54,31 @@ def llmc(path: pathlib.Path, texts=TEXTS, magic: int = 20240520, more: int = 0) 
     path.write_bytes(header.tobytes() + ids.tobytes())
 
 
-def megatron(path: pathlib.Path, texts=TEXTS, code=8, order: Any = list, sentences=1) -> None:
+def megatron(path: pathlib.Path, texts=TEXTS, order: Any = list, sentences=1) -> None:
     """core/datasets/indexed_dataset.py. order: of the sequences in the index. sentences: of a document."""
-    dtype = np.dtype({4: "<i4", 8: "<u2"}[code])
-    raw(path, texts, dtype.str)
+    raw(path, texts)
     lengths = [len(part) for text in texts for part in np.array_split(text, sentences)]
-    begins = np.cumsum([0, *lengths[:-1]]) * dtype.itemsize
-    named = order([*zip(lengths, begins)])
+    named = order([*zip(lengths, np.cumsum([0, *lengths[:-1]]) * 2)])
     borders = np.arange(0, len(named) + 1, sentences, dtype="<i8")
-    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(named), len(borders))
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(named), len(borders))
     index += np.array([length for length, _ in named], "<i4").tobytes()
     index += np.array([begin for _, begin in named], "<i8").tobytes() + borders.tobytes()
     path.with_suffix(".idx").write_bytes(index)
 
 
-def datatrove(path: pathlib.Path, texts: list[list[int]] = TEXTS, dtype: str = "<u2") -> None:
+def datatrove(path: pathlib.Path) -> None:
     """pipeline/tokens/tokenizer.py: the ends of documents, in ids, are in a file of their own."""
-    raw(path, texts, dtype)
-    np.cumsum([len(text) for text in texts]).astype("<u8").tofile(f"{path}.index")
-    pathlib.Path(f"{path}.metadata").write_text("gpt2|2\n9\n9 T")
+    raw(path)
+    np.cumsum([len(text) for text in TEXTS]).astype("<u8").tofile(f"{path}.index")
 
 
 def run(*words: object, options: str = "") -> int:
     return import_tokens.main([*map(str, words), *options.split()])
 
 
-def dataset(folder: pathlib.Path, **data: object) -> PreparedDataset:
-    sections: dict[str, Any] = {"source": str(folder), "document_mask": True, **data}
-    return PreparedDataset(make_config(data=sections, train={"seq_len": 1}))
+def dataset(folder: pathlib.Path) -> PreparedDataset:
+    data = {"source": str(folder), "document_mask": True}
+    return PreparedDataset(make_config(data=data, train={"seq_len": 1}))
 
 
 def streams(folder: pathlib.Path) -> tuple[Any, Any]:
@@ -98,16 +92,12 @@ def streams(folder: pathlib.Path) -> tuple[Any, Any]:
     [
         ("nanogpt.bin", raw, RAW),
         ("olmo.npy", partial(raw, dtype="<u4"), "--dtype uint32 --eos 2"),
-        ("int32.bin", partial(raw, dtype="<i4"), "--dtype int32 --eos 2"),
         ("int64.npy", numpy_save, "--eos 2"),
-        ("uint32.npy", partial(numpy_save, dtype="<u4"), "--eos 2"),
         ("llmc.bin", llmc, "--eos 2"),
         ("llama3.bin", partial(llmc, magic=20240801), "--eos 2"),
         ("megatron.bin", megatron, ""),
-        ("megatron-int32.bin", partial(megatron, code=4), ""),
         ("sentences.bin", partial(megatron, sentences=2), ""),
         ("datatrove.ds", datatrove, ""),
-        ("datatrove-4.ds", partial(datatrove, dtype="<u4"), ""),
     ],
 )
 def test_each_format_has_its_ids_and_documents(tmp_path, prepared, name, write, options):
@@ -171,9 +161,6 @@ def test_a_file_written_anew_is_refused_and_one_touched_is_not(tmp_path, name):
     np.fromfile(tmp_path / name, "<u2")[::-1].tofile(tmp_path / name)
     with refuses(name, "written anew", "import"):
         dataset(out)
-    (tmp_path / name).unlink()
-    with refuses(name, "missing"):
-        dataset(out)
 
 
 def test_identity_is_that_of_the_ids_and_documents_not_of_their_paths(tmp_path):
@@ -197,14 +184,6 @@ def test_identity_is_that_of_the_ids_and_documents_not_of_their_paths(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("option, value", [("max_tokens", 9), ("validation", "x.bin")])
-def test_options_of_text_are_refused(tmp_path, option, value):
-    raw(tmp_path / "a.bin")
-    run(tmp_path / "a.bin", tmp_path / "out", options=RAW)
-    with refuses(option, "out", "prepared already"):
-        dataset(tmp_path / "out", **{option: value})
-
-
 @pytest.mark.parametrize("wrong", [320, config.IGNORE])
 def test_an_id_outside_the_vocabulary_is_named_when_it_is_read(tmp_path, monkeypatch, wrong):
     monkeypatch.setattr(import_tokens, "LOOKED_AT", 3)
@@ -216,12 +195,10 @@ def test_an_id_outside_the_vocabulary_is_named_when_it_is_read(tmp_path, monkeyp
         stream.read(2, 5)
 
 
-def cut(write: Callable, of: str = "", left: int = 500) -> Callable[[pathlib.Path], None]:
-    """Writes a file and cuts it, or the one with another suffix."""
-
+def cut(write: Callable, suffix: str) -> Callable[[pathlib.Path], None]:
     def write_and_cut(path: pathlib.Path) -> None:
         write(path)
-        os.truncate(path.with_suffix(of or path.suffix), left)
+        os.truncate(path.with_suffix(suffix), 400)
 
     return write_and_cut
 
@@ -231,45 +208,21 @@ def linked(path: pathlib.Path) -> None:
     path.symlink_to("b.bin")
 
 
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-BEFORE_B = f"{RAW} --validation TMP/b.bin"
-
-
 @pytest.mark.parametrize(
     "name, write, options, words",
     [
-        ("a.bin", lambda path: None, RAW, "a.bin: is no token file"),
-        ("a.txt", raw, RAW, r"a.txt: is no token file, of \.bin, \.npy, \.ds"),
-        ("a.bin", partial(raw, texts=[]), RAW, "a.bin: holds no ids"),
-        ("a.npy", partial(numpy_save, texts=[]), RAW, "a.npy: (holds no ids|cannot be read)"),
         ("a.bin", lambda path: path.write_text("abc"), RAW, "a.bin: .*multiple.*uint16"),
-        ("a.bin", lambda path: path.write_text(POINTER), RAW, "a.bin: .*git-lfs"),
-        ("a.bin", raw, "", "a.bin: .*--dtype"),
         ("a.bin", partial(raw, dtype="<i4"), RAW, "a.bin: every second id .*--dtype uint32"),
         ("a.npy", raw, "--dtype uint16 --eos 1", "a.npy: .* is 1, the --eos"),
         ("a.npy", partial(numpy_save, texts=[[1, -100]]), "", "a.npy: id 1 is -100, negative"),
         ("a.npy", partial(numpy_save, dtype=">u2"), "", "a.npy: holds >u2, not little"),
-        ("a.npy", cut(numpy_save), "", "a.npy: cannot be read"),
         ("a.bin", partial(llmc, more=1), "", "a.bin: holds .* header says"),
-        ("a.bin", partial(llmc, more=-1), "", "a.bin: holds .* header says"),
-        ("a.bin", cut(megatron), "", r"a.bin: holds 250 ids.*a\.idx names"),
+        ("a.bin", cut(megatron, ".bin"), "", r"a.bin: holds 200 ids.*a\.idx names"),
         ("a.bin", cut(megatron, ".idx"), "", r"a\.idx: was cut"),
-        ("a.bin", cut(megatron, ".idx", 0), "", r"a\.idx: is no index"),
         ("a.bin", partial(megatron, order=lambda n: n[::-1]), "", "idx: selects .*or reorders"),
-        ("a.bin", partial(megatron, order=lambda n: n[::2]), "", "idx: selects"),
-        ("a.bin", partial(megatron, order=lambda n: n[:9]), "", r"a.bin: holds .*\.idx names"),
-        ("a.bin", partial(megatron, texts=[]), "", "a.bin: holds no ids"),
-        ("a.ds", cut(datatrove), "", "a.ds: has 500 bytes.*cut"),
-        ("a.ds", cut(datatrove, ".ds.index", 80), "", "a.ds: .*cut"),
-        ("a.ds", raw, "", "a.ds: .*index.*--dtype"),
+        ("a.ds", cut(datatrove, ".ds.index"), "", "a.ds: .*cut"),
         ("?.bin", linked, RAW, "is named 2 times"),
-        ("a.bin", linked, BEFORE_B, "is named 2 times"),
-        (
-            "a.bin",
-            lambda path: (path.parent / "out/x").mkdir(parents=True),
-            RAW,
-            "out: exists, and is not empty",
-        ),
+        ("a.bin", linked, f"{RAW} --validation TMP/b.bin", "is named 2 times"),
     ],
 )
 def test_wrong_files_are_refused_and_nothing_is_left(tmp_path, name, write, options, words):

@@ -13,7 +13,6 @@ The command verifies the hashes of complete folders.
 """
 
 import contextlib
-import errno
 import hashlib
 import multiprocessing
 import os
@@ -23,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 
@@ -123,9 +121,6 @@ class Preparation:
                         tokens = future.result()
                         if part.split == "train":
                             self.read[part.number] = tokens
-                    except BrokenProcessPool:
-                        problem = "a process that tokenizes was killed (out of memory?)"
-                        raise OSError(errno.ENOMEM, problem, str(self.folder)) from None
                     except (ConfigError, OSError) as error:
                         problems.append((part, error))
                 running = {f: part for f, part in running.items() if self.is_needed(part)}

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import random
-import re
 from typing import Any
 
 import numpy as np
@@ -12,15 +11,9 @@ import pytest
 import config
 from data.dataset import PreparedDataset
 from data.folder import manifest_of
-from data.tokens import TokenFile, TokenStream
 from extras.chat.packing import Packed, document_ends, pack
-from tests.conftest import loader_of, make_config, refuses
-from tests.tools.prepare.chat.conftest import (
-    conversations,
-    prepare_here,
-    sections_of,
-    talk,
-)
+from tests.conftest import make_config, refuses
+from tests.tools.prepare.chat.conftest import conversations, prepare_here, sections_of, talk
 
 
 def best_fit_decreasing(lengths: list[int], room: int) -> int:
@@ -64,31 +57,6 @@ def test_conversations_of_one_length_stand_in_the_order_of_a_hash():
         assert members.tolist() == order and starts.tolist() == [*range(1010)]
 
 
-@pytest.mark.parametrize("count", [2000, 6007])
-def test_a_launch_logs_how_much_is_learned(tmp_path, count):
-    """Exactly of up to 2,000 conversations, and of more about."""
-    draw = np.random.default_rng(0)
-    lengths = draw.integers(1, 65, count)
-    is_learned = draw.random(lengths.sum()) < 0.3
-    ends = np.cumsum(lengths)
-    for end, length in zip(ends[::7], lengths[::7]):
-        is_learned[end - length : end] = False
-    path = tmp_path / "train.bin"
-    path.write_bytes(np.where(is_learned, 5, ~5).astype("<i4").tobytes())
-    stream = TokenStream([TokenFile(path, "<i4", len(is_learned))], 300)
-    planned = pack(lengths, 64, seed=0)
-    line = Packed(tmp_path, stream, ends, 64, *planned, 31, 1234, len(is_learned)).summary()
-    learned = [part.sum() for part in np.split(is_learned, ends[:-1])]
-    about = "" if count == 2000 else "about "
-    match = re.search(
-        rf"; {about}(\d+)% of the tokens have a loss; {about}([\d,]+) cut before", line
-    )
-    assert match
-    share, without = (int(number.replace(",", "")) for number in match.groups())
-    assert share == pytest.approx(100 * is_learned.mean(), abs=2 if about else 0.5)
-    assert without == pytest.approx(learned.count(0), rel=0.15 if about else 0)
-
-
 @pytest.fixture(scope="module")
 def chats(tokenizer, tmp_path_factory) -> dict[str, Any]:
     """The sections of a run on 120 conversations, prepared; some are held out by their hash."""
@@ -99,8 +67,8 @@ def chats(tokenizer, tmp_path_factory) -> dict[str, Any]:
     return sections
 
 
-def packed_of(cfg: config.Config, source: int = 0) -> Packed:
-    stream = PreparedDataset(cfg).sources[source].stream
+def packed_of(cfg: config.Config) -> Packed:
+    stream = PreparedDataset(cfg).sources[0].stream
     assert isinstance(stream, Packed)
     return stream
 
@@ -128,27 +96,6 @@ def test_a_window_has_each_conversation_with_what_follows_from_it(chats):
     tokens = np.concatenate(ids_of)[np.concatenate(ids_of) != -1]
     assert len(tokens) == packed.filled
     assert f"{(tokens >= 0).mean():.0%} of the tokens" in packed.summary()
-
-
-@pytest.mark.parametrize("learns_all", [False, True])
-def test_valid_tokens_and_digests_are_those_of_the_step_on_any_rank(chats, learns_all, monkeypatch):
-    """Also where a conversation's first token has a loss, as after a template without a prompt: it
-    is no target."""
-    cfg = make_config(**chats)
-    if learns_all:
-        read = TokenFile.read
-        monkeypatch.setattr(TokenFile, "read", lambda *args: np.abs(read(*args)))
-    steps = set()
-    for ranks in (1, 2, 4):
-        targets = digest = valid = 0
-        for rank in range(ranks):
-            batch = next(loader_of(cfg, rank, ranks))
-            targets += sum(int((tensors[1] >= 0).sum()) for tensors in batch.micro_batches)
-            digest += batch.digest
-            valid += batch.valid_tokens
-        assert valid == targets > 50
-        steps.add((digest % config.DIGEST_MODULUS, targets))
-    assert len(steps) == 1
 
 
 @pytest.mark.quick
@@ -179,22 +126,6 @@ def test_of_few_conversations_the_last_are_held_out_whole(tokenizer, tmp_path, m
     assert len(held.members) + len(packed_of(cfg).members) == 60
 
 
-NOT_LEARNED = [
-    ([talk("the cat", "sat")], {"validation": None}, "0 were left out, .* are held out"),
-    ([talk("a"), talk("b")], {}, "2 were left out, .* are held out .*; bring more, or name"),
-]
-
-
-@pytest.mark.parametrize("rows, data, problem", NOT_LEARNED)
-def test_a_source_without_a_conversation_to_train_on_is_refused(
-    rows, data, problem, tokenizer, tmp_path
-):
-    cfg = make_config(**sections_of(tokenizer, tmp_path, rows, data=data))
-    prepare_here(cfg)
-    with refuses("holds no conversation to train on: ", problem):
-        PreparedDataset(cfg)
-
-
 def test_what_says_nothing_is_left_out_and_counted_as_what_is_cut(tokenizer, tmp_path):
     rows = [talk("a"), talk("a", ""), talk("a", " \n"), [], *conversations(30)]
     sections = sections_of(tokenizer, tmp_path, rows)
@@ -207,27 +138,6 @@ def test_what_says_nothing_is_left_out_and_counted_as_what_is_cut(tokenizer, tmp
         assert packed.read(24 * window, 24 * window + 25)[0] == ~1
 
 
-@pytest.mark.quick
-def test_a_mixture_of_jsonl_and_parquet(tokenizer, tmp_path):
-    """A parquet file has null for a key that only some messages have."""
-    table = pytest.importorskip("pyarrow").table
-    parquet = pytest.importorskip("pyarrow.parquet")
-    rows = []
-    for i, messages in enumerate(conversations(9)):
-        rows.append([{**message, "name": None if i else "x"} for message in messages])
-    parquet.write_table(table({"messages": rows, "text": ["x"] * 9}), tmp_path / "b.parquet")
-    sections = sections_of(tokenizer, tmp_path, conversations(20))
-    data = sections["data"]
-    validation = data.pop("validation")
-    names = (data.pop("source"), str(tmp_path / "b.parquet"))
-    sources = [{"source": name, "validation": validation} for name in names]
-    cfg = make_config(**{**sections, "data": {**data, "sources": sources}})
-    prepare_here(cfg)
-    assert [len(packed_of(cfg, source).members) for source in (0, 1)] == [20, 9]
-    assert len(PreparedDataset(cfg).notes()) == 2
-    assert next(loader_of(cfg)).valid_tokens > 50
-
-
 @pytest.mark.parametrize("option", ["chat_template", "messages_field"])
 def test_another_template_or_format_is_other_data(chats, tokenizer, option):
     data = {**chats["data"], "format": "messages"}
@@ -236,20 +146,8 @@ def test_another_template_or_format_is_other_data(chats, tokenizer, option):
         PreparedDataset(make_config(**{**chats, "data": data}))
 
 
-def test_an_id_outside_the_vocabulary_is_named(tokenizer, tmp_path):
-    cfg = make_config(**sections_of(tokenizer, tmp_path, conversations(30)))
-    path = prepare_here(cfg) / "train-00000.bin"
-    packed = packed_of(cfg)
-    stored = np.fromfile(path, "<i4")
-    stored[packed.conversations(0)[0].begin] = ~320
-    path.write_bytes(stored.tobytes())
-    with refuses("train-00000.bin: token .* has id -321, but .* vocab_size = 320"):
-        packed.read(0, 129)
-
-
 def test_show_marks_what_has_a_loss(chats):
     show = pytest.importorskip("tools.show")
-
     text = "\n".join(show.samples(make_config(**chats), 1))
     assert text.count("=== step 1, sample") == 4 and "--- conversation " in text
     assert "<|im_start|>assistant\n«" in text and "«<|im_start|>" not in text

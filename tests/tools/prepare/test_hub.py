@@ -5,17 +5,15 @@ import hashlib
 import io
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from tests.conftest import REPO, words
-from tests.hub import LOST, Hub
+from tests.hub import Hub
 
 pyarrow = pytest.importorskip("pyarrow")
 pytest.importorskip("datasets")
@@ -26,8 +24,6 @@ CARD = b"""---
 configs:
 - config_name: en
   data_files: [{split: train, path: en/train-*}, {split: validation, path: en/val*}]
-- config_name: tables
-  data_files: tables/*
 ---
 """
 CHILD = """
@@ -68,86 +64,49 @@ EN = {
     "en/train-0.jsonl": lines(TEXTS[:400]),
     "en/train-1.jsonl": lines(TEXTS[400:]),
     "en/val.jsonl": lines(["held out"]),
-    "tables/a.xml": b"<a/>",
 }
 FIRST, SECOND = lines(TEXTS[:500]), lines(TEXTS[500:])
-FAULTS = {"lost": LOST, "busy": 503}  # of the second file, 1.jsonl
 # by repository; `datasets` takes the files of a repository for of one kind
 REPOSITORIES = {
     "gz": {"0.json.gz": gzip.compress(FIRST), "1.json.gz": gzip.compress(SECOND)},
-    "zst": {"a.jsonl.zst": pyarrow.compress(FIRST + SECOND, "zstd", asbytes=True)},
     "parquet": {"0.parquet": table(TEXTS[:600]), "1.parquet": table(TEXTS[600:])},
-    "csv": {"a.csv": b"text\n" + "\n".join(TEXTS).encode()},
     "xml": {"a.xml": b"<a/>"},
-    "wrong-type": {"a.jsonl": b'{"text": 3}'},
-    "wrong-json": {"a.jsonl": lines(["a"]) + b'{"text": "\xff"}'},
-    "cut": {"a.parquet": table(TEXTS)[:-9]},
-    **{name: {"0.jsonl": FIRST, "1.jsonl": SECOND} for name in FAULTS},
+    "lost": {"0.jsonl": FIRST, "1.jsonl": SECOND},
 }
-
-
 CONVERTED = "me/xml@refs/convert/parquet"
 REFUSED = [
-    ("me/missing", {}, "RepositoryNotFoundError"),
     ("me/xml", {}, "has hf://datasets/me/xml@.*/a.xml; of a dataset, .*try --data.source="),
-    ("me/texts", {"subset": "tables"}, "try --data.source=me/texts@refs/convert/parquet"),
-    ("me/texts", {"subset": "fr"}, "BuilderConfig 'fr' not found"),
     ("me/texts", {"subset": "en", "split": "dev"}, "split = dev: me/texts has train, validation"),
-    ("me/texts@v1", {"subset": "en"}, "RevisionNotFoundError"),
     (CONVERTED, {}, "data.subset must select one of en, fr"),
-    (CONVERTED, {"subset": "en", "split": "dev"}, f"split = dev: {CONVERTED} has train"),
-    ("me/wrong-type", {}, "a.jsonl: row 1: field 'text' must be text"),
-    ("me/wrong-json", {}, "a.jsonl: row 2: is not valid JSON"),
-    ("me/cut", {}, "a.parquet: rows from 1: cannot be read: Arrow"),
 ]
-READ = [
-    ("me/texts", {"subset": "en"}),
-    *((f"me/{kind}", {}) for kind in ("gz", "zst", "parquet", "csv")),
-]
-FAILED = [(f"me/{name}", {}) for name in FAULTS]
-SUBSETS = [(CONVERTED, {"subset": subset}) for subset in ("en", "fr")]
-MOVED = "me/moved"
-
-
-def fault(request: Any) -> int | None:
-    repository = re.match("/datasets/me/([a-z]+)/resolve/.*/1.jsonl", request.path)
-    return FAULTS.get(repository[1]) if repository else None
-
-
-def answers_of(hub: Hub, home: pathlib.Path, requests: list, **options: Any) -> list[dict]:
-    """{"texts", "files", "commit"} of each (revision, options of [data]): what was read before it failed, and why."""
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD],
-        cwd=REPO,
-        input=json.dumps(requests).encode(),
-        stdout=subprocess.PIPE,
-        env=os.environ | hub.environment(home, **options),
-        check=True,
-    )
-    return json.loads(done.stdout)
+READ = [("me/texts", {"subset": "en"}), ("me/gz", {}), ("me/parquet", {})]
+OTHERS = [("me/lost", {}), (CONVERTED, {"subset": "fr"}), ("me/moved", {})]
 
 
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory) -> Callable[..., dict]:
-    """(a source, its options, a revision) -> what one process read, of all of them."""
-    home = tmp_path_factory.mktemp("home")
+    """(a source, its options) -> {"texts", "files", "commit"}: what a process read before it failed, and why.
+    "pinned" is a commit of me/moved."""
     with Hub() as hub:
         hub.commit("datasets/me/texts", EN, token="secret")
         for name, files in REPOSITORIES.items():
             hub.commit(f"datasets/me/{name}", files)
         converted = {f"{name}/train/0000.parquet": table([name]) for name in ("en", "fr")}
         hub.commit("datasets/me/xml", converted, branch="refs/convert/parquet")
-        first = hub.commit(f"datasets/{MOVED}", {"a.jsonl": lines(["first"])})
-        hub.commit(f"datasets/{MOVED}", {"a.jsonl": lines(["second"])})
-        hub.fault = fault
-        given = [*READ, *FAILED, *SUBSETS, *(row[:2] for row in REFUSED), (MOVED, {})]
+        first = hub.commit("datasets/me/moved", {"a.jsonl": lines(["first"])})
+        hub.commit("datasets/me/moved", {"a.jsonl": lines(["second"])})
+        hub.is_lost = re.compile("/datasets/me/lost/resolve/.*/1.jsonl").match
+        given = [*READ, *OTHERS, *(row[:2] for row in REFUSED)]
         requests = [(None, {"source": source, **data}) for source, data in given]
-        requests.append((first, {"source": MOVED}))
-        *answers, pinned = answers_of(hub, home, requests, token="secret")
-        offline = answers_of(hub, home, [(None, {"source": "me/gz"})], offline=True)[0]
-    by_key = {repr(key): found for key, found in zip(given, answers, strict=True)}
-    by_key |= {"pinned": pinned, "first": first, "offline": offline}
-    return lambda *key: by_key[key[0] if len(key) == 1 else repr(key)]
+        requests.append((first, {"source": "me/moved"}))
+        command = [sys.executable, "-c", CHILD]
+        env = os.environ | hub.environment(tmp_path_factory.mktemp("home"), token="secret")
+        answers = subprocess.check_output(
+            command, cwd=REPO, env=env, input=json.dumps(requests).encode()
+        )
+    found = zip([*given, ("pinned", {})], json.loads(answers), strict=True)
+    by_key = {repr(key): answer for key, answer in found}
+    return lambda *key: by_key[repr(key)]
 
 
 @pytest.mark.parametrize("source, data", READ)
@@ -163,13 +122,12 @@ def test_a_dataset_is_streamed_by_the_hash_of_its_files_names(answer, source, da
 
 
 def test_a_commit_is_read_though_its_branch_has_moved(answer):
-    assert answer(MOVED, {})["texts"] == ["second"]
-    assert answer("pinned")["texts"] == ["first"] and answer("pinned")["commit"] == answer("first")
+    assert answer("me/moved", {})["texts"] == ["second"]
+    assert answer("pinned", {})["texts"] == ["first"]
 
 
-@pytest.mark.parametrize("source, data", FAILED)
-def test_a_lost_network_fails_to_be_retried(answer, source, data):
-    failed = answer(source, data)
+def test_a_lost_network_fails_to_be_retried(answer):
+    failed = answer("me/lost", {})
     path, _, _ = failed["files"][1]
     assert failed["failed"].startswith(f"{path}: rows from 1: cannot be read: ")
     assert failed["texts"] == TEXTS[:500]
@@ -178,17 +136,9 @@ def test_a_lost_network_fails_to_be_retried(answer, source, data):
 @pytest.mark.parametrize("source, data, problem", REFUSED)
 def test_what_cannot_be_read_is_refused_with_the_remedy(answer, source, data, problem):
     refused = answer(source, data)["refused"]
-    assert re.search(problem, refused), refused
-    assert "\n" not in refused and ("[data] s" in refused or "row" in problem)
+    assert re.search(problem, refused) and "\n" not in refused, refused
 
 
-@pytest.mark.parametrize("source, data", SUBSETS)
-def test_other_files_are_read_as_the_hub_converted_them(answer, source, data):
+def test_other_files_are_read_as_the_hub_converted_them(answer):
     """One subset of them, whose files lie in a folder of its name."""
-    assert answer(source, data)["texts"] == [data["subset"]]
-
-
-def test_a_machine_without_a_network_is_told_where_to_download(answer):
-    refused = answer("offline")["refused"]
-    assert "OfflineModeIsEnabled" in refused and "log in with `hf auth login`" in refused
-    assert "hf download --repo-type dataset me/gz --local-dir FOLDER" in refused
+    assert answer(CONVERTED, {"subset": "fr"})["texts"] == ["fr"]

@@ -65,11 +65,6 @@ class Chat:
             self.special = json_special_tokens(self.model)
         else:
             self.model = self.tokenizer.model
-            if not hasattr(self.model, "encode_as_offset_mapping"):
-                raise ConfigError(
-                    "this sentencepiece cannot say which characters a token stands for; install that "
-                    "of requirements.txt"
-                )
             if self.tokenizer.space is None:
                 raise ConfigError(
                     f"{self.tokenizer.path}: this sentencepiece model adds a space before every "

@@ -47,11 +47,17 @@ def without_blocks(template: str) -> str:
     return template
 
 
+def user(text: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text, **more}
+
+
+def assistant(text: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
 def talk(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
     """The user's and the assistant's texts in turn."""
-    turns = [
-        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
-    ]
+    turns = [(user, assistant)[i % 2](text) for i, text in enumerate(texts)]
     return turns if system is None else [{"role": "system", "content": system}, *turns]
 
 

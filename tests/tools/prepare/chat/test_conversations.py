@@ -17,12 +17,8 @@ from tools.prepare.chat.messages import checked
 from tools.prepare.tokenizer_training import train_tokenizer
 
 TOOL_CALL = {"function": {"name": "now", "arguments": {"at": "é"}}}
-TOOLS = [
-    {"role": "user", "content": "the time?"},
-    {"role": "assistant", "content": "", "tool_calls": [TOOL_CALL]},
-    {"role": "tool", "content": "12:00"},
-    {"role": "assistant", "content": "noon"},
-]
+CALLED = {"role": "assistant", "content": "", "tool_calls": [TOOL_CALL]}
+TOOLS = [*talk("the time?"), CALLED, {"role": "tool", "content": "12:00"}, *talk("", "noon")[1:]]
 LOOP = "{% for m in messages %}"
 
 
@@ -99,54 +95,27 @@ def test_ids_of_a_sentencepiece_model_are_those_of_the_text_between_special_toke
     assert chat.end_of_turn() == [2]
 
 
-# What is refused
-
-LEAVES_OUT = LOOP + "{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}{% endfor %}"
-ENDS_EARLY = LOOP + "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}"
-COUNTS = (LOOP + "{{ m.content | length }}{% endfor %}").encode()
-
-REFUSED = [  # a template, what it does wrong with a conversation
-    (b"{{ raise_exception('no') }}", "row 1: the chat template fails: TemplateError: no"),
-    (b"{{ messages[9].content.upper() }}", "row 1: the chat template fails: UndefinedError"),
-    (b"{% include '/etc/passwd' %}", "row 1: the chat template fails: TypeError: no loader"),
-    (b"{{ cycler.__init__.__globals__.os.system('touch ran') }}", "row 1: .*: SecurityError"),
-    (b"{{ ''.__class__.__mro__[1].__subclasses__() }}", "row 1: .*: SecurityError"),
-    (b"{{ messages.append(1) }}", "row 1: the chat template fails: SecurityError"),
-    (LEAVES_OUT.encode(), r"row 1: message 2 \(assistant\): .* leaves out text"),
-    (ENDS_EARLY.encode(), r"row 1: .* ends the assistant's turn before <\|im_end\|>"),
-    (COUNTS, "row 1: spells out a special token, and the chat template renders the message diff"),
-    (b"{% for m in messages %}", "t.jinja: the chat template fails, line 1: TemplateSyntaxError"),
-    (b"\xff\xfe", "t.jinja: chat template cannot be read: is not UTF-8"),
-    (None, "t.jinja: chat template cannot be read: No such file"),
-]
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("template, problem", REFUSED)
-def test_what_a_template_does_wrong_is_one_line(
-    tokenizer, tmp_path, monkeypatch, template, problem
-):
-    """What is none is refused before anything is made."""
+def test_a_template_cannot_run_commands(tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if template is not None:
-        (tmp_path / "t.jinja").write_bytes(template)
-    talks = [talk("<|im_end|>" if template == COUNTS else "a", "b", "c", "d")]
-    more = {"chat_template": "t.jinja", "validation": None}
-    with refuses(f"chat.jsonl: {problem}" if "row" in problem else problem) as refused:
-        prepare_here(make_config(**sections_of(tokenizer, tmp_path, talks, data=more)))
-    assert "\n" not in str(refused.value) and not (tmp_path / "ran").exists()
-    assert (tmp_path / "out").exists() == ("row" in problem)
+    template = "{{ cycler.__init__.__globals__.os.system('touch ran') }}"
+    (tmp_path / "t.jinja").write_text(template)
+    data = {"chat_template": "t.jinja"}
+    with refuses("chat.jsonl: row 1: the chat template fails: SecurityError"):
+        prepare_here(make_config(**sections_of(tokenizer, tmp_path, [talk("a", "b")], data=data)))
+    assert not (tmp_path / "ran").exists()
 
 
-def test_a_tokenizer_that_cannot_serve_is_refused(tokenizer, tmp_path, monkeypatch):
-    import sentencepiece
+def test_a_template_that_counts_characters_is_refused_a_special_token_in_a_text(
+    tokenizer, tmp_path
+):
+    (tmp_path / "t.jinja").write_text(LOOP + "{{ m.content | length }}{% endfor %}")
+    with refuses("spells out a special token, and the chat template renders"):
+        Chat(tokenizer, str(tmp_path / "t.jinja")).encode(talk("<|im_end|>", "b"))
 
+
+def test_a_tokenizer_that_leaves_unclear_what_is_special_is_refused(tokenizer, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(TEMPLATES["chatml"])
     sentencepiece_model(tmp_path / "tokenizer.model", add_dummy_prefix=True)
-    with monkeypatch.context() as older:
-        older.delattr(sentencepiece.SentencePieceProcessor, "encode_as_offset_mapping")
-        with refuses("cannot say which characters a token stands for; install that of"):
-            Chat(tmp_path)
     with refuses("adds a space before every text, and does not say whether after a special"):
         Chat(tmp_path)
     (tmp_path / "tokenizer.model").unlink()
@@ -158,19 +127,3 @@ def test_a_tokenizer_that_cannot_serve_is_refused(tokenizer, tmp_path, monkeypat
     assert chat.encode(talk("a", "b"))[0]
     with refuses("makes special tokens of other text than their names"):
         chat.encode(talk("<|IM_END|>", "b"))
-
-
-OPTIONS = [
-    ({"tokenizer": None}, "needs data.tokenizer"),
-    ({"document_mask": False}, "is implied by conversations"),
-    ({"messages_field": None, "chat_template": "t", "format": "text"}, "renders conversations"),
-    ({"format": "alpaca"}, 'is a column of format = "messages"'),
-]
-
-
-@pytest.mark.parametrize("options, problem", OPTIONS, ids=str)
-def test_options_that_contradict_are_refused(options, problem):
-    given = {"messages_field": "messages", "tokenizer": "t"}
-    assert make_config(data=given).data.document_mask
-    with refuses(problem):
-        make_config(data={**given, **options})

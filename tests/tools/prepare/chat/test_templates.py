@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import REPO, refuses
-from tests.tools.prepare.chat.conftest import QWEN3
+from tests.conftest import REPO, refuses, sentencepiece_model
+from tests.tools.prepare.chat.conftest import QWEN3, assistant, talk, user
 from tests.tools.prepare.test_tokenizer import byte_level
 from tools.prepare.chat.conversations import Chat
 from tools.prepare.chat.messages import checked
@@ -18,14 +18,6 @@ from tools.prepare.chat.template import find_template
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.early, pytest.mark.quick]
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, **more}
 
 
 def call(number: int = 1, **arguments: Any) -> dict[str, Any]:
@@ -44,8 +36,8 @@ RESULT = {"role": "tool", "content": "12:05", "tool_call_id": "call1", "name": "
 SECOND = {**RESULT, "tool_call_id": "call2"}
 ANSWER = assistant("It is five past noon.")
 ANSWERS = ["Jane Austen did.", "In 1815.", "In Steventon, Hampshire."]
-ASKED = ["Who wrote Emma?", "When?", "Where was she born?"]
-THREE_TURNS = [turn for a, b in zip(ASKED, ANSWERS) for turn in (user(a), assistant(b))]
+TWO_TURNS = talk("Who wrote Emma?", ANSWERS[0], "When?", ANSWERS[1])
+THREE_TURNS = [*TWO_TURNS, *talk("Where was she born?", ANSWERS[2])]
 SUN = {"reasoning_content": "The sun stands high."}
 THOUGHT = assistant("<think>\nThe sun stands high.\n</think>\n\nNoon.")
 OSLO = [user("And in Oslo?"), assistant("Too.", reasoning_content="The same zone.")]
@@ -107,7 +99,6 @@ ALWAYS_PROMPTS = (
     "<|turn_start|><|assistant|>"
 )
 NEVER_PROMPTS = LOOP + "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-NO_EMPTY_LIST = "{{ '' if messages[0].role else '' }}" + CHATML
 CALLS = (
     LOOP + "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
     "{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
@@ -148,11 +139,12 @@ class Template:
 
     def learned(self, messages: list[dict], has_loss: list[bool] | None = None) -> list[str]:
         """Each run of text that has a loss, without white space at its end."""
-        runs = itertools.groupby(zip(*self.encode(messages, has_loss)), lambda pair: pair[1])
-        texts = [
-            (is_learned, self.theirs.decode([id for id, _ in run])) for is_learned, run in runs
-        ]
-        return [text.rstrip() for is_learned, text in texts if is_learned]
+        texts = []
+        pairs = zip(*self.encode(messages, has_loss))
+        for is_learned, run in itertools.groupby(pairs, lambda pair: pair[1]):
+            if is_learned:
+                texts.append(self.theirs.decode([token for token, _ in run]).rstrip())
+        return texts
 
 
 def tools_for(messages: list[dict]) -> list[dict] | None:
@@ -170,9 +162,7 @@ def ended(by: str, *answers: str) -> list[str]:
 
 
 GREETED = ended("<|im_end|>", "Hello! How can I help?", ANSWERS[0])
-TWO_TURNS = THREE_TURNS[:4]
 NO_THOUGHT = ["<think></think>Jane Austen did.<|end|>", "<think></think>In 1815.<|end|></s>"]
-BY_ASSIST = [NO_THOUGHT[0], "<think></think>In 1815.<|end|><|assist|>"]
 IN_PROMPT = ["</think>Jane Austen did.<|end|>", "</think>In 1815.<|end|></s>"]
 LAST_THOUGHT = ["Jane Austen did.<|im_end|>", "<think>\n\n</think>\n\nIn 1815.<|im_end|>"]
 ROME = '<tool_call>{"name": "clock", "arguments": {"city": "Rome"}}</tool_call><|im_end|>'
@@ -180,17 +170,12 @@ MARKUP = [user("Which?"), assistant("This <b>one</b>."), *THREE_TURNS[2:4]]
 MASKS = [
     (CHATML, THREE_TURNS, ended("<|im_end|>")),
     (CHATML, CONVERSATIONS["assistant first"], GREETED),
-    (NO_EMPTY_LIST, CONVERSATIONS["assistant first"], GREETED),
     (STRIPS, CONVERSATIONS["white space"], ["Jane Austen\n  did.<|im_end|>"]),
     (PROMPT_OPENS_BLOCK, THREE_TURNS, ended("<|end|>")),
     (OTHER_BLOCK, TWO_TURNS, NO_THOUGHT),
-    (OTHER_BLOCK.replace("</s>", "<|assist|>"), TWO_TURNS, BY_ASSIST),
-    (OTHER_BLOCK.replace("<think>\n", "<|channel|>"), TWO_TURNS, NO_THOUGHT),
     (OTHER_BLOCK.replace("<think>\n", "<think>"), TWO_TURNS, IN_PROMPT),  # what the prompt has
     (CHATML.replace("{{ m.content }}", IN_LAST), TWO_TURNS, LAST_THOUGHT),
-    (CLOSING_EOS, TWO_TURNS, ["Jane Austen did.<|end|>", "In 1815.<|end|>\n</s>"]),
     (SYSTEM_LAST, [SYSTEM, *THREE_TURNS], ended("</s>")),
-    (CHATML, [user("<b>"), assistant(" <a></a>\n")], [" <a></a>\n<|im_end|>"]),
     (ENDS_DIFFER, MARKUP, ["<|message|>This <b>one</b>.<|end|>", "<|message|>In 1815.<|return|>"]),
     (ALWAYS_PROMPTS, THREE_TURNS, ended("<|turn_end|>")),
     (NEVER_PROMPTS, THREE_TURNS[:2], ["<|assistant|>Jane Austen did.<|end|>"]),  # no prompt has it
@@ -208,20 +193,16 @@ def test_masks_found_by_hand(template, text, messages, learned):
 NO_END = "ends it with no special token of this tokenizer, and no model would learn to end its turn"
 BEGINS_OTHERWISE = "the chat template starts it differently from its generation prompt"
 PROMPT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-ENDS_LAST = NEVER_PROMPTS.replace("<|end|>", "{{ eos_token if loop.last else '' }}") + PROMPT
+EARLY = LOOP + "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}"
 PARTS = LOOP + "{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>{% endfor %}"
-COUNTS = LOOP + "{{ m.content | length }}{{ m.content }}<|im_end|>{% endfor %}"
 LOST = [
     (CHATML.replace("|", ""), "plain", f"message 2: .*{NO_END}: it is followed by '<im_end>'"),
-    (LOOP + "{{ m.role }}: {{ m.content }}\n{% endfor %}", "plain", "nothing follows it"),
     (ADJACENT.replace("<|end|>", "<end>"), "plain", f"the last turn: .*{NO_END}: .*did.<end>'"),
-    (ENDS_LAST, "three turns", rf"message 2: .*{NO_END}: it is followed by '<\|user\|>'"),
+    (EARLY, "plain", r"ends the assistant's turn before <\|im_end\|>"),
     (STRIPS, "tool call last", r"message 2 \(assistant\): .* leaves out a tool call; name"),
     (CHATML, "reasoning", r"message 2 \(assistant\): .* leaves out its reasoning; name"),
-    (PROMPT_OPENS_BLOCK, "<think>", "leaves out its reasoning; name"),
     (PARTS, "plain", r"message 1 \(user\): the chat template leaves out text of it; name"),
     (CALLS.replace("tools or ''", "''"), "tool call last", "leaves out the tools; name"),
-    (COUNTS, "plain", "renders the messages differently with marks in their texts"),
     (NEVER_PROMPTS + PROMPT.replace("<|assistant|>", "ANSWER"), "plain", BEGINS_OTHERWISE),
     (SYSTEM_LAST, "assistant first", f"message 1: {BEGINS_OTHERWISE}"),
 ]
@@ -235,45 +216,26 @@ def test_what_would_be_lost_is_refused(template, text, title, problem):
         made.encode(CONVERSATIONS[title])
 
 
-KEYS = [
-    (1, "reasoning_details", [{"text": "so"}], "its key 'reasoning_details'"),
-    (1, "loss_weight", 0.0, "its key 'loss_weight'"),
-    (0, "mask", False, "its key 'mask'"),
-    (1, "reasoning", "so", "its reasoning"),
-    (0, "thinking", "so", "its reasoning"),
-]
+KEYS = [(1, "reasoning_details", [{"text": "so"}]), (0, "mask", False)]
 
 
-@pytest.mark.parametrize("number, key, value, left_out", KEYS)
-def test_a_key_of_a_message_is_rendered_or_refused(template, number, key, value, left_out):
+@pytest.mark.parametrize("number, key, value", KEYS)
+def test_a_key_of_a_message_is_rendered_or_refused(template, number, key, value):
     messages = [user("When?"), assistant("Noon."), user("Why?")]
     messages[number] |= {key: value}
-    with refuses(rf"message {number + 1} \(.*\): the chat template leaves out {left_out}; name"):
+    with refuses(
+        rf"message {number + 1} \(.*\): the chat template leaves out its key '{key}'; name"
+    ):
         template(CHATML).encode(messages)
-    name = "reasoning_content" if left_out == "its reasoning" else key
-    shown = "{{ m.content }}{{ m.NAME if 'NAME' in m }}".replace("NAME", name)
+    shown = "{{ m.content }}{{ m.NAME if 'NAME' in m }}".replace("NAME", key)
     template(CHATML.replace("{{ m.content }}", shown)).check(messages)
 
 
-ARGUMENTS = [
-    ("c.function.name", {"at": [True, {"b": None}]}, True),
-    ("c.function.name", {}, False),
-    ("c.function | tojson", {"at": 1}, False),
-    ("c.function.name ~ c.function.arguments.at", {"at": 0.5}, False),
-]
-
-
-@pytest.mark.parametrize("shown, arguments, is_refused", ARGUMENTS)
-def test_arguments_that_are_no_text_are_not_left_out(template, shown, arguments, is_refused):
-    made = template(CALLS.replace("c.function | tojson", shown))
-    messages = [QUESTION, assistant("", tool_calls=[call(**arguments)])]
-    if not is_refused:
-        return made.check(messages)
+def test_arguments_that_are_no_text_are_not_left_out(template):
+    messages = [QUESTION, assistant("", tool_calls=[call(at=[True, 1])])]
+    template(CALLS).check(messages)
     with refuses("leaves out the arguments of a tool call"):
-        made.encode(messages)
-
-
-# Shipped
+        template(CALLS.replace("c.function | tojson", "c.function.name")).encode(messages)
 
 
 def test_the_shipped_template_of_qwen3(template):
@@ -292,16 +254,11 @@ def test_the_shipped_template_of_qwen3(template):
     assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
-@pytest.mark.parametrize("title", CONVERSATIONS)
-def test_the_shipped_template_in_words(template, title):
+def test_the_shipped_template_in_words(template):
     made = template((REPO / "configs/tiny-chat.jinja").read_text())
-    if "tool" not in title and not title.startswith("reasoning"):
-        return made.check(CONVERSATIONS[title])
-    with refuses("chat template"):
-        made.encode(CONVERSATIONS[title])
-
-
-# Turns without a loss
+    for title, messages in CONVERSATIONS.items():
+        if "tool" not in title and "reasoning" not in title:
+            made.check(messages)
 
 
 @pytest.mark.parametrize("title", [title for title in CONVERSATIONS if "reasoning" not in title])
@@ -324,26 +281,15 @@ def test_a_block_of_a_turn_without_a_loss_has_none(template, title):
 
 EOS_BLOCK = NEVER_PROMPTS.replace("{{ m.content }}<|end|>", SAID)
 EOS_BLOCK += "{% generation %}{{ eos_token }}{% endgeneration %}"
-
-
 LACKS = [user("a"), assistant("b", reasoning_content="c"), user("d"), assistant("e")]
-FIVE = [
-    user("Who?"),
-    assistant("Jane."),
-    assistant("Austen."),
-    user("When?"),
-    assistant("In 1815."),
-]
+FIVE = [user("Who?"), assistant("Jane."), assistant("Austen."), *TWO_TURNS[2:]]
 PARTLY = [  # which messages have a loss
     (EOS_BLOCK, TWO_TURNS, "1111", ["Jane Austen did.<|end|>", "In 1815.<|end|></s>"]),
     (EOS_BLOCK, TWO_TURNS, "1011", ["In 1815.<|end|></s>"]),
-    (EOS_BLOCK, TWO_TURNS, "0100", ["Jane Austen did.<|end|>"]),
     (CLOSING_EOS, TWO_TURNS, "1011", ["In 1815.<|end|>\n</s>"]),
-    (CLOSING_EOS, TWO_TURNS, "0100", ["Jane Austen did.<|end|>"]),
     (CLOSING_EOS, LACKS, "0001", ["e<|end|>\n</s>"]),
     (ADJACENT, FIVE, "01000", ["Jane.<|end|>"]),
     (ADJACENT, FIVE, "00100", ["Austen.<|end|>"]),
-    (ADJACENT, FIVE, "00001", ["In 1815.<|end|>"]),
 ]
 
 
@@ -363,35 +309,14 @@ def test_a_turn_without_a_loss_needs_a_sign_of_its_block(template):
 
 
 @pytest.mark.parametrize("text", [QWEN3, CHATML, ADJACENT], ids=["qwen3", "chatml", "adjacent"])
-@pytest.mark.parametrize("content", [{"content": ""}, {"content": " \n"}, {}], ids=str)
+@pytest.mark.parametrize("content", [{"content": " \n"}, {}], ids=str)
 def test_a_conversation_with_an_empty_turn_is_left_out(template, text, content):
     """With a loss or without."""
     made = template(text)
     empty = {"role": "assistant", "reasoning_content": "b", **content}
-    last = [user("hi"), assistant("ok"), user("hello?"), empty]
-    first = [user("hi"), empty, user("hello?"), assistant("ok")]
-    for messages in (first, last):
-        for has_loss in ([True] * 4, [message is not empty for message in messages]):
-            assert made.ours.encode(messages, None, has_loss) == ([], [])
-
-
-# Blocks, ends
-
-
-def test_nested_blocks_are_one(template):
-    inner = "{% generation %}{{ m.content }}{% endgeneration %}"
-    outer = "{% generation %}" + inner + " ok<|end|>{% endgeneration %}"
-    made = template(LOOP + "<|{{ m.role }}|>" + outer + "{% endfor %}")
-    made.check(THREE_TURNS[:2])
-    learned = made.learned(THREE_TURNS[:2])
-    assert learned == ["Who wrote Emma? ok<|end|>", "Jane Austen did. ok<|end|>"]
-
-
-@pytest.mark.parametrize("part", ["[1:]", "[:-1]"])
-def test_a_block_that_is_cut_is_refused(template, part):
-    text = LOOP + "{% set said %}" + BLOCK + "{% endset %}{{ said" + part + " }}{% endfor %}"
-    with refuses(r"cuts off an end of a {% generation %} block"):
-        template(text).encode(THREE_TURNS)
+    messages = [user("hi"), empty, user("hello?"), assistant("ok")]
+    for has_loss in ([True] * 4, [True, False, True, True]):
+        assert made.ours.encode(messages, None, has_loss) == ([], [])
 
 
 @pytest.mark.parametrize("text, ends", [(CLOSING_EOS, "</s> <|end|>"), (CHATML, "<|im_end|>")])
@@ -403,13 +328,11 @@ def test_a_turn_ends_with_the_conversation_or_before(template, text, ends):
 # Folders
 
 RAG = {"additional_chat_templates/rag.jinja": "B"}
-LISTED = [{"name": "tool_use", "template": "B"}, {"name": "default", "template": "A"}]
 FOLDERS = [  # files, the chat_template of tokenizer_config.json
     ({"chat_template.jinja": "A", **RAG}, "C"),
     ({"additional_chat_templates/default.jinja": "A", **RAG}, None),
     ({}, "A"),
-    ({}, {"default": "A", "tool_use": "B"}),
-    ({}, LISTED),
+    ({}, [{"name": "tool_use", "template": "B"}, {"name": "default", "template": "A"}]),
 ]
 
 
@@ -425,66 +348,25 @@ def test_the_default_template_of_a_folder(tmp_path, files, inline):
     assert theirs.get_chat_template() == "A"
 
 
-NO_DEFAULT = [
-    ({"tool_use": "B", "rag": "C"}, "none of its chat templates, rag, tool_use, is named default"),
-    ([{"name": "rag"}], "a list of objects with name and template"),
-    (7, "no JSON object whose chat_template is a text"),
-    (None, "has no chat template; name a Jinja file, data.chat_template"),
-]
-
-
-@pytest.mark.parametrize("inline, problem", NO_DEFAULT)
-def test_a_folder_without_a_default_template_is_refused(tmp_path, inline, problem):
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": inline}))
-    with refuses(problem):
-        find_template(tmp_path)
-
-
-@pytest.mark.parametrize("decoder, first", [({}, "<s>"), ({"added_tokens_decoder": {}}, "B")])
-def test_special_tokens_of_an_older_folder(tmp_path, decoder, first):
-    """They are named in special_tokens_map.json, which counts unless there is an added_tokens_decoder."""
+def test_special_tokens_of_an_older_folder(tmp_path):
+    """They are named in special_tokens_map.json."""
     named = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
-    text = "{{ bos_token or 'B' }}{{ unk_token }}{{ image_token }}{{ boi }}" + CLOSING_EOS
-    tokens = {"image_token": "<|assistant|>", "extra_special_tokens": {"boi": "<|end|>"}}
-    made = Template(text, tmp_path, bos_token=None, eos_token="<|end|>", **tokens, **decoder)
+    made = Template("{{ bos_token or 'B' }}" + CLOSING_EOS, tmp_path, bos_token=None)
     made.check(THREE_TURNS)
-    assert made.theirs.decode(made.encode(THREE_TURNS)[0]).startswith(first)
-    assert made.ours.tokenizer.eos == [made.theirs.eos_token_id]
+    assert made.theirs.decode(made.encode(THREE_TURNS)[0]).startswith("<s>")
 
 
-def test_a_token_that_the_settings_name_is_special(template, tmp_path):
-    """As in transformers, even where tokenizer.json has it as an ordinary entry."""
-    template(CHATML)
-    made = json.loads((tmp_path / "tokenizer.json").read_text())
-    for token in made["added_tokens"]:
-        token["special"] = token["content"] != "<|im_end|>"
-    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
-    with refuses(NO_END):
-        Chat(tmp_path).encode(checked(THREE_TURNS))
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    settings["eos_token"] = "<|im_end|>"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert Chat(tmp_path).end_of_turn() == [theirs.eos_token_id]
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"legacy": False}, {"legacy": True}, {"add_prefix_space": False}], ids=str
-)
+@pytest.mark.parametrize("settings", [{}, {"legacy": True}, {"add_prefix_space": False}], ids=str)
 def test_a_tokenizer_of_llama_2_s_kind(tmp_path, settings):
     """Where transformers puts spaces, and where its tokenizer.json would."""
     pytest.importorskip("google.protobuf")
-    from tests.conftest import sentencepiece_model
-
-    (tmp_path / "made").mkdir()
-    sentencepiece_model(tmp_path / "made/tokenizer.model", add_dummy_prefix=True)
+    sentencepiece_model(tmp_path / "tokenizer.model", add_dummy_prefix=True)
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **special, **settings}
-    for folder in (tmp_path / "made", tmp_path):
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    saved = transformers.AutoTokenizer.from_pretrained(tmp_path / "made")
-    saved.save_pretrained(tmp_path / "saved")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    transformers.AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path / "saved")
+    (tmp_path / "tokenizer.model").unlink()
     content = json.loads((tmp_path / "saved/tokenizer.json").read_text())
     prefix = {"type": "Prepend", "prepend": "\u2581"}
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}

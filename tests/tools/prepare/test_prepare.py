@@ -1,15 +1,15 @@
-"""Text -> parts: their bytes are a function of the text, whoever prepares them, and whatever happens meanwhile."""
+"""Text -> token files: their bytes are a function of the text, whoever prepares them, and whatever happens meanwhile;
+a folder that exists is that of its source as it is now, or refused."""
 
 import hashlib
 import itertools
 import json
 import os
 import pathlib
+import re
 import shutil
-import signal
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,15 @@ import pytest
 import config
 from data.folder import manifest_of
 from data.tokens import stream_of
+from launch import launch
+from system import warn_once
 from tests.conftest import make_config, refuses, words
 from tools.prepare import parts
-from tools.prepare.parts import TokenWriter, hold_out_end, parts_of
+from tools.prepare.folders import create_folders
+from tools.prepare.parts import TokenWriter, hold_out_end
 from tools.prepare.prepare import main, prepare
 from tools.prepare.row_format import Texts
-from tools.prepare.source import ByteRange, SourceFile, documents, list_files
+from tools.prepare.source import ByteRange, documents, list_files
 
 TEXTS = [words(i, 60 + 37 * i % 50) for i in range(200)]
 WRONG = '{"text": 5}\n'
@@ -101,9 +104,6 @@ def by_hand(prepared) -> Callable[..., dict[str, list[list[int]]]]:
     return plain
 
 
-# Bytes are a function of the text
-
-
 @pytest.mark.quick
 def test_documents_are_those_of_a_plain_loop(data_of, by_hand):
     folder = prepare_data(data_of())
@@ -138,11 +138,6 @@ def test_max_tokens_end_the_text_at_a_document(limit, characters, data_of, by_ha
     assert len([*folder.glob("train-*.json")]) == needed
 
 
-def test_a_task_prepares_no_part_behind_max_tokens(data_of):
-    folder = prepare_data(data_of(max_tokens=5000), task=(0, 2))
-    assert sorted(path.stem[-5:] for path in folder.glob("train-*.json")) == ["00000", "00002"]
-
-
 def test_two_at_once_write_equal_bytes(data_of):
     pids = []
     for _ in range(2):
@@ -152,27 +147,6 @@ def test_two_at_once_write_equal_bytes(data_of):
             os._exit(0)
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
     assert contents(prepare_data(data_of())) == contents(prepare_data(data_of("alone")))
-
-
-# Which parts there are
-
-
-@pytest.mark.quick
-def test_parts_follow_from_the_sizes_alone(tmp_path):
-    sizes = {"a.txt": 30, "b.jsonl": 60, "c.gz": 500, "d.jsonl": 450, "e.txt": 0, "f.parquet": 201}
-    source = [SourceFile(name, size) for name, size in sizes.items()]
-    found = []
-    for part in parts_of(tmp_path, "train", source, 100):
-        found.append([(file.path, begin, end) for file, begin, end in part.ranges])
-    assert found == [
-        [("a.txt", 0, None), ("b.jsonl", 0, None), ("c.gz", 0, None)],
-        [("d.jsonl", 0, 112)],
-        [("d.jsonl", 112, 225)],
-        [("d.jsonl", 225, 337)],
-        [("d.jsonl", 337, None)],
-        [("e.txt", 0, None), ("f.parquet", 0, 100)],
-        [("f.parquet", 100, None)],
-    ]
 
 
 @pytest.mark.quick
@@ -194,14 +168,10 @@ def test_each_row_of_a_divided_file_is_in_one_range(name, end, tmp_path):
 
 # What is held out
 
-
 HELD_OUT = [  # whole_documents, sizes of the documents, the first token that is held out
     (False, [60] * 200, 12_000 - 120),
     (False, [50, 100, 350], 495),
-    (True, [70] * 200, 14_000 - 140),
-    (True, [90] * 200, 18_000 - 180),
     (True, [8000, 400], 8000),
-    (True, [9000], 0),
     (False, [1], 0),
 ]
 
@@ -240,24 +210,13 @@ def test_with_validation_text_of_ones_own_nothing_else_is_held_out(data_of, tmp_
 # Wrong rows, changed files
 
 
-NO_TOKENS = [(WRONG, "own.jsonl: row 1: .*must"), ('{"text": ""}', "holds nothing to evaluate on")]
-
-
-@pytest.mark.parametrize("text, problem", NO_TOKENS)
-def test_validation_text_without_a_token_is_refused(text, problem, data_of, tmp_path):
-    (tmp_path / "own.jsonl").write_text(text)
-    with refuses(problem):
-        prepare_data(data_of(validation=str(tmp_path / "own.jsonl")))
-
-
 @pytest.mark.parametrize("cores", [1, 2])
 def test_wrong_rows_are_all_named_and_a_mended_file_alone_is_prepared_again(cores, data_of, source):
     files = [source / "b.jsonl", source / "c.jsonl"]
     right = [file.read_text() for file in files]
     for file, text in zip(files, right):
-        lines = text.splitlines(True)
-        file.write_text("".join([*lines[:10], WRONG, *lines[11:]]))
-    with refuses(r"b\.jsonl: row 11: .*must be text", r"c\.jsonl: row 11: "):
+        file.write_text(text + WRONG)
+    with refuses(r"b\.jsonl: row 46: .*must be text", r"c\.jsonl: row 16: "):
         prepare_data(data_of(), cores)
     folder = source.parent / "out"
     before = {path: path.stat().st_mtime_ns for path in folder.glob("train-*.json")}
@@ -268,32 +227,21 @@ def test_wrong_rows_are_all_named_and_a_mended_file_alone_is_prepared_again(core
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
-@pytest.mark.parametrize("cores", [1, 3])
-def test_a_part_behind_max_tokens_may_be_wrong(cores, data_of, source, by_hand):
-    path = source / "h.jsonl"
-    lines = path.read_text().splitlines(True)
-    path.write_text("".join([*lines[:50], WRONG, *lines[50:]]))
-    assert streams(prepare_data(data_of(max_tokens=5000), cores)) == by_hand(5000)
-
-
-def test_at_most_one_row_in_a_hundred_is_left_out(data_of, source, by_hand, capfd):
-    for name in "bc":
-        path = source / f"{name}.jsonl"
-        path.write_text(path.read_text() + WRONG)
+def test_at_most_one_row_in_a_hundred_is_left_out(data_of, source, by_hand):
+    path = source / "b.jsonl"
+    path.write_text(WRONG + path.read_text() + WRONG)
     folder = prepare_data(data_of(bad_rows="skip"))
     assert streams(folder) == by_hand()
-    assert "b.jsonl: row 46: field 'text' must be text, not int; left out" in capfd.readouterr().err
     assert (manifest_of(folder)["rows"], manifest_of(folder)["wrong"]) == (202, 2)
     path.write_text(path.read_text() + WRONG)
     with refuses("3 of 203 rows are wrong"):
         prepare_data(data_of("other", bad_rows="skip"))
 
 
-def test_a_byte_that_was_changed_is_found_by_its_hash(data_of, tmp_path, capfd):
+def test_a_byte_that_was_changed_is_found_by_its_hash(data_of, tmp_path):
     path = tmp_path / "c.toml"
     path.write_text(config.to_toml(make_config(data=config.to_dict(data_of()))))
     assert main([str(path)]) == main([str(path)]) == 0
-    assert "out is prepared: comparing its hashes" in capfd.readouterr().err
     with (tmp_path / "out/train-00002.bin").open("r+b") as file:
         file.write(b"xy")
     with refuses("train-00002.bin: was changed since"):
@@ -339,20 +287,6 @@ def test_killed_between_any_two_file_operations_it_resumes_to_equal_bytes(
     assert operation > 30
 
 
-def test_a_killed_process_of_the_pool_ends_preparing(data_of, monkeypatch):
-    def pool_of_a_killed(*arguments: Any) -> ProcessPoolExecutor:
-        pool = ProcessPoolExecutor(*arguments)
-        pool.submit(signal.raise_signal, signal.SIGKILL)
-        return pool
-
-    monkeypatch.setattr("tools.prepare.prepare.ProcessPoolExecutor", pool_of_a_killed)
-    with pytest.raises(OSError, match="a process that tokenizes was killed"):
-        prepare_data(data_of(), 2)
-
-
-# Reading
-
-
 @pytest.mark.quick
 def test_a_window_may_lie_in_several_parts(data_of):
     folder = prepare_data(data_of())
@@ -366,3 +300,87 @@ def test_a_window_may_lie_in_several_parts(data_of):
         assert stream.read(int(start), stop).tolist() == ids[start:stop]
         inside = [begin for begin in begins if start < begin < stop]
         assert stream.documents(int(start), stop) == [*zip([start, *inside], [*inside, stop])]
+
+
+# A folder and its source
+
+CHANGES = [
+    (lambda source: (source / "c.jsonl").unlink(), "c.jsonl was removed", None),
+    (lambda source: (source / "d.jsonl").write_text(WRONG), "d.jsonl was added", None),
+    (lambda source: (source / "b.jsonl").write_text(WRONG), "b.jsonl was changed", None),
+    (lambda source: os.utime(source / "b.jsonl"), None, "1 of 3 .* written anew .*/b.jsonl"),
+    (shutil.rmtree, None, "the files of its train text are gone"),
+    (lambda source: None, None, None),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("change, problem, line", CHANGES)
+def test_source_that_changed_since_is_refused_or_logged(
+    change, problem, line, data_of, source, capfd
+):
+    prepare_data(data_of())
+    warn_once.cache_clear()
+    capfd.readouterr()
+    change(source)
+    if problem:
+        with refuses(problem, "--data.path=.*out-2"):
+            prepare_data(data_of())
+        return
+    prepare_data(data_of())
+    log = capfd.readouterr().err
+    assert re.search(line, log) if line else not log
+
+
+@pytest.mark.quick
+def test_each_launch_compares_the_source_with_its_text(data_of, source, capfd):
+    cfg = make_config(data=config.to_dict(data_of()))
+    prepare_data(cfg.data)
+    launch.prepare(cfg, "", [])
+    (source / "c.jsonl").unlink()
+    with refuses("is not prepared, see above"):
+        launch.prepare(cfg, "", [])
+    assert "c.jsonl was removed" in capfd.readouterr().err
+
+
+B, C = {"source": "b.jsonl", "weight": 0.5}, {"source": "c.jsonl", "weight": 0.5}
+MIXTURE = {"source": None, "tokenizer": None}
+OVERLAPS = [
+    ({"source": "*.jsonl", "validation": "link.jsonl"}, "is in data.source and data.validation"),
+    ({"sources": [{**B, "source": "*.jsonl"}, C], **MIXTURE}, "is in sources 1 and 2"),
+    ({"sources": [{**B, "validation": "c.jsonl"}, C], **MIXTURE}, "data.source and data.valid"),
+    ({"path": "out"}, r"\[data\] path: out lies in data.source"),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("options, problem", OVERLAPS)
+def test_file_that_is_read_for_two_purposes_is_refused(
+    options, problem, data_of, source, tmp_path, monkeypatch
+):
+    """By its real path; before a tokenizer is trained."""
+    monkeypatch.chdir(source)
+    (source / "b.jsonl").rename(tmp_path / "elsewhere.jsonl")
+    for name in ("b.jsonl", "link.jsonl"):
+        (source / name).symlink_to(tmp_path / "elsewhere.jsonl")
+    with refuses(problem):
+        create_folders(data_of(**options), 320)
+
+
+COLUMNS = [
+    ({"body": "a", "id": 1}, {}, 'body, id; try data.text_field = "body"$'),
+    ({"talk": [{}]}, {"format": "messages"}, 'talk; try data.messages_field = "talk"$'),
+    ({"instruction": "a", "output": "b"}, {}, 'try data.format = "alpaca"$'),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("row, options, problem", COLUMNS)
+def test_first_row_without_the_column_is_refused_with_the_option_to_paste(
+    row, options, problem, data_of, source
+):
+    """Even where wrong rows are left out."""
+    for path in source.iterdir():
+        path.write_text(json.dumps(row))
+    with refuses("row 1: has no field .*, but ", problem):
+        create_folders(data_of(bad_rows="skip", **options), 320)
