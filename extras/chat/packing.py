@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from config import ConfigError
 from data.tokens import TokenStream, mapped, stream_of
 
 SAMPLED = 2000  # a launch counts the tokens with a loss in so many conversations
@@ -212,6 +213,13 @@ def open_packed(
     """Opens "train" or "heldout" and plans its windows. Raises ConfigError and OSError."""
     stream = stream_of(folder, manifest, split, vocab_size)
     ends = document_ends(stream)
+    left_out = manifest["left_out"]
+    if split == "train" and not len(ends):
+        raise ConfigError(
+            f"{folder}: holds no conversation to train on: {left_out:,} were left out, without an "
+            "assistant's turn to learn or with an empty one, and the others are held out for "
+            "validation; bring more, or name data.validation"
+        )
     lengths = np.diff(ends, prepend=0)
     cut = int((lengths > seq_len).sum())
     lengths = np.minimum(lengths, seq_len)
@@ -223,7 +231,7 @@ def open_packed(
         seq_len,
         members,
         starts,
-        manifest["left_out"],
+        left_out,
         cut,
         filled=int(lengths.sum()),
     )

@@ -126,6 +126,13 @@ def test_of_few_conversations_the_last_are_held_out_whole(tokenizer, tmp_path, m
     assert len(held.members) + len(packed_of(cfg).members) == 60
 
 
+def test_a_source_without_a_conversation_to_learn_is_refused(tokenizer, tmp_path):
+    cfg = make_config(**sections_of(tokenizer, tmp_path, [talk("a"), talk("b")]))
+    prepare_here(cfg)
+    with refuses("holds no conversation to train on: 2 were left out"):
+        PreparedDataset(cfg)
+
+
 def test_what_says_nothing_is_left_out_and_counted_as_what_is_cut(tokenizer, tmp_path):
     rows = [talk("a"), talk("a", ""), talk("a", " \n"), [], *conversations(30)]
     sections = sections_of(tokenizer, tmp_path, rows)

@@ -19,6 +19,7 @@ from tests.conftest import (
     tables,
     words,
 )
+from tools.prepare.folders import create_folders
 from tools.prepare.row_format import is_held_out
 from tools.prepare.tokenizer import Tokenizer
 from tools.prepare.tokenizer_training import train_tokenizer
@@ -131,6 +132,16 @@ def test_eos_is_known_by_the_names_of_families(first, tmp_path):
     names = ["<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>"][first:]
     vocabulary = {"?": 0} | {name: 9 - i for i, name in enumerate(names)}
     assert Tokenizer(word_level(tmp_path, vocabulary)).eos == [9]
+
+
+def test_a_tokenizer_that_drops_characters_is_reported(corpus, tmp_path, capsys):
+    import tokenizers
+
+    letters = {letter: i for i, letter in enumerate("acghtno")}
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.BPE(letters, [])).save(str(path))
+    create_folders(config_for(corpus, tmp_path, tokenizer=str(path)).data, 320)
+    assert "silently drops characters" in capsys.readouterr().err
 
 
 def test_eos_of_the_post_processor_precedes_that_of_the_settings(llama3, tmp_path):
