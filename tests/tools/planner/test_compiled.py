@@ -17,15 +17,11 @@ def planned(name: str, *options: str, ranks: int = 8) -> float:
     return (ends["forward block 2"] - ends["forward block 1"]) / tokens * cfg.parallel.cp
 
 
-@pytest.mark.parametrize(
-    "name, setting",
-    [("llama1b", mode) for mode in ("none", "elementwise", "selective", "full")]
-    + [("llama3b", "none"), ("llama8b", "none")],
-)
-def test_a_block_keeps_what_its_graphs_keep(name, setting):
-    m = config.load(str(REPO / f"configs/{name}.toml")).model
+@pytest.mark.parametrize("setting", ["none", "elementwise", "selective", "full"])
+def test_a_block_keeps_what_its_graphs_keep(setting):
+    m = config.load(str(REPO / "configs/llama1b.toml")).model
     kept = kept_bytes_per_token(m, 1024, setting)
-    assert planned(name, f"--parallel.recompute={setting}") == pytest.approx(kept, rel=0.001)
+    assert planned("llama1b", f"--parallel.recompute={setting}") == pytest.approx(kept, rel=0.001)
 
 
 @pytest.mark.parametrize("cp", [2, 4])
