@@ -378,6 +378,7 @@ single {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}} => rope_paramet
 single {"rope_parameters": {"partial_rotary_factor": 0.5}} => rope_parameters.partial_rotary_factor = 0.5
 qwen3 {"architectures": null, "model_type": "llama"} => has model.layers.0.self_attn.q_norm.weight, which this
 qwen3 {"use_sliding_window": true, "layer_types": ["sliding_attention"]} => use_sliding; = "sliding_attention"
+qwen3 {"head_dim": null} => head_dim is missing
 single {"num_hidden_layers": 4} => hf: 8 more tensors do not fit the model
 """.strip().split("\n")
 

@@ -11,24 +11,12 @@ import torch
 
 import config
 from extras.profiler import profiler
-from extras.profiler.profiler import Profiler, read, row_of, table, time_by_row
+from extras.profiler.profiler import Profiler, read, time_by_row
 
 CATEGORIES = {"op": "cpu_op", "range": "user_annotation", "call": "cuda_runtime"}
-CATEGORIES |= {"copy": "gpu_memcpy", "set": "gpu_memset", "python": "python_function"}
-# thread, begin and end in ms, category, name. The first aten::add began before the steps.
-CPU = """1 0 100 range traced steps; 1 0 100 python train.py(90): train; 3 -5 2 op aten::add
-1 5 15 op aten::linear; 1 5 6 op aten::t; 1 6 14 op aten::mm
-1 15 25 op autograd::engine::evaluate_function: ScaledDotProductFlashAttentionForCpuBackward0
-1 16 24 op ScaledDotProductFlashAttentionForCpuBackward0; 1 17 23 op aten::bmm
-1 30 40 op _ChunkedCrossEntropy; 1 31 35 op aten::mm; 1 36 38 op aten::exp_; 1 38 39 op c10d::allreduce_
-1 40 50 op autograd::engine::evaluate_function: _ChunkedCrossEntropyBackward
-1 41 45 range FSDP::pre_backward (blocks.0.attention); 1 42 43 op c10d::_allgather_base_
-1 46 49 op _ChunkedCrossEntropyBackward; 1 47 49 op aten::mul
-1 60 70 range Optimizer.step#AdamW.step; 1 62 69 op aten::_fused_adamw_
-1 70 80 op ## Call CompiledFxGraph fv37yo ##; 1 72 75 op aten::mm; 1 78 79 op _c10d_functional::wait_tensor
-2 74 90 range gloo:all_gather; 2 88 89 op aten::copy_"""
-# And "> n" of a call, "< n" of what it launched. 90 was launched before the trace began; attention runs while 7 does;
-# 12 ends after the steps. A kernel's thread is its stream.
+CATEGORIES |= {"copy": "gpu_memcpy", "set": "gpu_memset"}
+# Thread, begin and end in ms, category, name; "> n" of a call, "< n" of what it launched. 90 was launched before the
+# trace began; attention runs while 7 does; 12 ends after the steps. A kernel's thread is its stream.
 CUDA = """7 10 95 gpu_user_annotation traced steps; 1 0 100 range traced steps
 7 -3 1 kernel void at::native::elementwise_kernel<128, 2> < 90; 1 1 3 op aten::mm
 1 2 2.5 call cudaLaunchKernelExC > 1; 7 10 30 kernel nvjet_tst_192x192_64x4_1x2_h_bz_coopA_NTT < 1
@@ -50,7 +38,6 @@ CUDA = """7 10 95 gpu_user_annotation traced steps; 1 0 100 range traced steps
 20 78 90 kernel ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL < 10; 1 91 92 op aten::add
 7 92 93 copy Memcpy HtoD (Pinned -> Device) < 11; 20 98 105 kernel ncclDevKernel_AllGather_RING_LL < 12"""
 # ms of matmuls, attention, loss, optimizer, elementwise, communication exposed, idle; communication hidden
-ON_CPU = dict(zip([*profiler.ROWS, profiler.HIDDEN], (13, 8, 12, 10, 8, 13, 36, 5)))
 ON_CUDA = dict(zip([*profiler.ROWS, profiler.HIDDEN], (30, 6, 10, 10, 8, 17, 19, 17)))
 
 
@@ -73,48 +60,23 @@ def write_trace(path: pathlib.Path, text: str) -> pathlib.Path:
     return path
 
 
-@pytest.mark.parametrize("events, answer", [(CPU, ON_CPU), (CUDA, ON_CUDA)], ids=["cpu", "cuda"])
-def test_a_trace_is_split_as_it_was_made(events, answer, tmp_path):
-    spent = time_by_row(read(write_trace(tmp_path / "trace.json", events)))
-    assert spent == pytest.approx(answer, abs=1e-6)
+def test_a_trace_is_split_as_it_was_made(tmp_path):
+    spent = time_by_row(read(write_trace(tmp_path / "trace.json", CUDA)))
+    assert spent == pytest.approx(ON_CUDA, abs=1e-6)
     assert sum(spent.values()) - spent["communication, hidden"] == pytest.approx(100)
-
-
-def test_the_table_is_per_step_and_adds_up():
-    lines = table({row: float(ms) for row, ms in ON_CUDA.items()}, steps=2).splitlines()
-    assert lines[0].split() == ["matrix", "products", "15.000", "ms", "30.0%"]
-    assert lines[-2].split() == ["step", "50.000", "ms", "100.0%"]
-    assert lines[-1].split()[:4] == ["communication,", "hidden", "8.500", "ms"]
-
-
-@pytest.mark.parametrize(
-    "row, names",
-    {
-        "matrix products": "aten::addmm_ mkldnn::_linear_pointwise triton_tem_fused_mm_t_3 aten::_scaled_mm",
-        "attention": "aten::_scaled_dot_product_flash_attention_backward fmha_cutlassF_bf16_aligned_64x64 "
-        "ScaledDotProductCudnnAttentionBackward0 triton_tem_fused_flex_attention_backward_2",
-        "loss": "aten::nll_loss_backward aten::cross_entropy_loss",
-        "elementwise, copies": "aten::mul fsdp::split_with_sizes_copy triton_red_fused__to_copy_add_mm_rsqrt_2",
-        "communication, exposed": "nccl:_all_gather_base ncclKernel_AllReduce_RING _c10d_functional::wait_tensor",
-        "idle": "FSDP::root_pre_forward torch::autograd::AccumulateGrad MmBackward0 CompiledFunctionBackward",
-    }.items(),
-)
-def test_names_and_their_rows(row, names):
-    assert {row_of(name, "cpu_op", "idle") for name in names.split()} == {row}
 
 
 @pytest.fixture
 def train_steps(monkeypatch):
-    """A function: a folder, device and first step -> the logged messages. Of up to four steps the
-    second and the third are traced."""
+    """A function: a folder and device -> the logged messages. Of four steps the second and the third are traced."""
 
-    def train(folder: pathlib.Path, device: str = "cpu", first: int = 1) -> str:
+    def train(folder: pathlib.Path, device: str = "cpu") -> str:
         logged = []
         for level in ("info", "warning"):
             monkeypatch.setattr(profiler.log, level, lambda text, *_: logged.append(text))
         world: Any = SimpleNamespace(rank=1, device=torch.device(device))
         traced = Profiler(config.Profile(at_step=2, steps=2), folder, world)
-        for step in range(first, 5):
+        for step in range(1, 5):
             with traced.traced(step):
                 torch.ones(64, 64) @ torch.ones(64, 64)
         return " ".join(logged)
@@ -141,8 +103,3 @@ def test_a_profile_that_lacks_the_steps_stops_nothing(train_steps, tmp_path, mon
     assert (tmp_path / "profile/rank-1.json").exists()
     (tmp_path / "file").touch()  # nor does one that cannot be written
     assert "the profile is incomplete" in train_steps(tmp_path / "file")
-
-
-@pytest.mark.parametrize("first", [1, 4])
-def test_a_launch_after_the_steps_to_trace_says_so(train_steps, tmp_path, first):
-    assert ("was before this launch" in train_steps(tmp_path, first=first)) == (first == 4)
