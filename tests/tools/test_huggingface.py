@@ -111,6 +111,12 @@ def test_weights_in_several_files_are_those_of_one(checkpoint, tmp_path):
 # The output folder
 
 
+def test_a_name_that_a_run_would_take_for_its_checkpoint_is_refused(folder, checkpoint, tmp_path):
+    out = tmp_path / "step-00000007"
+    for command in (["export", checkpoint], ["import", folder]):
+        assert run(*command, out) == 2 and not out.exists()
+
+
 def test_nothing_is_overwritten_and_a_kill_leaves_nothing_that_looks_complete(
     folder, checkpoint, tmp_path, capsys
 ):
