@@ -256,8 +256,6 @@ def sample(folder: pathlib.Path, args: argparse.Namespace) -> int:
     context = cfg.train.seq_len
     tokenizer = load_tokenizer(folder)
     ids = encode(tokenizer, args.prompt)
-    if max(ids) >= cfg.model.vocab_size:
-        raise ConfigError(f"--prompt: has id {max(ids)}, and the model {cfg.model.vocab_size}")
     if len(ids) > context:
         print_error(
             f"--prompt: has {len(ids):,} tokens, of which the model reads the newest {context:,} "

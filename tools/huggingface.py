@@ -520,8 +520,6 @@ def main(argv: list[str]) -> int:
     out = Path(os.path.abspath(args.out))
     is_export = args.command == "export"
     try:
-        if is_export and not 0 < args.shard_gib < math.inf:
-            raise ConfigError(f"--shard-gib {args.shard_gib}: must be greater than 0")
         check_output(out, is_export)
         with published(out) as folder:
             if is_export:

@@ -27,13 +27,6 @@ def test_the_tools_use_a_run_with_adapters_on_its_base_alone(run, base, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_options_of_adapters_are_refused_without_adapters(base, tmp_path, capsys):
-    assert run_tool(hf.main, "import", base, tmp_path / "imported") == 0
-    for options in (["--base", base], ["--adapter"]):
-        assert run_tool(hf.main, "export", tmp_path / "imported", tmp_path / "out", *options) == 2
-        assert "has no [lora]" in capsys.readouterr().err
-
-
 def test_a_merged_export_takes_from_its_base_what_users_need_besides_weights(
     run, base, prepared, tmp_path
 ):

@@ -3,17 +3,10 @@
 import contextlib
 import io
 import json
-import os
-import pty
-import subprocess
-import sys
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import pytest
-
-from tests.conftest import REPO, make_config, needs_extra, refuses, run_tool, train_run, words
+from tests.conftest import make_config, needs_extra, run_tool, train_run, words
 from tests.distributed import distributed
 from tests.tools.prepare.chat.conftest import (
     CHATML,
@@ -25,21 +18,6 @@ from tests.tools.prepare.chat.conftest import (
 )
 from tools import chat as terminal
 from tools.prepare.chat.conversations import Chat
-
-# context, most tokens of a reply, messages dropped: 105 tokens without any, then 75, then 5
-FITS = [(107, 2, 0), (106, 2, 2), (139, 99, 0), (138, 99, 2), (7, 2, 4), (6, 2, 4)]
-
-
-@pytest.mark.parametrize("context, most, dropped", FITS)
-def test_the_oldest_exchanges_go_until_a_reply_fits(context, most, dropped):
-    """The limit of a reply, or a quarter of the context and at least a token, is kept free for it."""
-    chat: Any = SimpleNamespace(prompt=lambda lengths: [0] * sum(lengths))
-    history: Any = [10, 20, 30, 40]
-    last: Any = [5]
-    prompt, count = terminal.fit(chat, history, last, context, most)
-    assert (len(prompt), count) == (sum(history[dropped:]) + 5, dropped)
-    with refuses("too long for a context of 5 tokens"):
-        terminal.fit(chat, [], last, 5, 2)
 
 
 def test_a_conversation_keeps_what_fits_and_ends_turns(tokenizer, monkeypatch, capsys):
@@ -85,11 +63,3 @@ def test_the_template_goes_along_with_checkpoints_and_exports(world, tokenizer, 
         assert run_tool(terminal.main, checkpoint, "--tokens", 8, "--temperature", 0) == 0
     printed = out.getvalue()
     assert printed.count("> ") == 5 and "too long for a context of 128 tokens" in printed
-
-
-def test_arrow_keys_edit_a_message():
-    ours, theirs = pty.openpty()
-    code = "from tools.chat import user_messages; print([*user_messages()])"
-    child = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdin=theirs, stdout=theirs)
-    os.write(ours, b"ab\x1b[DX\n/quit\n")
-    assert child.wait(60) == 0 and "['aXb']" in os.read(ours, 9999).decode()

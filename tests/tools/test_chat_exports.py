@@ -7,16 +7,10 @@ import shutil
 from typing import Any
 
 import pytest
-from peft import AutoPeftModelForCausalLM, PeftModel
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    LlamaConfig,
-    Qwen3Config,
-)
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
-from tests.conftest import TINY, has_extra, make_config, seal, train_run, words
+from tests.conftest import TINY, has_extra, make_config, train_run, words
 from tests.distributed import run_on_ranks
 from tools import huggingface as convert
 
@@ -25,7 +19,6 @@ if not has_extra("chat") or not has_extra("lora"):
 
 from tests.extras.lora.conftest import make_base
 from tests.tools.prepare.chat.conftest import (
-    CHATML,
     LLAMA3,
     QWEN3,
     SPECIAL,
@@ -37,11 +30,10 @@ from tests.tools.prepare.chat.conftest import (
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 
 ANSWER = "the red cat"
-# the run's template and its end of turn; of the base: kind, EOS token of a document, generation_config.json
-RUNS: dict[str, tuple[str, str, type, str, dict | None]] = {
-    "llama3": (LLAMA3, "<|eot_id|>", LlamaConfig, "<|im_end|>", {"eos_token_id": 2, "top_k": 3}),
-    "qwen3": (QWEN3, "<|im_end|>", Qwen3Config, "<|eot_id|>", {"eos_token_id": [5, 4]}),
-    "chatml": (CHATML, "<|im_end|>", LlamaConfig, "<|eot_id|>", None),
+# the run's template and its end of turn; the base's EOS token of a document and generation_config.json
+RUNS: dict[str, tuple[str, str, str, dict | None]] = {
+    "llama3": (LLAMA3, "<|eot_id|>", "<|im_end|>", {"eos_token_id": [2, 4], "top_k": 3}),
+    "qwen3": (QWEN3, "<|im_end|>", "<|eot_id|>", None),
 }
 
 
@@ -51,11 +43,11 @@ def trained(tokenizer, tmp_path_factory) -> pathlib.Path:
     and of their bases."""
     root = tmp_path_factory.mktemp("chat")
     cfgs = []
-    for name, (template, _, kind, eos, generation) in RUNS.items():
+    for name, (template, _, eos, generation) in RUNS.items():
         base = root / f"base {name}"
         # a frozen head must be able to say something clearly
         settings = {"head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.2}
-        make_base(base, kind, **settings, bos_token_id=0, eos_token_id=SPECIAL.index(eos))
+        make_base(base, LlamaConfig, **settings, bos_token_id=0, eos_token_id=SPECIAL.index(eos))
         shutil.copy(tokenizer / "tokenizer.json", base)
         settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
         settings |= {"eos_token": eos, "chat_template": "{{ messages[0].content }}"}
@@ -95,7 +87,7 @@ def answer(model: Any, folder: pathlib.Path, settings: GenerationConfig | None =
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("way", ["full", "lora"])
 def test_an_export_stops_where_its_template_ends_a_turn(trained, tmp_path, way, name):
-    template, end, _, eos, generation = RUNS[name]
+    template, end, eos, generation = RUNS[name]
     export(trained / f"{name}-{way}", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert answer(model, tmp_path) == ANSWER + end
@@ -105,12 +97,9 @@ def test_an_export_stops_where_its_template_ends_a_turn(trained, tmp_path, way, 
     assert "chat_template" not in settings and settings["eos_token"] == eos
     # the EOS tokens are the base's, as far as its settings go along, and the run's own
     written = json.loads((tmp_path / "generation_config.json").read_text())
-    others = {4} if (way, name) == ("lora", "qwen3") else set()
+    others = {4} if way == "lora" and generation else set()
     assert {*written["eos_token_id"]} == {SPECIAL.index(eos), SPECIAL.index(end)} | others
-    settings = json.loads((tmp_path / "config.json").read_text())
-    assert settings["eos_token_id"] == written["eos_token_id"]
-    if way == "lora" and generation:
-        assert written == {**written, **generation, "eos_token_id": written["eos_token_id"]}
+    assert written.get("top_k") == (3 if others else None)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -123,17 +112,6 @@ def test_an_adapter_stops_where_its_template_ends_a_turn(trained, tmp_path, caps
     settings = GenerationConfig.from_pretrained(tmp_path)
     base = AutoModelForCausalLM.from_pretrained(trained / f"base {name}")
     in_peft = PeftModel.from_pretrained(base, tmp_path)
-    for model in (in_peft, AutoPeftModelForCausalLM.from_pretrained(tmp_path)):
-        assert answer(model, tmp_path, settings) == ANSWER + end
+    assert answer(in_peft, tmp_path, settings) == ANSWER + end
     assert (tmp_path / "chat_template.jinja").read_text() == template
     assert "chat_template" not in json.loads((tmp_path / "tokenizer_config.json").read_text())
-
-
-def test_a_template_of_which_no_end_of_turn_is_known_is_named(trained, tmp_path, capsys):
-    """Its run can be exported nevertheless."""
-    run = trained / "chatml-full/checkpoints/step-00000040"
-    checkpoint = shutil.copytree(run, tmp_path / "checkpoint")
-    (checkpoint / "chat_template.jinja").write_text("{{ raise_exception('never') }}")
-    seal(checkpoint)
-    export(checkpoint, tmp_path / "hf")
-    assert "lacks the end of turn" in capsys.readouterr().err

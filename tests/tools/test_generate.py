@@ -1,14 +1,11 @@
-"""Generation against transformers, against recomputing every token, against definitions; the tool."""
+"""Generation against recomputing every token, against definitions; the tool."""
 
 import copy
-import dataclasses
 import json
 import math
 import pathlib
 import random
 import shutil
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +15,6 @@ from torch import Tensor
 import config
 import tools.generate as tool
 from checkpoint import catalog, load, newest
-from model.attention import attention
 from model.build import build_model
 from model.llama import Llama
 from parallel.activation_checkpoint import apply_activation_checkpointing
@@ -43,11 +39,6 @@ def varied(**changes: Any) -> Llama:
     return model
 
 
-def prompts_of(lengths: list[int]) -> list[list[int]]:
-    draw = random.Random(5)
-    return [[draw.randrange(320) for _ in range(length)] for length in lengths]
-
-
 @torch.no_grad()
 def recomputed(
     model: Llama, prompt: list[int], count: int, context: int, temperature: float, seed: int
@@ -65,25 +56,19 @@ def recomputed(
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.3])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("changes", [{}, {"n_kv_heads": 1, "rope_scaling": SCALING}], ids=str)
 def test_cached_text_equals_text_recomputed(changes, temperature):
     """Without a cache; one prompt is longer than the context, and some become so."""
     ours = varied(**changes)
     cached = copy.deepcopy(ours)
-    for prompt in prompts_of([3, 1, 8, 20, 6]):
+    draw = random.Random(5)
+    for length in (3, 1, 8, 20, 6):
+        prompt = [draw.randrange(320) for _ in range(length)]
         for context in (8, 7, 1000):
             text = list(generate(cached, prompt, 20, context, CPU, temperature, seed=7))
             assert text == recomputed(ours, prompt, 20, context, temperature, 7)
             assert len(set(text)) > 10
-
-
-def test_blocks_with_terms_of_the_loss_generate():
-    with forks.routed():
-        ours = varied()
-        assert [*generate(ours, [1, 2, 3], 8, 64, CPU)] == recomputed(
-            ours, [1, 2, 3], 8, 64, 0.0, 0
-        )
 
 
 def window(queries: int, keys: int) -> Tensor:
@@ -95,13 +80,6 @@ def running_mean(x: Tensor) -> Tensor:
     return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
 
 
-def own_attend(model: Any) -> None:
-    for block in model.blocks:
-        block.attention.attend = lambda q, k, v, mask: attention(
-            q, k, v, window(q.shape[2], k.shape[2])
-        )
-
-
 def own_mask(model: Any) -> None:
     def set_mask(model: Any, args: tuple) -> None:
         model.build_mask = lambda documents: window(args[0].shape[1], args[0].shape[1])
@@ -109,39 +87,18 @@ def own_mask(model: Any) -> None:
     model.register_forward_pre_hook(set_mask)
 
 
-def no_attend(model: Any) -> None:
-    for block in model.blocks:
-        block.attention.forward = lambda x, *unused, o=block.attention: o.o_proj(
-            running_mean(o.q_proj(x))
-        )
-
-
 def mixing_head(model: Any) -> None:
     model.head.register_forward_pre_hook(lambda head, args: (running_mean(args[0]),))
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("change", [own_attend, own_mask, no_attend, mixing_head])
+@pytest.mark.parametrize("change", [own_mask, mixing_head])
 def test_what_a_cache_would_get_wrong_is_recomputed(change):
     ours = varied()
     plain = [*generate(ours, [1, 2, 3, 4], 12, 8, CPU)]
     change(ours)
     expected = recomputed(ours, [1, 2, 3, 4], 12, 8, 0.0, 0)
     assert [*generate(ours, [1, 2, 3, 4], 12, 8, CPU)] == expected != plain
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_text_is_recomputed_for_one_comparison_only(dtype):
-    """A plain model's cache is near a pass over the whole text, in each dtype, at any length."""
-    model = varied(n_layers=8)
-    model.to(dtype)
-    lengths: list[int] = []
-    model.embedding.register_forward_pre_hook(lambda m, args: lengths.append(args[0].shape[1]))
-    for prompt in prompts_of([1, 30, 300]):
-        lengths.clear()
-        tokens = [*generate(model, prompt, 6, 1000, CPU)]
-        assert len(tokens) == 6 and lengths == [len(prompt), 1, len(prompt) + 1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -218,24 +175,6 @@ def test_text_appears_in_whole_characters(tokenizer, capsys):
     assert capsys.readouterr().out == "x a\N{SNOWMAN}b\N{GRINNING FACE}\n"
 
 
-def test_what_is_there_is_shown_when_interrupted(tokenizer, capsys):
-    def steps() -> Iterator[int]:
-        yield from tokenizer.encode(["4"])[0]
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        print_stream(tokenizer, encode(tokenizer, "a"), steps())
-    assert capsys.readouterr().out == "a4\n"
-
-
-def test_an_empty_prompt_needs_a_bos_token():
-    silent: Any = SimpleNamespace(bos=[], encode=lambda texts: [[] for _ in texts])
-    with refuses("--prompt: is empty, and the tokenizer has no BOS token"):
-        encode(silent, "")
-    silent.bos = [1]
-    assert encode(silent, "") == [1]
-
-
 @pytest.fixture(scope="module")
 def checkpoint(saved_by_two, prepared, tmp_path_factory) -> pathlib.Path:
     """A checkpoint with a tokenizer beside it."""
@@ -291,38 +230,12 @@ def test_tool_ends_a_text_at_any_eos_token_of_an_imported_folder(
         assert run(capsys, folder, *CAT, "--tokens", 8) == (0, f"{text}\n", "")
 
 
-def test_tool_refuses_an_id_that_the_model_has_no_row_for(
-    checkpoint, tokenizer, capsys, monkeypatch
-):
-    cfg, largest = newest.read_config(checkpoint), max(encode(tokenizer, "the cat"))
-    small = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=largest))
-    monkeypatch.setattr("checkpoint.newest.read_config", lambda *unused: small)
-    code, text, errors = run(capsys, checkpoint, *CAT)
-    assert (code, text) == (2, "") and f"has id {largest}, and the model {largest}" in errors
-
-
 def test_tool_commands_no_terminal(checkpoint, capsys):
     code, text, _ = run(capsys, checkpoint, "--prompt", "a\x1b[31m\x07\tred", "--tokens", 1)
     assert code == 0 and text.startswith("a\\x1b[31m\\x07\tred") and "\x1b" not in text
 
 
-INVALID = """
-CHECKPOINT --prompt a --tokens 0 => --tokens 0: must be at least 1
-CHECKPOINT --prompt a --temperature -1 => --temperature -1.0: must be at least 0
-CHECKPOINT --prompt a --temperature nan => nan: must
-CHECKPOINT --prompt a --temperature inf => --temperature inf
-CHECKPOINT --prompt a --colour => --colour
-CHECKPOINT => --prompt
-EMPTY --prompt a => EMPTY
-BARE --prompt a => tokenizer
-"""
-
-
-@pytest.mark.parametrize("row", INVALID.strip().split("\n"))
-def test_invalid_call_is_one_line(checkpoint, saved_by_two, tmp_path, capsys, row):
-    arguments, words = row.split(" => ")
-    folders = {"CHECKPOINT": checkpoint, "EMPTY": tmp_path / "EMPTY", "BARE": saved_by_two[0]}
-    (tmp_path / "EMPTY").mkdir()
-    call = [folders.get(word, word) for word in arguments.split()]
-    code, text, errors = run(capsys, *call)
-    assert code == 2 and text == "" and words in errors and errors.count("\n") == 1
+@pytest.mark.parametrize("option", ["--tokens 0", "--temperature nan", "--colour"])
+def test_invalid_call_is_one_line(checkpoint, capsys, option):
+    code, text, errors = run(capsys, checkpoint, *CAT, *option.split())
+    assert code == 2 and text == "" and option in errors and errors.count("\n") == 1

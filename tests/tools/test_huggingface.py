@@ -4,9 +4,7 @@ import json
 import os
 import pathlib
 import random
-import re
 import shutil
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +17,16 @@ from checkpoint.load import restore
 from model import llama
 from tests.conftest import (
     REPO,
+    content,
     make_config,
-    refuses,
     run_tool,
     sentencepiece_model,
     token_ids,
     train_run,
     words,
 )
-from tests.distributed import distributed, run_on_ranks
-from tests.extras.huggingface.conftest import growth_mib, in_transformers, write_folder
+from tests.distributed import run_on_ranks
+from tests.extras.huggingface.conftest import in_transformers, write_folder
 from tests.model.test_llama import SCALING
 from tests.tools.prepare.test_tokenizer import word_level
 from tools import huggingface, transformers_tokenizer
@@ -39,8 +37,7 @@ transformers: Any = pytest.importorskip("transformers")
 pytestmark = pytest.mark.early
 MODELS: dict[str, dict] = {
     "llama": {},
-    "llama3.1": {"rope_scaling": SCALING, "rope_theta": 1e4},
-    "tied": {"tie_embeddings": True, "n_kv_heads": 1},
+    "llama3.1": {"rope_scaling": SCALING, "rope_theta": 1e4, "n_kv_heads": 1},
     "qwen3": {"qk_norm": True, "head_dim": 20, "tie_embeddings": True},
 }
 
@@ -61,10 +58,6 @@ def checkpoint(folder, tmp_path_factory) -> pathlib.Path:
 
 def run(*words: object) -> int:
     return run_tool(huggingface.main, *words)
-
-
-def contents(folder: pathlib.Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 # Weights and config.json
@@ -106,43 +99,22 @@ def test_export_of_a_run_computes_what_the_run_does(tmp_path, corpus, prepared, 
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_files_are_no_larger_than_asked(checkpoint, tmp_path):
+def test_weights_in_several_files_are_those_of_one(checkpoint, tmp_path):
     assert run("export", checkpoint, tmp_path / "one") == 0
     assert run("export", checkpoint, tmp_path / "many", "--shard-gib", 0.00003) == 0
-    whole = load_file(tmp_path / "one/model.safetensors")
-    index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(value.nbytes for value in whole.values())
-    assert len({*index["weight_map"].values()}) > 3
-    for name in {*index["weight_map"].values()}:
-        tensors = load_file(tmp_path / "many" / name)
-        assert {key for key, file in index["weight_map"].items() if file == name} == {*tensors}
-        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 0.00003 * 2**30
-        assert all(torch.equal(whole[key], value) for key, value in tensors.items())
-
-
-@distributed(ranks=1)
-def test_memory_is_that_of_a_file_and_a_tensor(world, folder, prepared, tmp_path):
-    run("import", folder, tmp_path / "small")  # loads code
-    sizes = {"dim": 768, "n_layers": 12, "ffn_dim": 2048, "head_dim": 192, "vocab_size": 4096}
-    hf = write_folder(tmp_path / "hf", prepared, **sizes)
-    total = (hf / "model.safetensors").stat().st_size / 2**20
-    imported, out = tmp_path / "in", tmp_path / "out"
-    peak = growth_mib(lambda: run("import", hf, imported))
-    peak = max(peak, growth_mib(lambda: run("export", imported, out, "--shard-gib", "0.04")))
-    assert out.exists() and total > 300 and peak < 0.6 * total, (peak, total)
+    assert len([*(tmp_path / "many").glob("*.safetensors")]) > 3
+    ours, theirs = (in_transformers(tmp_path / name).state_dict() for name in ("many", "one"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 # The output folder
 
 
-def test_wrong_calls_write_nothing(folder, checkpoint, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for out, *options in (["out", "--shard-gib", "nan"], ["."], ["/"], ["step-00000007"]):
-        assert run("export", checkpoint, out, *options) == 2
-        assert capsys.readouterr().err.count("\n") == 1
-    assert run("import", folder, "step-00000007") == 2
-    assert run("export", tmp_path, "out") == 2  # no checkpoint
-    assert not [*tmp_path.iterdir()]
+def test_a_name_that_a_run_would_take_for_its_checkpoint_is_refused(folder, checkpoint, tmp_path):
+    out = tmp_path / "step-00000007"
+    for command in (["export", checkpoint], ["import", folder]):
+        assert run(*command, out) == 2 and not out.exists()
 
 
 def test_nothing_is_overwritten_and_a_kill_leaves_nothing_that_looks_complete(
@@ -153,14 +125,14 @@ def test_nothing_is_overwritten_and_a_kill_leaves_nothing_that_looks_complete(
     (tmp_path / ".out.tmp/out").mkdir(parents=True)
     (tmp_path / ".out.tmp/out/killed.safetensors").touch()
     assert run("export", checkpoint, out) == 0  # an empty folder is as good as none
-    before = contents(out)
-    assert "killed.safetensors" not in before
+    before = content(out)
+    assert out / "killed.safetensors" not in before
     for command in (["export", checkpoint], ["import", folder]):
         assert run(*command, out) == 2 and "nothing is overwritten" in capsys.readouterr().err
     with huggingface.published(tmp_path / "twice"):
         assert run("export", checkpoint, tmp_path / "twice") == 2
         assert "is being written by another process" in capsys.readouterr().err
-    assert contents(out) == before
+    assert content(out) == before
     assert sorted(os.listdir(tmp_path)) == ["out", "twice"]
 
 
@@ -180,24 +152,20 @@ def not_finite(copy: pathlib.Path) -> None:
     [
         ("export", corrupt, "SHA-256"),
         ("import", not_finite, "model.norm.weight holds values that are not finite"),
-        ("export", "safetensors.torch", r"^.* -m pip install .*\n$"),
-        ("export", "google.protobuf.message", r"^.* -m pip install .*\n$"),
         ("export", None, "not transformers' LlamaForCausalLM"),
     ],
 )
 def test_what_cannot_be_converted_is_named_and_nothing_is_written(
     folder, checkpoint, tmp_path, monkeypatch, capsys, command, spoil, problem
 ):
-    """A folder is spoilt, a package missing, or the model is a fork's, without RoPE."""
+    """A folder is spoilt, or the model is a fork's, without RoPE."""
     copy = shutil.copytree(checkpoint if command == "export" else folder, tmp_path / "copy")
-    if isinstance(spoil, str):
-        monkeypatch.setitem(sys.modules, spoil, None)
-    elif spoil:
+    if spoil:
         spoil(copy)
     else:
         monkeypatch.setattr(llama, "apply_rope", lambda x, cos, sin: x)
     assert run(command, copy, tmp_path / "out") == 2
-    assert re.search(problem, capsys.readouterr().err)
+    assert problem in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["copy"]
 
 
@@ -212,9 +180,8 @@ def test_tokenizer_json_alone_and_several_eos_tokens_are_kept(folder, tmp_path):
     word_level(copy, {"?": 0, "the cat": 1})
     assert run("import", copy, tmp_path / "checkpoint") == 0
     assert run("export", tmp_path / "checkpoint", tmp_path / "out") == 0
-    out = contents(tmp_path / "out")
-    assert json.loads(out["config.json"])["eos_token_id"] == [2, 7]
-    assert out["tokenizer.json"] == contents(copy)["tokenizer.json"]
+    settings = json.loads((tmp_path / "out/config.json").read_text())
+    assert settings["eos_token_id"] == [2, 7]
     ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("the cat")["input_ids"]
     ours = Tokenizer(copy / "tokenizer.json")
     assert ids == ours.bos + ours.encode(["the cat"])[0]
@@ -228,9 +195,9 @@ def converted(path: pathlib.Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(out)
 
 
-@pytest.mark.parametrize("options", [{}, {"bos_id": -1}, {"eos_id": -1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"bos_id": -1, "eos_id": -1}], ids=str)
 def test_transformers_gives_the_ids_of_sentencepiece(tmp_path, options):
-    """Also without BOS or EOS."""
+    """Also without BOS and EOS."""
     path = tmp_path / "tokenizer.model"
     ours = sentencepiece_model(path, add_dummy_prefix=False, **options)
     theirs = converted(path)
@@ -325,9 +292,3 @@ def test_tokenizer_that_transformers_cannot_read_is_copied_alone(
 )
 def test_what_shapes_the_vocabulary_alone_is_expressed(tmp_path, options):
     assert not is_different(edited(tmp_path / "tokenizer.model", options))
-
-
-def test_file_that_is_not_a_sentencepiece_model_is_refused(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(b"{}")
-    with refuses("tokenizer.model: is no sentencepiece model"):
-        read_sentencepiece(tmp_path / "tokenizer.model")

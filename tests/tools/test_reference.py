@@ -47,25 +47,14 @@ def test_reference_is_transformers(name):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", MODELS)
-def test_model_of_this_repository_may_be_exported(name):
-    reference.check_export(make_config(model=MODELS[name], train={"seq_len": 512}))
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("targets", [("q_proj", "down_proj"), config.PROJECTIONS])
-def test_adapters_may_be_exported_but_not_with_a_forks_scale(targets, monkeypatch):
-    lora = config.Lora(rank=4, alpha=12.0, targets=targets, base_dtype="nf4")
+def test_adapters_may_be_exported_but_not_with_a_forks_scale(monkeypatch):
+    lora = config.Lora(rank=4, alpha=12.0, targets=("q_proj", "down_proj"), base_dtype="nf4")
     cfg = replace(make_config(), lora=lora)
     reference.check_export(cfg)
     # as rsLoRA scales, without a word of it in adapter_config.json
     monkeypatch.setattr(config.Lora, "scale", property(lambda lora: lora.alpha / lora.rank**0.5))
     with refuses("not transformers' LlamaForCausalLM"):
         reference.check_export(cfg)
-
-
-def gelu(self, x):
-    return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))
 
 
 def layer_norm(self, x):
@@ -88,9 +77,7 @@ def tiled_groups(q, k, v, mask):
 @pytest.mark.parametrize(
     "owner, name, change",
     [
-        (llama.FeedForward, "forward", gelu),
         (llama.RMSNorm, "forward", layer_norm),
-        (llama.Embedding, "forward", lambda self, tokens: F.embedding(tokens, self.weight) * 8),
         (llama.Block, "add_feed_forward", lambda s, x: x + s.feed_forward_norm(s.feed_forward(x))),
         (llama, "apply_rope", interleaved),
         (llama, "rope_tables", lambda m, at: ROPE_TABLES(replace(m, rope_theta=1e5), at)),

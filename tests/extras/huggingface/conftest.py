@@ -1,9 +1,7 @@
-"""Folders as transformers saves them, and the memory that reading them takes."""
+"""Folders as transformers saves them."""
 
 import pathlib
-import re
 import shutil
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,18 +30,3 @@ def write_folder(
 
 def in_transformers(folder: pathlib.Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="auto")
-
-
-def resident_mib(field: str) -> float:
-    """VmRSS: now; VmHWM: the most since it was last reset."""
-    match = re.search(rf"{field}:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text())
-    assert match
-    return int(match[1]) / 1024
-
-
-def growth_mib(work: Callable[[], object]) -> float:
-    """By how much memory grows at most while this works."""
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    before = resident_mib("VmRSS")
-    work()
-    return resident_mib("VmHWM") - before

@@ -33,12 +33,10 @@ RUNS = {  # by the number of ranks: model_type, how the base is stored, [paralle
     2: [
         ("llama", "float32", {"cp": 2, "recompute": "full"}),
         ("llama", "bfloat16", {"recompute": "selective", "reshard_after_forward": False}),
-        ("llama", "nf4", {"cpu_offload": True}),
         ("llama", "nf4", {"replicated": ["embedding.weight", "blocks.0.*_proj.weight"]}),
     ],
     4: [
-        ("llama", "float32", {"dp_replicate": 2}),
-        ("llama", "float32", {"tp": 2}),
+        ("llama", "float32", {"dp_replicate": 2, "tp": 2}),
         ("qwen3", "nf4", {"tp": 2, "recompute": "selective", "sync_every_micro_batch": False}),
     ],
 }
@@ -212,9 +210,8 @@ def test_fingerprint_is_of_the_values_of_a_base():
     assert fingerprint([share(values)]) == fingerprint([above, *below, above, {}])
     others = [values.flip(0), values.flip(1), -values, values + torch.eye(6, 8) * 1e-6]
     for columns in itertools.combinations(range(8), 2):
-        for factor in (torch.tensor(-1.0), torch.tensor([2.0, 0.5])):
-            others.append(values.clone())
-            others[-1][2, columns] *= factor
+        others.append(values.clone())
+        others[-1][2, columns] *= torch.tensor([2.0, 0.5])
     found = {fingerprint([share(other)]) for other in [values, *others]}
     found.add(fingerprint([share(values, name="b")]))
     assert len(found) == len(others) + 2
@@ -274,7 +271,6 @@ def test_weights_and_flops_are_counted_however_they_are_stored(base, dtype):
     [
         ("all-linear", PROJECTIONS),
         (r".*\.self_attn\.(q|v)_proj", ["q_proj", "v_proj"]),
-        (["self_attn.k_proj", "down_proj"], ["k_proj", "down_proj"]),
     ],
     ids=str,
 )
@@ -293,24 +289,13 @@ def change_json(path: pathlib.Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_options_have_one_spelling(base):
-    said = lora_config(base, lora={"targets": ["v_proj", "q_proj"], "alpha": 8}).lora
-    assert said == lora_config(base, lora={"targets": ["q_proj", "v_proj"]}).lora
-    every = lora_config(base, lora={"targets": "all-linear"}).lora
-    assert every == lora_config(base).lora
-
-
 @pytest.mark.parametrize(
     "sections, words",
     [
-        ({"lora": {"rank": 65}}, "rank = 65: must not exceed the smallest side .*, 64"),
         ({"lora": {"targets": ["query"]}}, "must name projections: q_proj"),
-        ({"lora": {"targets": []}}, "must name projections"),
-        ({"lora": {"base_dtype": "int8"}}, "base_dtype"),
         ({"lora": {"base_dtype": "nf4"}, "parallel": {"tp": 4}}, "n_heads x head_dim over tp = 32"),
         ({"model": {**TINY["model"], "init_from": None}}, "adapters need a base"),
         ({"lora": {"rank": 8}}, "has r = 4.*leave it out"),
-        ({"lora": {"alpha": 5}}, "lora_alpha = 6.*leave it out"),
     ],
     ids=str,
 )
@@ -335,15 +320,12 @@ VARIANTS = json.loads(  # settings of PEFT that compute something else
     "changes, words",
     [
         ({"r": 5}, [r"lora_A.weight is F32 .4, 64.; must be .* of shape .5, 64."]),
-        ({"target_modules": ["q_proj", 3]}, ["must be a list of modules, an expression, or"]),
-        ({"target_modules": "("}, ["is no regular expression"]),
         ({"target_modules": "all_linear"}, ["selects none of q_proj"]),
         ({"target_modules": ["q_proj", "lm_head"]}, ["selects lm_head; only projections"]),
         ({"target_modules": ["model.layers.1.self_attn.q_proj"]}, ["same projections in every"]),
         ({"target_modules": ["q_proj"]}, ["has base_model.*down_proj.lora_A.weight, which"]),
         ({"init_lora_weights": "pissa"}, ['init_lora_weights = "pissa": only true']),
         ({"peft_type": "IA3"}, ['peft_type = "IA3": only "LORA" can be read']),
-        ({"lora_dropout": 0.1}, ["lora_dropout = 0.1: is not read here"]),
         ({"a_later_option": True}, ["a_later_option = true: is not read here"]),
         (VARIANTS, [f"{name} = .*: (only|is not read)" for name in sorted(VARIANTS)]),
     ],
@@ -358,11 +340,7 @@ def test_another_adapter_is_refused(base, adapter, tmp_path, changes, words):
 
 
 @pytest.mark.quick
-def test_unreadable_folders_are_named(base, adapter, tmp_path):
-    pickled = shutil.copytree(adapter, tmp_path / "adapter")
-    (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
-    with refuses("adapter_model.safetensors: is not there"):
-        weights_to_read(lora_config(base, pickled), 0)
+def test_a_base_that_is_not_finite_is_refused(base, tmp_path):
     broken = shutil.copytree(base, tmp_path / "base")
     cfg = lora_config(broken, lora={"base_dtype": "nf4"})
     tensors = load_file(broken / "model.safetensors")
@@ -370,6 +348,3 @@ def test_unreadable_folders_are_named(base, adapter, tmp_path):
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     with refuses("blocks.1.feed_forward.up_proj.weight: holds values that are not finite"):
         read_model(cfg)
-    shutil.rmtree(broken)
-    with refuses(r"\[model\] init_from = .*: is not there, and the adapters need"):
-        weights_to_read(cfg, 1)

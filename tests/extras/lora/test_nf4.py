@@ -11,11 +11,9 @@ from torchao.quantization import NF4Tensor
 
 import config
 from extras.lora import nf4
-from model.build import meta_model
 from model.llama import Linear, named_parameters
-from parallel.tensor import shard_weights
 from tests.conftest import build, hashes, make_config, mesh_for
-from tests.distributed import distributed, run_on_ranks
+from tests.distributed import run_on_ranks
 
 
 def random(rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -32,11 +30,8 @@ def rounded(weights: Tensor) -> Tensor:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("rows, columns", [(256, 64), (256, 1024), (16, 28672)])
-@pytest.mark.parametrize("tails", [False, True])
-def test_codes_are_those_of_torchao_and_the_error_is_no_larger(rows, columns, tails):
-    weights = 0.02 * random(rows, columns)
-    if tails:
-        weights /= random(rows, columns, seed=1).abs().sqrt()
+def test_codes_are_those_of_torchao_and_the_error_is_no_larger(rows, columns):
+    weights = 0.02 * random(rows, columns) / random(rows, columns, seed=1).abs().sqrt()
     theirs = NF4Tensor.from_tensor(weights, 64, 256 if weights.numel() % (64 * 256) == 0 else 1)
     assert torch.equal(theirs.nf4, torch.tensor(nf4.CODE_BOOK))
     assert torch.equal(nf4.codes_of(weights).flatten(), theirs.quantized_data.flatten())
@@ -134,25 +129,6 @@ def nf4_config(tp: int = 1) -> config.Config:
         train={"global_batch_size": 12, "micro_batch_size": 1},
         parallel={"tp": tp},
     )
-
-
-@pytest.mark.quick
-@distributed(ranks=2)
-def test_each_tp_rank_dequantizes_its_own_columns(world):
-    """By the scales of the full rows."""
-    cfg = nf4_config(tp=2)
-    model = meta_model(cfg.model, cfg.lora)
-    shard_weights(model, mesh_for(cfg, world))
-    block = model.blocks[1]
-    for module in (block.attention.o_proj, block.feed_forward.down_proj):
-        columns = module.in_features // 2
-        weights = random(module.out_features, 2 * columns) * torch.linspace(1, 9, 2 * columns)
-        codes, scales = quantize(weights)
-        own = codes[:, world.rank * columns // 2 :][:, : columns // 2]
-        assert (module.weight.shape, module.scales.shape) == (own.shape, scales.shape)
-        found = nf4.dequantize(own, scales, torch.float32, module.first_input // 64)
-        assert found.equal(rounded(weights)[:, world.rank * columns :][:, :columns])
-    assert block.attention.q_proj.first_input == block.feed_forward.up_proj.first_input == 0
 
 
 def test_bits_do_not_depend_on_the_mesh():

@@ -15,9 +15,6 @@ STRATEGIES: list[dict[str, Any]] = [
     {},
     {"cp": 2, "tp": 2},
     {"reshard_after_forward": False},
-    {"dp_replicate": 2},
-    {"tp": 2},
-    {"cp": 2},
     {"dp_replicate": 2, "dp_shard": 1, "tp": 2},
 ]
 VARIANTS: list[tuple[dict, dict]] = [  # [lora], [parallel]; of the first two strategies all

@@ -1,22 +1,19 @@
-"""The plan of a fork: operators without formulas, masks, blocks that differ, shapes that depend on values."""
+"""The plan of a fork: operators without formulas, masks, shapes that depend on values."""
 
-import re
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
 
-import config
 from model import attention as llama_attention
 from model import llama
 from tests.conftest import refuses
 from tests.tools.planner.steps import LONG, assert_equal, of_a_gpu, step_and_models
-from tools.planner import masks, show
+from tools.planner import masks
 from tools.planner.counted import Counted
 from tools.planner.devices import DEVICES
 from tools.planner.plan import Asked, plan
@@ -27,59 +24,16 @@ pytestmark = pytest.mark.early
 ON_H100 = Asked(DEVICES["H100"])
 
 
-def number_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The halves of a block know its number, as layer."""
-    build = llama.Block.__init__
-
-    def init(self, m, layer):
-        build(self, m, layer)
-        self.attention.layer = self.feed_forward.layer = layer
-
-    monkeypatch.setattr(llama.Block, "__init__", init)
-
-
-class Experts(nn.Module):
-    """The best of E experts for each token, by grouped products of tokens that are sorted by expert."""
-
-    def __init__(self, m: config.Model, out_std: float):
-        super().__init__()
-        self.gate = nn.Parameter(torch.empty(4, m.dim, m.ffn_dim))
-        self.up = nn.Parameter(torch.empty(4, m.dim, m.ffn_dim))
-        self.down = nn.Parameter(torch.empty(4, m.ffn_dim, m.dim))
-        self.router = llama.Linear(m.dim, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, 1)
-        weight, expert = self.router(tokens).softmax(-1).max(-1)
-        order = expert.argsort()
-        ends = F.one_hot(expert, 4).sum(0).cumsum(0, dtype=torch.int32)
-        tokens = tokens[order]
-        gate = F.silu(F.grouped_mm(tokens, self.gate, offs=ends))
-        hidden = gate * F.grouped_mm(tokens, self.up, offs=ends)
-        out = F.grouped_mm(hidden, self.down, offs=ends) * weight[order, None]
-        return torch.empty_like(out).index_put((order,), out).view_as(x)
-
-
-@pytest.mark.parametrize("options", [{}, {"compile": True}, {"recompute": "full"}], ids=str)
-def test_grouped_matmuls_are_counted(options, monkeypatch):
-    """Whatever the tokens of each expert: together as one expert's of all tokens."""
-    monkeypatch.setattr(llama, "FeedForward", Experts)
-    cfg = of_a_gpu(parallel=options)
-    m = cfg.model
-    row = plan(cfg, 8)
-    step = simulate(cfg, 8)
-    router = 4 * m.dim
-    projections = 2 * m.dim * (m.n_heads + m.n_kv_heads) * m.width_per_head
-    block = projections + 3 * m.dim * m.ffn_dim + router
-    matmuls = 6 * (m.n_layers * block + m.vocab_size * m.dim)
-    attention = 6 * m.n_layers * m.dim * 256
-    assert row["counted_flops_per_token"] == matmuls + attention and row["not_counted"] == []
-    tokens = 256 * 16 / 8
-    excess = sum(phase.work["matmuls"] * phase.times for phase in step.phases) / tokens - matmuls
-    expected = 2 * m.n_layers * block if "recompute" in options else 0
-    assert excess == pytest.approx(expected, abs=2 * m.n_layers * router)
-    if not options:
-        assert_equal(step, simulate(cfg, 8, all_blocks=True))
+def test_grouped_matmuls_are_counted():
+    """Whatever the tokens of each expert: together as one expert's of all tokens, and as much twice in backward."""
+    counted = Counted(FakeTensorMode(), {}, set(), 1)
+    with counted.fake, counted:
+        tokens = torch.empty(64, 32, dtype=torch.bfloat16, requires_grad=True)
+        experts = torch.empty(4, 32, 48, dtype=torch.bfloat16, requires_grad=True)
+        ends = torch.empty(4, dtype=torch.int32)
+        F.grouped_mm(tokens, experts, offs=ends).square().sum().backward()
+    assert counted.phases[-1].work["matmuls"] == 3 * 2 * 64 * 32 * 48
+    assert not counted.phases[-1].uncounted
 
 
 def test_flop_are_those_of_torchs_own_counter():
@@ -114,13 +68,9 @@ def test_an_operator_without_a_formula_is_named(monkeypatch):
         gate.register_fake(torch.empty_like)
         gate.register_autograd(lambda context, gradient: gradient * 2)
         monkeypatch.setattr(llama.FeedForward, "forward", lambda self, x: gate(usual(self, x)))
-        cfg = of_a_gpu()
-        row = plan(cfg, 1, ON_H100)
-    note = (
-        "the FLOP of fork.gate: 160 calls a step; the time is too short, and speed and MFU too high"
-    )
-    assert row["not_counted"] == [note] and plain["not_counted"] == []
-    assert re.search(f"^not counted +{note}$", show.table(row, cfg, ON_H100), re.M)
+        row = plan(of_a_gpu(), 1, ON_H100)
+    [note] = row["not_counted"]
+    assert note.startswith("the FLOP of fork.gate: 160 calls a step") and not plain["not_counted"]
     assert row["step_seconds"] > plain["step_seconds"]
 
 
@@ -129,10 +79,8 @@ def test_an_operator_without_a_formula_is_named(monkeypatch):
     "operator, named",
     [
         (lambda x: torch.linalg.qr(x), "aten.linalg_qr"),
-        (lambda x: torch.fft.rfft(x), "aten._fft_r2c"),
         (lambda x: torch.mv(x, x[0]), "aten.mv"),
         (lambda x: x.exp().sum(), None),
-        (lambda x: x.norm(), None),
         (lambda x: x.sort(), None),
     ],
 )
@@ -191,7 +139,11 @@ def test_share_of_heads_with_masks_of_their_own_is_the_mean():
 @pytest.mark.parametrize("options", [{}, {"recompute": "full", "compile": True}], ids=str)
 def test_each_block_attends_as_its_mask_allows(options, monkeypatch):
     """Every second block attends within 128 positions; blocks of one pattern stand for others of theirs only."""
-    usual = llama.Attention.forward
+    build, usual = llama.Block.__init__, llama.Attention.forward
+
+    def init(self, m, layer):
+        build(self, m, layer)
+        self.attention.layer = layer
 
     def windowed(self, x, cos, sin, mask=None, *rest):
         length = x.shape[1]
@@ -199,7 +151,7 @@ def test_each_block_attends_as_its_mask_allows(options, monkeypatch):
             mask = llama_attention.make_mask(window(128), 1, length, length, x.device)
         return usual(self, x, cos, sin, mask, *rest)
 
-    number_layers(monkeypatch)
+    monkeypatch.setattr(llama.Block, "__init__", init)
     monkeypatch.setattr(llama.Attention, "forward", windowed)
     cfg = of_a_gpu({"n_layers": 16}, options, train=LONG)
     # without a mask SDPA skips half of the scores
@@ -240,82 +192,13 @@ def test_a_sequence_is_planned_as_one_document_and_the_plan_says_so():
     assert plan(of_a_gpu(parallel={"cp": 2}, train=LONG), 8)["not_counted"] == []
 
 
-# Shapes that depend on values, and blocks that differ
-
-
-def by_values(self, x):
-    """Each expert's tokens, of which there are as many as the router sends it."""
-    tokens = x.flatten(0, 1)
-    [chosen] = torch.where(tokens.sum(-1) > 0)
-    rows = self.gate_proj(tokens[chosen]).sum(-1, keepdim=True).expand(-1, x.shape[-1])
-    return tokens.index_add(0, chosen, rows).view_as(x)
-
-
 def by_item(self, x):
     return x * int(x.sum().item() > 0)
 
 
-@pytest.mark.parametrize(
-    "forward, operator, options",
-    [
-        (by_values, "aten.nonzero", {}),
-        (by_item, "aten._local_scalar_dense", {"recompute": "full", "compile": True}),
-    ],
-)
-def test_shapes_that_depend_on_values_are_refused_in_a_line(
-    forward, operator, options, monkeypatch, capfd
-):
+def test_shapes_that_depend_on_values_are_refused(monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(llama.FeedForward, "forward", forward)
-        with refuses(f"^--dry-run: {operator}", "in the forward block 0: ") as refused:
-            plan(of_a_gpu(parallel=options), 8)
-    assert "\n" not in str(refused.value) and capfd.readouterr().err == ""
+        patch.setattr(llama.FeedForward, "forward", by_item)
+        with refuses("^--dry-run: aten._local_scalar_dense", "in the forward block 0: "):
+            plan(of_a_gpu(parallel={"recompute": "full", "compile": True}), 8)
     assert plan(of_a_gpu(), 8)["peak_gib"] > 0  # no process group is left behind
-
-
-@pytest.mark.parametrize("options", [{}, {"recompute": "full", "compile": True}], ids=str)
-def test_blocks_with_terms_of_the_loss_are_planned(options, monkeypatch):
-    usual = llama.Block.forward
-
-    def forward(self, *args):
-        x = usual(self, *args)
-        return x, {"balance": x.float().square().sum() * 1e-4}
-
-    monkeypatch.setattr(llama.Block, "forward", forward)
-    cfg = of_a_gpu(parallel=options)
-    step, blocks = step_and_models(cfg)
-    assert blocks[-1] < 10
-    names = [phase.name for phase in step.phases if phase.name.startswith("backward block")]
-    assert names == 2 * [f"backward block {i}" for i in reversed(range(10))]
-    assert_equal(step, simulate(cfg, 8, all_blocks=True))
-
-
-def test_blocks_that_differ_in_backward_alone_all_run(monkeypatch):
-    """Their forward's operators are equal: what tells them apart is the work of those after the middle ones."""
-
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(context, x, is_odd):
-            context.is_odd = is_odd
-            return x * 2
-
-        @staticmethod
-        def backward(context, *gradients):
-            [gradient] = gradients
-            if context.is_odd:
-                flat = gradient.flatten(0, 1)
-                gradient = ((flat @ flat.T) @ flat).view_as(gradient)
-            return gradient, None
-
-    usual = llama.FeedForward.forward
-
-    def forward(self, x):
-        return Product.apply(usual(self, x), self.layer % 2)
-
-    number_layers(monkeypatch)
-    monkeypatch.setattr(llama.FeedForward, "forward", forward)
-    step, blocks = step_and_models(of_a_gpu())
-    assert len(blocks) == 2 and blocks[-1] == 10
-    backward = [phase for phase in step.phases if phase.name.startswith("backward block")]
-    work = [phase.work["matmuls"] for phase in backward[:10]]
-    assert [work[i] > work[i + 1] for i in range(9)] == [True, False] * 4 + [True]

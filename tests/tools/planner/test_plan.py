@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import config
 from model.build import meta_model
 from model.llama import named_parameters
-from optim import build_optimizer
 from tests import theory
 from tests.conftest import (
     REPO,
@@ -19,7 +18,6 @@ from tests.conftest import (
     make_config,
     needs_extra,
     nightly_if,
-    refuses,
     shipped_configs,
 )
 from tests.tools.planner.steps import assert_equal, of_a_gpu, step_and_models
@@ -43,7 +41,6 @@ MESHES: list[dict] = [
     {"dp_replicate": 2},
     {"dp_replicate": 8, "dp_shard": 1},
     {"tp": 2, "recompute": "full", "sync_every_micro_batch": False},
-    {"tp": 2, "compile": True, "recompute": "elementwise"},
     {"cp": 2, "tp": 2},
     {"cp": 2, "recompute": "selective", "prefetch_forward": 2, "prefetch_backward": 2},
     {"dp_replicate": 2, "cp": 2, "recompute": 2, "reshard_after_forward": False},
@@ -80,7 +77,6 @@ def test_what_fsdp2_sends_is_its_own_where_cp_is_all_that_shards():
     assert traffic["cp"]["all_gather"][0] == 2 * 4
 
 
-EVEN = ["blocks.*[02468].*"]
 ODD = ["blocks.*[13579].attention.?_proj.weight"]
 WIDE = {"dim": 2048, "ffn_dim": 2048, "n_layers": 7}
 # micro-batches, of replicas
@@ -93,10 +89,8 @@ FEW: list[dict] = [  # blocks run, in a common pattern
     {"parallel": {"cp": 2, "recompute": 2, "compile": True}},
     {"parallel": {"dp_replicate": 8, "dp_shard": 1}},
     {"parallel": GATHERED_ONCE, "train": THREE},
-    {"parallel": {"cpu_offload": True}},
     {"parallel": {"compile": True}, "optim": {"state_dtype": "bfloat16"}},
     {"parallel": {"float8": "tensorwise", "compile": True}, "model": WIDE},
-    {"parallel": {"replicated": EVEN}, "model": {"freeze": EVEN}},
     {"parallel": {"prefetch_forward": 3, "prefetch_backward": 1}},
     {"parallel": {"recompute": "full", "replicated": ODD}, **LORA},
 ]
@@ -235,34 +229,12 @@ def test_weights_in_4_bits_cost_what_is_moved_to_make_them():
 
 
 def test_an_optimizer_is_planned_as_it_is(monkeypatch):
-    """Half of AdamW's bytes where it keeps one sum. What it keeps later is named, what it sends is counted."""
-
-    def row_with(build, ranks: int = 1) -> dict:
-        monkeypatch.setattr(simulate_module, "build_optimizer", build)
-        return plan(of_a_gpu({"n_layers": 2}), ranks)
-
-    def muon(model, o, compile):
-        return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2])
-
-    usual = row_with(build_optimizer, 2)
-    assert usual["not_counted"] == []
-    adagrad = row_with(lambda model, o, compile: torch.optim.Adagrad(model.parameters()))
+    """Half of AdamW's bytes where it keeps one sum."""
+    adagrad = lambda model, o, compile: torch.optim.Adagrad(model.parameters())  # noqa: E731
+    monkeypatch.setattr(simulate_module, "build_optimizer", adagrad)
+    row = plan(of_a_gpu({"n_layers": 2}), 1)
     tensors = 1 + 2 * 9 + 2  # each counts its steps
-    assert adagrad["optimizer_bytes_per_rank"] == 4 * adagrad["parameters"] + 4 * tensors
-    later = row_with(muon, 2)
-    assert later["not_counted"] == ["state of Muon that optim.build_optimizer does not make"]
-    gathers, gathers_of_muon = (row["collectives_per_step"]["all_gather"] for row in (usual, later))
-    assert gathers_of_muon > gathers
-
-
-@needs_extra("float8")
-def test_a_gpu_without_float8_is_refused_by_its_plan():
-    cfg = config.load(str(CONFIGS / "llama8b-float8.toml"))
-    with refuses("the GPU given has no float8 products"):
-        plan(cfg, 8, Asked(DEVICES["A100-80"], on_gpu=True))
-    cfg = make_config(model={"head_dim": 8}, parallel={"cp": 2})  # what training on GPUs refuses
-    with refuses("heads are 8 wide"):
-        plan(cfg, 8, Asked(on_gpu=True))
+    assert row["optimizer_bytes_per_rank"] == 4 * row["parameters"] + 4 * tensors
 
 
 MACHINES = """8 H100 llama8b llama3.1-8b llama3.1-8b-128k llama8b-float8

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,31 +34,13 @@ def timed(*phases: Phase, cluster: Cluster = NODE) -> list[Moment]:
     return timeline([*phases], make_config(), cluster)
 
 
-@pytest.mark.quick
-def test_gpus_are_those_of_the_documents():
-    """Each number of the table in docs/plan.md."""
-    page = (REPO / "docs/plan.md").read_text()
-    row = r"^\| ([A-Z][A-Z0-9-]+(?:, [A-Z0-9-]+)?)(?: \(.*\))? \| (.*) \|$"
-    table = re.findall(row, page, re.M)
-    documented = {}
-    for names, cells in table:
-        for i, name in enumerate(names.split(", ")):
-            columns = [cell.split(", ") for cell in cells.split(" | ")]
-            numbers = [column[min(i, len(column) - 1)] for column in columns]
-            documented[name] = tuple(float(number.replace(",", "")) for number in numbers)
-    assert documented == {name: astuple(rates) for name, rates in DEVICES.items()}
-
-
 KNOWN = """
 NVIDIA A100-SXM4-80GB, 79.3, A100-80
 NVIDIA A100-SXM4-40GB, 39.4, A100-40
 NVIDIA H100 80GB HBM3, 79.1, H100
-NVIDIA GeForce RTX 4090, 23.5, RTX4090
 NVIDIA GeForce RTX 4090 Laptop GPU, 15.7, None
 NVIDIA H100 PCIe, 79.1, None
 NVIDIA H100 80GB HBM3 MIG 3g.40gb, 39.6, None
-NVIDIA GH200 480GB, 95, None
-Tesla T4, 15, None
 """
 
 
@@ -108,7 +90,6 @@ def test_ranks_of_a_group_that_share_a_node():
         ("all_reduce", 128, 0, 6.6 + 2 * 7 * 0.6 + 2 * 4 * 2.7),
         # eight GPUs of a node send 8 x 50 GB/s to others, of which 0.8 are reached
         ("all_gather", 128, 3.2e11, 8.4 + (128 - 16) * 3.4 + 15 * 14 + 1e6 * 127 / 128),
-        ("all_reduce", 128, 3.2e11, 8.4 + 14 * 3.4 + 8 * 14 + 2e6 * 127 / 128),
         # each rank of an all-to-all has a network link of its own
         ("all_to_all", 128, 4e10, 8.4 + 1e6 * 127 / 128),
     ],
@@ -183,15 +164,6 @@ def test_reductions_of_replicas_take_their_time():
     between = gradients / 8 * 2 / 2 / H100.network
     begin, end = moment.sends["reduces"]
     assert end - begin == pytest.approx((within + between) / OF_LINK / 1e9, rel=0.02)
-
-
-def test_slow_networks_are_waited_for_and_one_gpu_for_nothing():
-    cfg = config.load(str(REPO / "configs/llama8b.toml"), ["--train.global_batch_size=64"])
-    fast, _ = planned(cfg, 64, Asked(H100))
-    slow, _ = planned(cfg, 64, Asked(replace(H100, network=2)))
-    assert fast["waiting_seconds"] < 0.1 * fast["step_seconds"]
-    assert slow["waiting_seconds"] > 0.3 * slow["step_seconds"]
-    assert planned(make_config(), 1, Asked(H100))[0]["waiting_seconds"] == 0
 
 
 def test_measured_runs_reached_this_share_of_the_planned_speed():
