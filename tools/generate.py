@@ -6,6 +6,7 @@ Shapes: T tokens, S cached positions, K key/value heads, E head dimension, V voc
 """
 
 import argparse
+import contextlib
 import json
 import math
 import pathlib
@@ -181,8 +182,14 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
-    """A checkpoint's tokenizer. Adds the EOS tokens in an imported generation_config.json."""
+    """A checkpoint's tokenizer. Adds the EOS tokens in an imported generation_config.json, and the end
+    of turn of the chat template."""
     tokenizer = Tokenizer(folder)
+    if (folder / "chat_template.jinja").is_file():
+        with contextlib.suppress(ConfigError, ImportError):  # a template that cannot be rendered
+            from tools.prepare.chat.conversations import Chat
+
+            tokenizer.eos = [*tokenizer.eos, *Chat(folder).end_of_turn()]
     settings = folder / "generation_config.json"
     if settings.is_file():
         eos = json.loads(settings.read_bytes()).get("eos_token_id")

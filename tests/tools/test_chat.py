@@ -17,6 +17,7 @@ from tests.tools.prepare.chat.conftest import (
     talk,
 )
 from tools import chat as terminal
+from tools.generate import load_tokenizer
 from tools.prepare.chat.conversations import Chat
 
 
@@ -32,7 +33,7 @@ def test_a_conversation_keeps_what_fits_and_ends_turns(tokenizer, monkeypatch, c
     monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n" * 3))
     three = len(chat.prompt(talk("the cat", "dog ö ✓", "the cat", "dog ö ✓", "the cat")))
     # the third no longer leaves room for four tokens
-    terminal.converse(chat, [], three + 3, 4, reply)
+    terminal.converse(chat, [chat.special["<|im_end|>"]], three + 3, 4, reply)
     printed = capsys.readouterr().out
     assert printed.count("> dog ö ✓\n") == 2 and "(2 messages, the oldest, no longer fit" in printed
     two = chat.prompt(talk("the cat", "dog ö ✓", "the cat"))
@@ -56,6 +57,8 @@ def test_the_template_goes_along_with_checkpoints_and_exports(world, tokenizer, 
         assert (folder / "chat_template.jinja").read_text() == CHATML
     settings = json.loads((tmp_path / "hf/generation_config.json").read_text())
     assert settings["eos_token_id"] == SPECIAL.index("<|im_end|>")
+    # -m generate ends there, too
+    assert load_tokenizer(checkpoint).eos[-1] == SPECIAL.index("<|im_end|>")
     typed = io.StringIO("the cat\n\n" + words(1, 300) + "\na dog\n/quit\nno\n")
     out: Any = io.StringIO()
     out.reconfigure = lambda **_: None

@@ -161,7 +161,8 @@ def _tokenizer_of(data: config.Data, vocab_size: int) -> tuple[dict[str, bytes],
     tokenizer = Tokenizer(name)
     if not tokenizer.eos:
         system.print_error(
-            f"{name}: has no EOS token that is known, so nothing separates documents"
+            f"warning: {name}: has no EOS token that is known, so nothing separates documents; name it "
+            'in tokenizer_config.json beside it: {"eos_token": "..."}'
         )
     if not tokenizer.encode([RARE])[0]:
         system.print_error(f"{name}: silently drops characters that are not in its vocabulary")

@@ -227,32 +227,42 @@ class Preparation:
         """Periodically prints how much all processes on all machines have written."""
         parts = [part for part in self.parts if part.split == "train"]
         text = sum(part.size for part in parts)
-        tokens = 0
-        first = None  # (share done, time) at the first printed line
+        began = time.time()
+        tokens = self.tokens_written(began)
+        first = None  # (share done, time) at the first line with a share
         while not is_over.wait(LOG_SECONDS):
             done = [part for part in parts if part.path(".json").exists()]
-            done_text = sum(part.size for part in done)
-            before = tokens
             done_tokens = size_of(part.path(".bin") for part in done) // self.width
-            tokens = size_of(self.folder.glob("*train-?????.bin*")) // self.width
+            before = tokens
+            tokens = self.tokens_written(began)
             line = f"{tokens:,} tokens, {len(done)} of {len(parts)} parts"
             if done_tokens:  # bytes per token are unknown before the first part is complete
-                speed = (tokens - before) * done_text / done_tokens / LOG_SECONDS
+                bytes_per_token = sum(part.size for part in done) / done_tokens
+                speed = (tokens - before) * bytes_per_token / LOG_SECONDS
                 line += f", {speed / 1e6:,.1f} MB/s"
-            now = max(tokens / self.limit, done_text / max(1, text)), time.monotonic()
-            first = first or now
-            if now[0] > first[0]:
-                left = (1 - now[0]) * (now[1] - first[1]) / (now[0] - first[0])
-                line += f"; {left / 60:.0f} min left"
+                share = max(tokens / self.limit, tokens * bytes_per_token / text)
+                now = time.monotonic()
+                first = first or (share, now)
+                if share > first[0]:
+                    left = (1 - share) * (now - first[1]) / (share - first[0])
+                    line += f"; {max(0, left) / 60:.0f} min left"
             print_error(f"{self.data.source}: {line}")
 
+    def tokens_written(self, began: float) -> int:
+        """How many training tokens the files hold, without those that processes which were killed
+        before the time `began` left behind."""
+        complete = size_of(self.folder.glob("train-?????.bin"))
+        return (complete + size_of(self.folder.glob(".train-?????.bin.*"), began)) // self.width
 
-def size_of(paths: Iterable[pathlib.Path]) -> int:
-    """The total bytes of files. Skips files that were renamed since they were listed."""
+
+def size_of(paths: Iterable[pathlib.Path], since: float = 0) -> int:
+    """The total bytes of files that were written to since a time. Skips files that were renamed
+    since they were listed."""
     size = 0
     for path in paths:
         with contextlib.suppress(OSError):
-            size += path.stat().st_size
+            status = path.stat()
+            size += status.st_size if status.st_mtime >= since else 0
     return size
 
 
