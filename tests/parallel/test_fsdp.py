@@ -177,7 +177,6 @@ IN_BFLOAT16 = {"replicated": ["*q_proj*"], "param_dtype": "bfloat16"}
     "model, parallel",
     [
         ({}, {"tp": 2, "recompute": "selective"}),
-        ({}, {"cp": 2}),
         ({"freeze": ["*q_proj*"]}, IN_BFLOAT16),
         pytest.param(WIDE, {"float8": "tensorwise"}, marks=needs_extra("float8")),
     ],
@@ -203,20 +202,6 @@ def test_all_blocks_share_one_compiled_graph(world, model, parallel):
         numbers.append(len(graphs))
     # of a block's halves, and of the head's norm: with gradients, without, over frozen parameters
     assert numbers[0] == numbers[1] <= 2 * 4
-
-
-@distributed(ranks=1)
-def test_blocks_of_many_kinds_are_compiled(world):
-    """Each has something else frozen: more graphs than torch allows by default."""
-    freeze = [f"blocks.{i}.*{name}_proj*" for i, name in enumerate(["q", "k", "v", "o", "gate"])]
-    model = {"n_layers": 6, "freeze": freeze}
-    torch._dynamo.reset()
-    ids = token_ids(2, 9)
-    with compiled_by("eager"):  # without kernels, which take long
-        llama = build(make_config(model=model, parallel={"compile": True}), world)
-        llama(ids, ids)[0]["loss"].backward()
-        with torch.no_grad():
-            llama.eval()(ids, ids)
 
 
 def matmuls_of_graphs() -> list[int]:
@@ -267,19 +252,6 @@ def test_materialize_holds_its_shard_and_one_block_of_rows(world, ranks):
         materialize(model, 0, world.device)
     shard = -(-4001 // ranks) * 48
     assert shard <= made.numel <= shard + 480
-
-
-@pytest.mark.quick
-@distributed(ranks=1)
-def test_values_that_are_read_and_not_finite_are_named(world):
-    def read(name, offset, out) -> None:
-        out.fill_(1.0)
-        if "1.feed_forward.up_proj" in name:
-            out.view(-1)[-1] = float("inf")
-
-    small_chunks = mock.patch.object(materialize_module, "CHECK_CHUNK", 64)
-    with small_chunks, refuses("up_proj.weight: holds values that are not finite"):
-        build(make_config(), world, read)
 
 
 class Streams:
