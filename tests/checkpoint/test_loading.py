@@ -32,13 +32,11 @@ def load(folder: pathlib.Path, **model: object) -> None:
 NO_PART = "refusing to unpickle .*no part of a checkpoint"
 GETATTR = "cbuiltins\ngetattr\n("
 FORMAT = "ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+# protocol 4's nested names reach os.system through an allowed module
+DOTTED = "\x80\x04\x8c\x13torch.serialization\x8c\x09os.system\x93(S'touch CANARY'\ntR."
 PICKLES = {
     "function": ("cposix\nsystem\n(S'touch CANARY'\ntR.", NO_PART),
-    # protocol 4's nested names reach os.system through an allowed module
-    "dotted": (
-        "\x80\x04\x8c\x13torch.serialization\x8c\x09os.system\x93(S'touch CANARY'\ntR.",
-        NO_PART,
-    ),
+    "dotted": (DOTTED, NO_PART),
     "getattr": (f"{GETATTR}cpathlib\nPath\nS'touch'\ntR.", NO_PART),
     "getattr of an enum": (f"{GETATTR}{FORMAT}S'__init_subclass__'\ntR.", NO_PART),
     "cut": ("\x80", "expected DCP's metadata"),
