@@ -15,7 +15,7 @@ import config
 from model.build import build_model, meta_model
 from model.llama import Llama, RMSNorm, flops_per_token, named_parameters, parameter_count
 from parallel.replicated import replicated_parameters
-from tests.conftest import make_config, refuses, shipped_configs, token_ids
+from tests.conftest import is_near, make_config, refuses, shipped_configs, token_ids
 from tests.reference import fresh_model
 
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -188,6 +188,14 @@ def test_every_norm_has_its_statistics_in_float32():
         exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
         assert out.dtype == torch.bfloat16
         assert ((out.double() - exact).abs() <= 2**-8 * 1.001 * exact.abs()).all(), name
+
+
+def test_norm_has_the_dtype_of_its_weight():
+    x = torch.randn(3, 512).bfloat16()
+    norm = RMSNorm(512, 1e-5)
+    torch.nn.init.ones_(norm.weight)
+    assert norm(x).dtype == torch.float32
+    assert is_near(norm(x), x / x.float().square().mean(-1, True).sqrt(), 1e-4)
 
 
 @pytest.mark.parametrize(
