@@ -16,10 +16,11 @@ import pytest
 import system
 from checkpoint import catalog
 from checkpoint.catalog import root_of
+from checkpoint.checkpointer import Checkpointer
 from checkpoint.load import restore, tensors_of
 from model.llama import Llama
 from optim import build_optimizer
-from tests.checkpoint.conftest import Run, run_config
+from tests.checkpoint.conftest import Run, no_data, run_config
 from tests.conftest import REPO, hashes
 from tests.distributed import distributed
 
@@ -182,6 +183,20 @@ def test_file_that_is_replaced_is_the_old_one_or_the_new(tmp_path):
     for kind, trees in left.items():
         assert {tree["rows"] for tree in trees} <= {b"old", b"new"}, kind
     assert left["kill"][-1]["rows"] == b"new"
+
+
+@pytest.mark.quick
+@distributed(ranks=2)
+def test_ranks_resume_alike_though_one_sees_an_old_listing(world, tmp_path):
+    """As a client of a network file system caches the names of a folder."""
+    run = Run(world, tmp_path, model=SMALL)
+    save(run, 1)
+    entries = [*run.root.iterdir()]
+    stale = mock.patch.object(pathlib.Path, "iterdir", lambda folder: iter(entries))
+    save(run, 2)
+    with stale if world.rank else ExitStack():
+        assert catalog.steps(run.root) == ([1] if world.rank else [1, 2])
+        assert Checkpointer(run.cfg, world, no_data()).start == 2
 
 
 def test_every_damaged_file_is_found(folder):
