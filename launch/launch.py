@@ -56,10 +56,6 @@ def launch(argv: list[str]) -> int:
         cfg = resume_newest(cfg)
     supervisor = Supervisor(cfg, ranks, argv)
     start = check(cfg, ranks, args.eval_only)
-    if args.eval_only and pathlib.Path(args.config).is_fifo():
-        raise ConfigError(
-            f"{args.config}: is a pipe; each rank of --eval-only reads it: name a file"
-        )
     if has_tools() and call_tool(PREFLIGHT, cfg, *(["--eval-only"] if args.eval_only else [])):
         return INPUT_IS_WRONG
     if args.eval_only:

@@ -234,7 +234,7 @@ def cast_residual(
     if isinstance(output, tuple):
         x, *terms = output
         return x.to(dtype), *terms
-    return output.to(dtype) if isinstance(output, Tensor) else output  # add_terms() will refuse it
+    return output.to(dtype)
 
 
 def all_gather_dtype(param: Tensor, param_dtype: torch.dtype) -> torch.dtype:

@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +18,7 @@ from checkpoint import catalog
 from checkpoint.catalog import root_of
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.load import restore, tensors_of
-from data.dataset import Dataset, Sample
+from data.dataset import Dataset
 from optim import Progress, build_optimizer
 from tests.conftest import build, hashes, make_config, seal, token_ids
 from tests.distributed import run_on_ranks
@@ -29,15 +30,8 @@ def run_config(folder: pathlib.Path, **sections: dict) -> config.Config:
     return make_config(run=run, checkpoint=sections.pop("checkpoint", {}), **sections)
 
 
-class NoData(Dataset):
-    def sample(self, number: int) -> Sample:
-        raise IndexError(number)
-
-    def validation(self) -> list:
-        return []
-
-    def identities(self) -> list[dict]:
-        return []
+def no_data() -> Any:
+    return mock.Mock(Dataset, identities=list, tokenizer_files=())
 
 
 class Run:
@@ -50,7 +44,7 @@ class Run:
         self.model = build(self.cfg, world)
         self.optimizer = build_optimizer(self.model, self.cfg.optim)
         self.reports: list[tuple[int, str | None]] = []
-        self.checkpointer = Checkpointer(self.cfg, world, NoData())
+        self.checkpointer = Checkpointer(self.cfg, world, no_data())
         self.checkpointer.report = lambda step, problem: self.reports.append((step, problem))
 
     def save(self, step: int, stopping: bool = False, wait: bool = True, **options) -> None:

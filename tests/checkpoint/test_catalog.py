@@ -3,8 +3,8 @@
 import dataclasses
 import errno
 import hashlib
+import itertools
 import os
-import pathlib
 import subprocess
 from unittest import mock
 
@@ -12,16 +12,17 @@ import pytest
 
 import config
 from checkpoint import __main__ as verify
-from checkpoint import catalog, compare, manifest, newest, save
+from checkpoint import catalog, compare, manifest, save
 from checkpoint.catalog import root_of
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.manifest import UnreadableCheckpoint
+from checkpoint.newest import read_newest
 from optim import Progress
 from parallel.ranks import all_gather_objects
 from tests.checkpoint.conftest import (
-    NoData,
     flip_last_byte,
     make_checkpoint,
+    no_data,
     run_config,
     unreadable,
 )
@@ -34,10 +35,6 @@ PART = 64 * 2**20
 def choose(cfg: config.Config) -> tuple[int, dict[int, list[str]]]:
     root = root_of(cfg)
     return catalog.choose(root, catalog.steps(root), cfg.checkpoint, catalog.problems_of)
-
-
-def newest_of(path: pathlib.Path) -> str:
-    return newest.read_newest(path, lambda folder: folder.name)
 
 
 def names_in(cfg: config.Config) -> list[str]:
@@ -55,22 +52,23 @@ def test_only_folders_with_the_exact_name_count(tmp_path):
     (root_of(cfg) / "step-00000200").write_text("a file")
     assert catalog.steps(root_of(cfg)) == [9, 123456789]
     assert choose(cfg) == (123456789, {})
-    assert newest_of(tmp_path / "r") == "step-123456789"
+    newest = read_newest(tmp_path / "r", lambda folder: folder.name)
+    assert newest == "step-123456789"
 
 
 @pytest.mark.quick
 def test_checkpoint_that_was_moved_and_linked_counts(tmp_path):
     cfg = run_config(tmp_path)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
+    (tmp_path / "elsewhere").mkdir()
     for step in (10, 20):
         folder = make_checkpoint(cfg, step)
-        folder.symlink_to(folder.rename(elsewhere / folder.name))
-    assert choose(cfg) == (20, {}) and newest_of(tmp_path / "r") == folder.name
-    catalog.remove(root_of(cfg), 10)
-    assert (names_in(cfg), catalog.problems_of(elsewhere / "step-00000010")) == ([folder.name], [])
-    elsewhere.rename(tmp_path / "unmounted")
-    with refuses("step-00000020: is a link to .*elsewhere.*, which is not there"):
+        moved = folder.rename(tmp_path / "elsewhere" / folder.name)
+        folder.symlink_to(moved)
+    assert choose(cfg) == (20, {})
+    catalog.remove(root_of(cfg), 20)
+    assert (names_in(cfg), catalog.problems_of(moved)) == (["step-00000010"], [])
+    (tmp_path / "elsewhere").rename(tmp_path / "unmounted")
+    with refuses("step-00000010: is a link to .*, which is not there"):
         choose(cfg)
 
 
@@ -81,25 +79,14 @@ def rendered(**metadata: object) -> str:
     return manifest.render_manifest(entries).decode()
 
 
-MISSING = "expected a regular file: No such file"
 CHANGED = "manifest.json: is not as it was written"
 # file, its new content (None: removed), key words of the problem
 DAMAGES = [
     (".metadata", "y", ".metadata: bytes 0 to 0: expected SHA-256"),
-    (".metadata", "xx", ".metadata: expected 1 bytes, found 2"),
-    (".metadata", None, f".metadata: {MISSING}"),
-    (".metadata", "a pipe", ".metadata: expected a regular file"),
-    ("state.json", None, f"state.json: {MISSING}"),
-    ("state.json", "[1]", "state.json: expected an object"),
-    ("state.json", '{"step": "30", "config": {}}', "state.json: expected an object"),
     ("state.json", '{"step": 31, "config": {}}', "expected step 30, found step 31"),
-    ("manifest.json", None, f"manifest.json: {MISSING}"),
-    ("manifest.json", "[" * 200000, CHANGED),
-    ("manifest.json", '{"files": [], "sha256": 1}', CHANGED),
+    ("manifest.json", None, "manifest.json: expected a regular file: No such file"),
     ("manifest.json", f"{rendered()} ", CHANGED),
     ("manifest.json", rendered(sha256=[]), CHANGED),
-    ("manifest.json", rendered(sha256=["a", "b"]), CHANGED),
-    ("manifest.json", rendered(size=10**400), CHANGED),
 ]
 
 
@@ -111,10 +98,9 @@ def test_corrupt_checkpoint_is_named_and_the_previous_one_used(
     cfg = run_config(tmp_path)
     for step in (10, 20, 30):
         folder = make_checkpoint(cfg, step)
+    assert verify.main(["verify", str(tmp_path / "r")]) == 0
     (folder / name).unlink()
-    if content == "a pipe":
-        os.mkfifo(folder / name)
-    elif content:
+    if content:
         (folder / name).write_text(content)
     if content and name == "state.json":
         seal(folder)
@@ -127,21 +113,18 @@ def test_corrupt_checkpoint_is_named_and_the_previous_one_used(
     assert names_in(cfg) == ["step-00000010", "step-00000020", "step-00000030.corrupt"]
 
 
-def test_large_file_has_a_hash_for_each_64_mib(tmp_path, monkeypatch):
+def test_problem_of_a_large_file_names_the_64_mib(tmp_path, monkeypatch):
     folder = make_checkpoint(run_config(tmp_path), 10)
-    content = bytes(PART - 1) + b"ab" + bytes(PART) + b"c"
-    (folder / "large").write_bytes(content)
+    (folder / "large").write_bytes(bytes(PART - 1) + b"ab" + bytes(PART))
     seal(folder)
-    parts = [content[begin : begin + PART] for begin in (0, PART, 2 * PART)]
-    digests = [hashlib.sha256(part).hexdigest() for part in parts]
-    assert manifest.read_manifest(folder)["large"]["sha256"] == digests
+    assert len(manifest.read_manifest(folder)["large"]["sha256"]) == 3
     with (folder / "large").open("r+b") as file:
         file.seek(PART + 2**21)
         file.write(b"x")
     (problem,) = catalog.problems_of(folder)
     assert f"large: bytes {PART} to {2 * PART - 1}: expected SHA-256" in problem
     os.truncate(folder / "large", 5)
-    problems = [f"{folder / 'large'}: expected {len(content)} bytes, found 5"]
+    problems = [f"{folder / 'large'}: expected {2 * PART + 1} bytes, found 5"]
     assert catalog.problems_of(folder) == problems  # once, not once a part
     monkeypatch.setattr(manifest, "hash_part", None)
     assert catalog.wrong_sizes(folder) == problems
@@ -160,16 +143,6 @@ def test_file_is_hashed_part_by_part_while_it_is_written(tmp_path, monkeypatch, 
     parts = [content[begin : begin + 8] for begin in range(0, size, 8)]
     digests = [hashlib.sha256(part).hexdigest() for part in parts]
     assert hashed.entry() == {"size": size, "sha256": digests} == manifest.entry_of(content)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 16])
-def test_each_file_is_hashed_by_exactly_one_rank(folder, ranks):
-    for name in manifest.read_manifest(folder):
-        flip_last_byte(folder / name)
-        by_rank = [catalog.problems_of(folder, rank, ranks) for rank in range(ranks)]
-        named = [problems for problems in by_rank if f"{name}: bytes 0 to" in str(problems)]
-        assert len(named) == 1, (name, by_rank)
-        flip_last_byte(folder / name)
 
 
 @pytest.mark.quick
@@ -194,88 +167,58 @@ def test_run_never_silently_starts_over(tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
-def test_error_of_the_disk_is_not_corruption(tmp_path, error):
+def test_error_of_the_disk_is_not_corruption(tmp_path):
     """It ends the attempt; the next one reads again."""
     cfg = run_config(tmp_path)
     for step in (10, 20):
         make_checkpoint(cfg, step)
-    with unreadable("00000020/state.json", error):
-        with pytest.raises(UnreadableCheckpoint, match=f"cannot be read: {os.strerror(error)}"):
+    with unreadable("00000020/state.json", errno.ESTALE):
+        with pytest.raises(UnreadableCheckpoint, match="cannot be read: Stale file handle"):
             choose(cfg)
         assert verify.main(["verify", str(tmp_path / "r")]) == 1
     assert choose(cfg) == (20, {})
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("function", ["mkdir", "fsync", "rename", "rmdir"])
+@pytest.mark.parametrize("function", ["fsync", "rename"])
 @distributed(ranks=1)
 def test_disk_that_cannot_hold_a_checkpoint_is_found_before_training(world, tmp_path, function):
     cfg = run_config(tmp_path, train={"steps": 4})
     (tmp_path / "r").mkdir()
-    Checkpointer(cfg, world, NoData()).prepare_folder()
-    assert names_in(cfg) == []  # of a good disk
     refused = mock.patch.object(os, function, side_effect=OSError(errno.ENOTSUP, "not supported"))
     with refused, pytest.raises(save.SaveFailed, match="its disk cannot .*: not supported"):
-        Checkpointer(cfg, world, NoData()).prepare_folder()
+        Checkpointer(cfg, world, no_data()).prepare_folder()
     make_checkpoint(cfg, 4)
     with refused:
-        Checkpointer(cfg, world, NoData()).prepare_folder()  # which saves no more
+        Checkpointer(cfg, world, no_data()).prepare_folder()  # which saves no more
 
 
 @pytest.mark.quick
 def test_verify_refuses_what_has_no_checkpoint(tmp_path, prepared):
-    assert (prepared / "manifest.json").exists()  # of prepared data
-    for folder in (tmp_path, prepared):
+    for folder in (tmp_path, prepared):  # which has a manifest, too
         with refuses("is neither a checkpoint nor a run"):
             verify.main(["verify", str(folder)])
-    denied = PermissionError(13, "Permission denied")
-    with mock.patch.object(pathlib.Path, "iterdir", side_effect=denied), refuses("cannot be read"):
-        verify.main(["verify", str(tmp_path)])
-
-
-@pytest.mark.quick
-def test_verify_counts(tmp_path, capsys):
-    folder = make_checkpoint(run_config(tmp_path), 10)
-    (folder / "large").write_bytes(bytes(12_345_678))
-    (folder / "empty").touch()
-    seal(folder)
-    size = sum(file.stat().st_size for file in folder.iterdir() if file.name != "manifest.json")
-    assert verify.main(["verify", str(folder)]) == 0
-    assert capsys.readouterr().out == f"{folder}: good, 4 files, {size:,} bytes\n1 good, 0 bad\n"
-    flip_last_byte(folder / "large")
-    flip_last_byte(folder / ".metadata")
-    assert verify.main(["verify", str(folder)]) == 1
-    first, metadata, large, last = capsys.readouterr().out.splitlines()
-    assert (first, last) == (f"{folder}: BAD", "0 good, 1 bad")
-    assert ".metadata: bytes" in metadata and "large: bytes" in large
 
 
 @pytest.mark.quick
 def test_later_and_unfinished_checkpoints_are_moved_away(tmp_path):
     cfg = run_config(tmp_path)
     make_checkpoint(cfg, 10)
+    for name in ("mine.tmp", ".step-00000010.tmp", ".step-00000030.1.tmp"):
+        (root_of(cfg) / name).mkdir()
     for _ in range(2):
         make_checkpoint(cfg, 20)
-        (line,) = catalog.set_aside_unused(root_of(cfg), 10, {})
-    assert line.endswith(": step-00000020.1.superseded")
-    names = ["step-00000010", "step-00000020.1.superseded", "step-00000020.superseded"]
-    assert names_in(cfg) == names
-    for name in (".step-1.tmp", "mine.tmp", ".step-00000010.tmp", ".step-00000030.1.tmp"):
-        (root_of(cfg) / name).mkdir()
-    (root_of(cfg) / ".step-00000040.tmp").symlink_to(tmp_path)
+        catalog.set_aside_unused(root_of(cfg), 10, {})
     assert catalog.remove_unfinished(root_of(cfg)) == []
-    assert names_in(cfg) == sorted([*names, ".step-1.tmp", "mine.tmp"])
+    names = ["mine.tmp", "step-00000010"]
+    assert names_in(cfg) == [*names, "step-00000020.1.superseded", "step-00000020.superseded"]
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "place", ["step-00000006", "checkpoints/checkpoints/step-00000006", "checkpoints/step-6"]
-)
-def test_checkpoint_in_the_wrong_place_is_no_new_run(tmp_path, place):
+def test_checkpoint_in_the_wrong_place_is_no_new_run(tmp_path):
     cfg = run_config(tmp_path)
-    misplaced = tmp_path / "r" / place
-    misplaced.parent.mkdir(parents=True, exist_ok=True)
+    misplaced = tmp_path / "r/checkpoints/checkpoints/step-00000006"
+    misplaced.parent.mkdir(parents=True)
     make_checkpoint(cfg, 6).rename(misplaced)
     with refuses("to resume from them: ") as refused:
         compare.starting_point(cfg, evaluating=False)
@@ -284,72 +227,52 @@ def test_checkpoint_in_the_wrong_place_is_no_new_run(tmp_path, place):
 
 
 @pytest.mark.quick
-def test_leftover_that_cannot_be_removed_is_a_warning(tmp_path):
-    root = root_of(run_config(tmp_path))
-    leftover = catalog.temporary_of(root, 10)
-    (leftover / "busy").mkdir(parents=True)
-    busy = OSError(errno.EBUSY, "Device or resource busy")
-    with mock.patch.object(os, "rmdir", side_effect=busy):
-        (warning,) = catalog.remove_unfinished(root)
-    assert warning == f"{leftover}: cannot be removed: Device or resource busy"
-    assert save.make_folder(root, 10).name == ".step-00000010.1.tmp"  # saved next to it
-    assert catalog.remove_unfinished(root) == []
-
-
-@pytest.mark.quick
 @distributed(ranks=1)
 def test_checkpoint_of_another_run_meanwhile_is_not_set_aside(world, tmp_path):
     cfg = run_config(tmp_path)
     make_checkpoint(cfg, 1)
-    late = Checkpointer(cfg, world, NoData())
+    late = Checkpointer(cfg, world, no_data())
     make_checkpoint(cfg, 2)
     with refuses("another run has used this folder"):
         late.prepare_folder()
-    catalog.temporary_of(root_of(cfg), 3).mkdir()
-    resumed = run_config(tmp_path, checkpoint={"resume": 1})
-    Checkpointer(resumed, world, NoData()).prepare_folder()
-    assert names_in(cfg) == ["step-00000001", "step-00000002.superseded"]
+    assert names_in(cfg) == ["step-00000001", "step-00000002"]
 
 
 @pytest.mark.quick
 @distributed(ranks=1)
-def test_progress_is_restored(world, tmp_path, monkeypatch):
+def test_progress_is_restored_on_the_same_base_alone(world, tmp_path, monkeypatch):
     cfg = run_config(tmp_path)
-    assert Checkpointer(cfg, world, NoData()).restore(None, None) == Progress()
+    assert Checkpointer(cfg, world, no_data()).restore(None, None) == Progress()
     progress = Progress(10, tokens=77, skipped_steps=3, skipped_in_a_row=2)
-    make_checkpoint(cfg, **dataclasses.asdict(progress))
+    make_checkpoint(cfg, base="A", **dataclasses.asdict(progress))
     monkeypatch.setattr("checkpoint.checkpointer.restore", lambda *unused: None)
-    assert Checkpointer(cfg, world, NoData()).restore(None, None) == progress
+    assert Checkpointer(cfg, world, no_data()).restore(None, None, "A") == progress
+    with refuses("its weights have the hash B, .*was trained on a base with A"):
+        Checkpointer(cfg, world, no_data()).restore(None, None, "B")
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("state", "base", "words"),
-    [
-        ({}, None, "step-00000010: another version saved it.*samples"),
-        ({"base": "A"}, "B", "its weights have the hash B, .*was trained on a base with A"),
-    ],
-)
 @distributed(ranks=1)
-def test_state_that_does_not_fit_is_refused(world, tmp_path, monkeypatch, state, base, words):
-    cfg = run_config(tmp_path)
-    make_checkpoint(cfg, 10, **state)
-    monkeypatch.setattr("checkpoint.checkpointer.restore", lambda *unused: None)
-    with refuses(words):
-        Checkpointer(cfg, world, NoData()).restore(None, None, base)
+def test_ids_of_another_tokenizer_are_refused_even_where_other_data_is_allowed(world, tmp_path):
+    cfg = run_config(tmp_path, checkpoint={"allow_changed": ["data.source", "data.tokenizer"]})
+    make_checkpoint(cfg, 10, data=[{"source": "a", "tokenizer": "t"}])
+    data = no_data()
+    data.identities = lambda: [{"source": "b", "tokenizer": "t"}]
+    assert Checkpointer(cfg, world, data).start == 10
+    data.identities = lambda: [{"source": "b", "tokenizer": "u"}]
+    with refuses(f'ids of another tokenizer .*data.tokenizer = "{tmp_path}/r"'):
+        Checkpointer(cfg, world, data)
 
 
-@pytest.mark.parametrize("parallel", [{}, {"cp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2}], ids=str)
 @distributed(ranks=2)
-def test_ranks_of_any_mesh_verify_each_part_once(world, saved_by_two, parallel, monkeypatch):
+def test_each_file_is_hashed_by_exactly_one_rank(world, saved_by_two, parallel, monkeypatch):
     """Here every part is bad, and named by the one rank that has verified it."""
     folder, _ = saved_by_two
     cfg = run_config(folder.parent, parallel=parallel)
     verified = []
-    monkeypatch.setattr(
-        catalog, "problem_of_part", lambda _, name, *of: verified.append(name) or name
-    )
-    problems = Checkpointer(cfg, mesh_for(cfg, world), NoData())._problems_on_all_ranks(folder)
-    by_rank = all_gather_objects(verified)
-    assert sorted(problems) == sorted([*by_rank[0], *by_rank[1]])
-    assert sorted(problems) == sorted(manifest.read_manifest(folder))
+    note = lambda _, name, *of: verified.append(name) or name  # noqa: E731
+    monkeypatch.setattr(catalog, "problem_of_part", note)
+    problems = Checkpointer(cfg, mesh_for(cfg, world), no_data())._problems_on_all_ranks(folder)
+    names = sorted([*itertools.chain.from_iterable(all_gather_objects(verified))])
+    assert names == sorted(problems) == sorted(manifest.read_manifest(folder))

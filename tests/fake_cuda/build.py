@@ -20,9 +20,7 @@ SITE = pathlib.Path(torch.__file__).parents[1]  # of the wheels: torch, triton, 
 TRITON = SITE / "triton/backends/nvidia/include"
 FOLDER = REPO / ".fake-cuda" / f"torch-{torch.__version__}"
 LIBRARY = FOLDER / "lib/libcuda.so.1"  # the one library that holds all of it
-CACHE = (
-    FOLDER / "cache"
-)  # of compiled code: the fake's timings must not choose a real GPU's kernels
+CACHE = FOLDER / "cache"  # of compiled code: the fake's timings choose no real GPU's kernels
 SOURCES = ("runtime.c", "driver.c", "nccl.c", "blas_dnn.c", "nvml.c")
 HEADERS = ("cuda_runtime_api.h", "cublasLt.h", "cudnn_graph.h", "nccl.h")
 # guards of headers that others include, that need C++ and that nothing here uses

@@ -1,10 +1,9 @@
 """Runs train.py on the fake CUDA, without what depends on values, and reports what each step cost.
 
-python -m tests.fake_cuda.rank [--alone N] [--report FILE] [--races] [--first CODE] CONFIG [--section.key=value ...]
+python -m tests.fake_cuda.rank [--alone N] [--report FILE] [--races] CONFIG [--section.key=value ...]
 
 --alone N: this one process is rank 0 of N, under no torchrun; the others do not exist. Their answers are those of rank
-0, and NCCL moves nothing anyway. --races: reports what races.py finds. --first: Python that runs before, for faults.
-The environment is that of build.environment().
+0, and NCCL moves nothing anyway. --races: reports what races.py finds. The environment is that of build.environment().
 """
 
 import argparse
@@ -126,13 +125,11 @@ def main() -> None:
     parser.add_argument("--alone", type=int)
     parser.add_argument("--report", type=pathlib.Path)
     parser.add_argument("--races", action="store_true")
-    parser.add_argument("--first", default="")
     args, train_arguments = parser.parse_known_args()
     sys.path.insert(0, os.getcwd())
     if args.alone:
         be_alone(args.alone)
     ignore_values()
-    exec(args.first, {})
     if args.report:
         from tests.fake_cuda.races import Races
 

@@ -8,8 +8,6 @@ from tests.fake_cuda.configurations import CASES, GPUS, LIMITS, marked
 
 SMALL = """--model.n_layers=2 --model.vocab_size=1024 --train.seq_len=2048 --checkpoint.save_every_steps=2
     --checkpoint.async_save=true --eval.every_steps=2 --eval.batches=1"""
-
-
 SMALL_CASES = {"tiny-compiled", "llama8b-compiled", "llama8b-qlora-eager"}
 
 

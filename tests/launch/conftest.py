@@ -1,6 +1,7 @@
 """Launches as a user makes them: ./run_train.sh in a process of its own, signals to its processes, and a copy of the
 repository in which ranks pause or fail where a test says."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -33,8 +34,6 @@ class Launch:
             cwd=path.parent,
             env={**os.environ, "PYTHON": sys.executable, "NPROC": str(nproc), **env},
             start_new_session=True,
-            # the tests may be under nohup
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
 
     def wait_for(self, condition: Callable[[], object]) -> None:
@@ -52,19 +51,24 @@ class Launch:
         """Process ids by what they are: launcher, torchrun, rank 0, rank 1, ..."""
         found = {"launcher": self.process.pid}
         for entry in pathlib.Path("/proc").glob("[0-9]*"):
-            try:
-                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-            except OSError:
-                continue
-            if str(self.path) not in words or int(entry.name) == self.process.pid:
-                continue
-            variables = dict(variable.split("=", 1) for variable in environment if "=" in variable)
-            if any("launch.agent" in word for word in words):
-                found["torchrun"] = int(entry.name)
-            elif any(word.endswith("train.py") for word in words):
-                found[f"rank {variables.get('RANK', 0)}"] = int(entry.name)
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                words = (entry / "cmdline").read_text(errors="replace").split("\0")
+                lines = (entry / "environ").read_text(errors="replace").split("\0")
+                variables = dict(line.split("=", 1) for line in lines if "=" in line)
+                if str(self.path) not in words or int(entry.name) == self.process.pid:
+                    continue
+                if any("launch.agent" in word for word in words):
+                    found["torchrun"] = int(entry.name)
+                elif any(word.endswith("train.py") for word in words):
+                    found[f"rank {variables.get('RANK', 0)}"] = int(entry.name)
         return found
+
+    def wait_for_processes(self, seconds: float = 60) -> None:
+        """Until none lives but, perhaps, the launcher."""
+        deadline = time.monotonic() + seconds
+        while self.processes().keys() != {"launcher"}:
+            assert time.monotonic() < deadline, f"alive too long: {self.processes()}"
+            time.sleep(0.02)
 
     def signal(self, number: int, whom: str = "launcher") -> None:
         os.kill(self.processes()[whom], number)
@@ -78,9 +82,6 @@ class Launch:
 
     def status(self) -> dict:
         return read_json(self.folder / "status.json")
-
-    def saved(self) -> list[str]:
-        return sorted(path.name for path in (self.folder / "checkpoints").iterdir())
 
 
 @pytest.fixture
@@ -119,17 +120,10 @@ class Saver(Saver):
         faults.pause("save")
         super().write(*arguments)
 """,
-    "evaluate.py": """
-class Evaluation(Evaluation):
-    def result(self):
-        import faults
-        faults.pause("evaluation")
-        return super().result()
-""",
     "optim.py": """
 def learning_rate(o, end, step, learning_rate=learning_rate):
     import faults
-    faults.pause("first step" if step == 1 else "step" if step == 3 else "")
+    faults.pause("step" if step == 3 else "")
     faults.begin_step(step)
     return learning_rate(o, end, step)
 """,
@@ -144,22 +138,17 @@ def pause(moment):
 
 def begin_step(step):
     kind, rank, at = os.environ["FAULT"].split()
-    if (os.environ.get("RANK", "0"), str(step)) != (rank, at):
-        return
     faulted = pathlib.Path(os.environ["FAULTED"])
-    if faulted.exists():
+    if (os.environ.get("RANK", "0"), str(step)) != (rank, at) or faulted.exists():
         return
     faulted.touch()
-    if kind == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif kind == "suspended":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif kind == "receiving":
+    if kind == "receiving":
         torch.distributed.recv(torch.zeros(1), src=1 - int(rank), tag=7)
-    elif kind == "raising":
+    if kind == "raising":
         raise RuntimeError("an error of a fork")
-    elif kind == "memory":
+    if kind == "memory":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+    os.kill(os.getpid(), {"killed": signal.SIGKILL, "suspended": signal.SIGSTOP}[kind])
 """,
 }
 

@@ -18,16 +18,10 @@ from tests.launch.conftest import LONG
 TORCHRUN = ["-m", "torch.distributed.run"]
 
 
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
-
-
 def operator_environment(pod: int, port: str) -> dict[str, str]:
     """What Kubeflow's training operator sets in a PyTorchJob's pod, one process in each of two."""
     plain = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(pod)}
-    return plain | trainer_environment(pod, port) | {"PYTHONUNBUFFERED": "1"}
+    return plain | trainer_environment(pod, port)
 
 
 def trainer_environment(pod: int, port: str) -> dict[str, str]:
@@ -39,7 +33,9 @@ def trainer_environment(pod: int, port: str) -> dict[str, str]:
 def start_pods(
     program: list[str], environment: Callable, path: pathlib.Path
 ) -> list[subprocess.Popen]:
-    port = free_port()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
     command = [sys.executable, *program, REPO / "train.py", path]
     variables = [os.environ | environment(pod, port) for pod in range(2)]
     return [subprocess.Popen(command, env=env, cwd=REPO) for env in variables]

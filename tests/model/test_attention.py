@@ -89,38 +89,3 @@ def test_on_a_gpu_it_is_compiled_once_and_equal():
         for ours, theirs in zip(*gradients):
             torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-
-
-def test_no_groups_in_float32_on_a_gpu(monkeypatch):
-    """No fused kernel takes them: scores would be kept. The result is the same."""
-    q, k, v = (torch.randn(2, heads, 8, 16) for heads in (4, 2, 2))
-    expected = attention.attention(q, k, v, None)
-    asked = []
-    kernel = F.scaled_dot_product_attention
-
-    def noting(q, k, v, enable_gqa, **options):
-        asked.append((k.shape[1], enable_gqa))
-        return kernel(q, k, v, enable_gqa=enable_gqa, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert torch.allclose(attention.attention(q, k, v, None), expected, atol=1e-6)
-    attention.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), None)
-    assert asked == [(4, False), (2, True)]
-
-
-@pytest.mark.parametrize("cp", [2, 8])
-def test_context_parallel_work_is_balanced(cp):
-    """Blocks of scores that FlexAttention computes: within 1 % of each other, and together half of all."""
-    length = 8192
-    blocks = []
-    tokens = []
-    for rank in range(cp):
-        own = positions_of(rank, cp, length)
-        tokens += own.tolist()
-        mask = create_block_mask(local_mask_mod(None, own), 1, None, len(own), length, "cpu")
-        assert mask.full_kv_num_blocks is not None
-        blocks.append((mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()).item())
-    assert max(blocks) < 1.01 * min(blocks)
-    assert sum(blocks) == 64 * 65 // 2
-    assert sorted(tokens) == [*range(length)]

@@ -11,11 +11,7 @@ from torch import Tensor
 from model.build import meta_model
 from model.llama import Llama
 from parallel import parallelize
-from parallel.activation_checkpoint import (
-    apply_activation_checkpointing,
-    is_attention,
-    saved_matmuls,
-)
+from parallel.activation_checkpoint import apply_activation_checkpointing, saved_matmuls
 from parallel.parallelize import leave_to_compiler
 from parallel.tensor import apply_tensor_parallelism
 from tests.conftest import compiled_by, gradients_of, make_config, mesh_for, needs_extra, token_ids
@@ -116,11 +112,9 @@ def test_compiler_keeps_the_matmuls_of_the_mode():
         (1, [], [0, 1, 2, 3]),
         (2, [], [1, 3]),
         (3, [], [2]),
-        (5, [], []),
         # those that backward reaches
         ("full", ["embedding*"], [0, 1, 2, 3]),
         ("full", ["embedding*", "blocks.0.*"], [1, 2, 3]),
-        ("full", ["embedding*", "blocks.[012].*"], [3]),
         ("full", ["embedding*", "blocks.0.*", "blocks.2.*"], [1, 2, 3]),
         ("full", ["blocks.0.*"], [0, 1, 2, 3]),
     ],
@@ -163,13 +157,3 @@ def test_selective_modes_save_these_matmuls(world, every, sections, expected):
         linears = [name for name, m in block.named_modules() if isinstance(m, torch.nn.Linear)]
         saved = [linears[number].split(".")[-1] for number in saved_matmuls(block, every)]
         assert saved == expected.split()
-
-
-def test_attention_of_every_library_is_known():
-    names = [name for name in torch._C._dispatch_get_all_op_names() if "scaled_dot_product" in name]
-    assert len(names) > 10
-    for library in ("flash_attn_3", "xformers_flash"):
-        names += [f"{library}.{kind}.default" for kind in ("flash_fwd", "flash_bwd")]
-    for name in [*names, "flex_attention", "flash_attn_3.fwd.default"]:
-        assert is_attention(name) is ("backward" not in name and "bwd" not in name), name
-    assert not is_attention("aten.mm.default") and not is_attention("aten._softmax.default")

@@ -8,7 +8,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optim import clip_gradients
-from parallel.collectives import all_gather, group_of, reduce_scatter
 from parallel.fsdp import reshard, set_communication, unshard_first_units
 from parallel.mesh import World
 from tests.conftest import build, make_config, mesh_for, token_ids
@@ -85,7 +84,6 @@ HALF = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
         ({}, {"gather_once": True}, (4, 8, 1), ALL, 2 * ALL),
         ({}, {"gather_once": True, **DEFERRED}, (4, 4, 1), ALL, ALL),
         ({}, DEFERRED, (11, 4, 1), 2 * ALL + 3 * BLOCK, ALL),
-        ({}, {"prefetch_forward": 2}, (10, 8, 1), 2 * ALL + 2 * BLOCK, 2 * ALL),
         ({}, {"prefetch_forward": 0}, (12, 8, 1), 2 * (ALL + 2 * BLOCK), 2 * ALL),
         ({}, {"recompute": "full"}, (11, 8, 1), 2 * ALL + 3 * BLOCK, 2 * ALL),
         ({}, {"dp_replicate": 2}, (11, 8, 9), 2 * ALL + 3 * BLOCK, 2 * ALL),
@@ -95,7 +93,6 @@ HALF = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
         ({}, {"dp_replicate": "auto", **DEFERRED}, (11, 4, 1), 2 * ALL + 3 * BLOCK, ALL),
         ({"tie_embeddings": True}, {}, (8, 6, 1), HEAD + 7 * BLOCK, 2 * (HEAD + 2 * BLOCK)),
         (FROZEN_FIRST, {}, (10, 4, 1), 2 * (ALL + BLOCK), 2 * (BLOCK + HEAD)),
-        (FROZEN, {}, (11, 4, 1), 2 * ALL + 3 * BLOCK, 2 * (BLOCK + HEAD)),
         (FROZEN, {"replicated": ["*.1.*"]}, (7, 4, 1), 2 * ALL - BLOCK, 2 * (BLOCK + HEAD)),
         # in bfloat16, of which a float32 unit counts twice; gradients are reduced in float32, or not
         ({}, {"param_dtype": "bfloat16"}, (11, 8, 1), ALL + 3 * BLOCK // 2, 2 * ALL),
@@ -140,32 +137,3 @@ def test_context_parallel_blocks_send_keys_and_values(world, recompute, gathers)
     assert counted.counts["scatter"] - 4 * units.counts["scatter"] == 8 * 2
     keys_and_values = 4 * 8 * 2 * gathers * 32 * 2 * 24
     assert counted.bytes["gather"] - 4 * units.bytes["gather"] == keys_and_values
-
-
-class Copies(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        aten = torch.ops.aten
-        self.count += function in (aten.cat.default, aten.clone.default, aten.copy_.default)
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("sequences, copies", [(1, 0), (2, 4)])
-@distributed(ranks=2)
-def test_shards_of_one_sequence_are_sent_without_a_copy(world, sequences, copies):
-    """Of several, each collective copies once, forward and backward: a rank's shards are not contiguous."""
-    group = group_of(world.mesh["dp_shard"])
-    full = torch.randn(sequences, 6, 3, generator=torch.Generator().manual_seed(0))
-    shard = full.chunk(2, dim=1)[world.rank].contiguous()
-    local, partial_sum = (x.clone().requires_grad_() for x in (shard, full))
-    with Copies() as copied:
-        gathered = all_gather(local, 1, group)
-        gathered.backward(full)
-        scattered = reduce_scatter(partial_sum, 1, group)
-        scattered.backward(shard)
-    assert copied.count == copies
-    assert torch.equal(gathered, full) and torch.equal(scattered, 2 * shard)
-    assert local.grad is not None and torch.equal(local.grad, 2 * shard)
-    assert partial_sum.grad is not None and torch.equal(partial_sum.grad, full)

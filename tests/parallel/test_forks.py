@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.build import meta_model
-from model.init import constant, normal
-from model.llama import Block, Llama, RMSNorm
+from model.init import constant
+from model.llama import Block, Llama
 from optim import local_tensor
 from parallel.verify import refuse_hooks, refuse_unread_mask, refuse_unsaved_state
 from tests.conftest import build, make_config, mesh_for, refuses, token_ids
@@ -49,11 +49,6 @@ def own_gate(block: Block) -> None:
     block.init = {"gate": constant(0.0)}
 
 
-def gate_of_a_number(block: Block) -> None:
-    block.gate = nn.Parameter(torch.tensor([0.5]))
-    block.init = {"gate": constant(0.0)}
-
-
 O_PROJ = r"blocks\.0\.attention\.o_proj\.weight"
 
 
@@ -62,30 +57,14 @@ O_PROJ = r"blocks\.0\.attention\.o_proj\.weight"
     [
         ("Llama", lambda m: m.apply(init_weights), r"embedding\.weight, blocks\.0"),
         ("Llama", lambda m: m.apply(init_data), r"blocks\.0\.attention\.q_proj\.weight"),
-        ("Llama", lambda m: m.apply(init_data).to(torch.bfloat16), r"blocks\.0.*q_proj"),
         ("Attention", lambda a: a.o_proj.weight.data[:4].zero_(), O_PROJ),
         ("Attention", lambda a: setattr(a.o_proj, "weight", nn.Parameter(torch.ones(8))), O_PROJ),
         ("Block", own_gate, r"blocks\.0\.gate, blocks\.1\.gate: "),
-        ("Block", gate_of_a_number, r"blocks\.0\.gate, blocks\.1\.gate: "),
     ],
 )
 def test_value_given_in_a_constructor_is_refused(name, change, parameter):
     with after_init(name, change), refuses(parameter, "constructor", "torch.empty", "self.init"):
         meta_model(make_config().model)
-
-
-def layer_norm(block: Block) -> None:
-    block.attention_norm = nn.LayerNorm(48)
-    block.attention_norm.init = {"weight": constant(1.0), "bias": normal(0.1)}
-    block.attention.q_proj = nn.Linear(48, 48, bias=False)
-    block.attention.q_proj.init = {"weight": normal(0.02)}
-
-
-@distributed(ranks=1)
-def test_module_of_torch_begins_as_declared(world):
-    with after_init("Block", layer_norm):
-        norm = build(make_config(), world).blocks[0].attention_norm
-    assert norm.weight.full_tensor().eq(1).all() and norm.bias.full_tensor().std() > 0.05
 
 
 @distributed(ranks=2)
@@ -153,7 +132,6 @@ HOOK = r"head\.weight: the hook.*build_optimizer"
             lambda m: setattr(m, "scale", nn.Parameter(torch.empty(48))),
             "scale: .* no unit.*: units",
         ),
-        (lambda m: setattr(m, "norm", RMSNorm(48, 1e-5)), r"norm\.weight: .* no unit.*: units"),
         (lambda m: m.head.weight.register_hook(lambda gradient: None), HOOK),
         (lambda m: m.head.weight.register_post_accumulate_grad_hook(lambda p: None), HOOK),
         (lambda m: setattr(m.blocks[0].attention, "attend", capped), "cp = 2.*0.attention.attend"),
@@ -164,23 +142,6 @@ def test_change_that_cannot_be_parallelized_is_refused(world, change, words):
     cfg = make_config(parallel={"cp": 2} if "cp = 2" in words else {})
     with after_init("Llama", change), refuses(words):
         build(cfg, mesh_for(cfg, world))
-
-
-@pytest.mark.parametrize(
-    "output, kind",
-    [
-        (lambda x: (x, x.mean()), "tuple"),
-        (lambda x: (x, {}, x), "tuple"),
-        (lambda x: [x], "list"),
-        (lambda x: None, "None"),
-    ],
-)
-@distributed(ranks=1)
-def test_block_that_returns_something_else_is_refused(world, output, kind):
-    forward = Block.forward
-    changed = mock.patch.object(Block, "forward", lambda *args: output(forward(*args)))
-    with changed, refuses(rf"blocks\.0 returns {kind}: ", "model/llama.py: Llama.forward"):
-        build(make_config(), world)(token_ids(1, 8))
 
 
 class Own(torch.optim.Optimizer):
@@ -203,7 +164,6 @@ class Own(torch.optim.Optimizer):
     "change, words",
     [
         (lambda o: o.param_groups[0].update(weight_sum=1.0), r"groups\[0\]\['weight_sum'\]"),
-        (lambda o: o.param_groups[0].update(d=torch.ones(())), r"param_groups\[0\]\['d'\]"),
         (lambda o: setattr(o, "steps", 1), "its attribute steps"),
         (lambda o: next(iter(o.state.values())).update(late=torch.zeros(())), "'late'"),
     ],
@@ -224,7 +184,6 @@ def test_what_a_step_changes_but_no_checkpoint_stores_is_refused(change, words):
     "key, value, words",
     [
         ("weight", {"step": 0}, "state of weight: 'step' is int, not a tensor"),
-        ("weight", {"history": [torch.zeros(2)]}, "state of weight: 'history' is list"),
         ("shared", {"step": torch.zeros(())}, r"state\['shared'\] is not of a parameter"),
     ],
 )

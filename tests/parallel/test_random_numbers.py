@@ -7,29 +7,17 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import config
 import train
-from model.init import normal
-from model.llama import named_parameters
 from optim import local_tensor
-from parallel.materialize import draw, shard_shape_and_offset
 from parallel.random_numbers import seed_micro_batch, seed_update
 from parallel.ranks import all_gather_objects
 from tests import forks
-from tests.conftest import (
-    build,
-    full,
-    gradients_of,
-    make_config,
-    mesh_for,
-    token_ids,
-    train_run,
-)
+from tests.conftest import gradients_of, make_config, mesh_for, token_ids, train_run
 from tests.distributed import distributed
 from tests.parallel.test_activation_checkpoint import built
-from tests.reference import fresh_model
 
 FORKS = [forks.with_dropout, forks.with_noisy_gate]
 # builds a compiled graph's forward and backward as always, without kernels
@@ -133,36 +121,6 @@ def test_resuming_on_another_mesh_repeats_random_numbers(world, write_config, fo
     assert len(whole) == 4
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in resumed] == pytest.approx([row[key] for row in whole], rel=1e-6)
-
-
-def add_noise(model: nn.Module, std: float, seed: int, step: int) -> None:
-    """Adds noise to every gradient (https://arxiv.org/abs/1511.06807)."""
-    for name, p in named_parameters(model):
-        if p.grad is None:  # frozen
-            continue
-        gradient = local_tensor(p.grad)
-        noise = torch.empty_like(gradient)
-        _, shard_offset = shard_shape_and_offset(p)
-        draw(noise, shard_offset, p.shape, normal(std), seed, f"{name}, noise of step {step}")
-        gradient.add_(noise)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("mesh", [{}, {"dp_replicate": 2}, {"tp": 2}, {"cp": 2}], ids=str)
-@distributed(ranks=2)
-def test_noise_on_gradients_does_not_depend_on_the_mesh(world, mesh):
-    cfg = make_config(model={"freeze": ["embedding*"]}, parallel=mesh)
-    plain = fresh_model(cfg)
-    model = build(cfg, mesh_for(cfg, world))
-    for of in (plain, model):
-        for p in of.parameters():
-            p.grad = torch.zeros_like(p) if p.requires_grad else None
-        add_noise(of, 0.1, 7, 3)
-    ours = gradients_of(model)
-    for name, p in plain.named_parameters():
-        if p.grad is not None:
-            assert torch.equal(full(ours[name]), p.grad), name
-            assert p.grad.numel() < 1000 or 0.09 < p.grad.std() < 0.11
 
 
 @pytest.mark.quick

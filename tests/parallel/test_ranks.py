@@ -1,11 +1,9 @@
 """How ranks agree."""
 
-import threading
-
 import pytest
 
 from config import ConfigError
-from parallel.ranks import check_same_on_all_ranks, on_each_rank, on_rank_zero, printed_if_long
+from parallel.ranks import check_same_on_all_ranks, on_each_rank, on_rank_zero
 from tests.conftest import refuses
 from tests.distributed import distributed
 
@@ -45,21 +43,3 @@ def test_ranks_with_another_value_are_named(world):
     check_same_on_all_ranks("options", {"a": 1})
     with refuses("rank 2 has a = 2, rank 0 1; b = 3, rank 0 .absent.: all nodes need"):
         check_same_on_all_ranks("options", {"a": 2, "b": 3} if world.rank == 2 else {"a": 1})
-
-
-def test_long_wait_is_reported_and_a_short_one_is_not(monkeypatch):
-    printed = {}
-
-    def print_error(text: str) -> None:
-        printed.setdefault(text, threading.Event()).set()
-
-    monkeypatch.setattr("parallel.ranks.print_error", print_error)
-    monkeypatch.setattr("parallel.ranks.NOTICE_SECONDS", 0.01)
-    printed["waiting for rank 3"] = threading.Event()
-    with printed_if_long("waiting for rank 3"):
-        assert printed["waiting for rank 3"].wait(60)
-    monkeypatch.setattr("parallel.ranks.NOTICE_SECONDS", 60.0)
-    with printed_if_long("waiting for rank 4"):
-        (notice,) = [t for t in threading.enumerate() if isinstance(t, threading.Timer)]
-    notice.join(30)
-    assert not notice.is_alive() and [*printed] == ["waiting for rank 3"]

@@ -1,7 +1,5 @@
-"""Each patch of parallel/torch_patches.py, in the versions of torch that need it: without it these tests fail.
-
-That of set_default_timeout() is in tests/run/test_rank.py, what share_classes() is for in test_fsdp.py.
-"""
+"""Each patch of parallel/torch_patches.py, in the versions of torch that need it: without it these tests fail. That of
+set_default_timeout() is in tests/run/test_rank.py, what share_classes() is for in test_fsdp.py."""
 
 import datetime
 import logging
@@ -21,11 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel.activation_checkpoint import checkpoint_selectively
 from parallel.mesh import fsdp_mesh
-from parallel.torch_patches import (
-    accept_integer_parameters,
-    shield_compilers,
-    shorten_nccl_timeout,
-)
+from parallel.torch_patches import accept_integer_parameters, shield_compilers, shorten_nccl_timeout
 from run.rank import distributed as run_environment
 from system import SIGNALS
 from tests.conftest import make_config
@@ -90,14 +84,6 @@ def test_a_stop_does_not_reach_what_compiles(unpatched, monkeypatch, tmp_path, p
         with pytest.raises((RuntimeError, subprocess.CalledProcessError)):
             start()
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {*SIGNALS}
-
-
-@pytest.mark.nightly
-def test_a_stop_does_not_reach_a_worker_that_compiles(unpatched):
-    shield_compilers(SIGNALS)
-    pool = SubprocPool(1)
-    assert {*SIGNALS} <= pool.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result(120)
-    pool.shutdown()
 
 
 @pytest.mark.parametrize("compiles", [False, True])

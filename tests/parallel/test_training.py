@@ -9,7 +9,6 @@ import torch
 import config
 from model.llama import named_parameters
 from parallel import materialize
-from parallel.mesh import fsdp_mesh
 from parallel.verify import verify_sharding
 from tests import forks
 from tests.conftest import (
@@ -193,29 +192,6 @@ def test_fresh_weights_do_not_depend_on_the_mesh(world, monkeypatch, ranks, tied
     for parallel in meshes:
         cfg = make_config(model=model, train=train, parallel=parallel)
         assert hashes(dict(named_parameters(build(cfg, mesh_for(cfg, world))))) == wanted, parallel
-
-
-MESHES = {  # (dp_replicate, dp_shard, cp, tp): the dimensions that FSDP2 sees
-    (1, 4, 1, 1): {"dp_shard": 4},
-    (2, 2, 1, 1): {"dp_replicate": 2, "dp_shard": 2},
-    (1, 2, 2, 1): {"dp_shard_cp": 4},
-    (2, 1, 2, 1): {"dp_replicate": 2, "dp_shard_cp": 2},
-    (1, 2, 1, 2): {"dp_shard": 2},
-    (1, 1, 2, 2): {"dp_shard_cp": 2},
-}
-
-
-@distributed(ranks=4)
-def test_ranks_of_cp_and_tp_share_a_data_rank(world):
-    for degrees, dims in MESHES.items():
-        replicate, shard, cp, tp = degrees
-        parallel = {"dp_replicate": replicate, "dp_shard": shard, "cp": cp, "tp": tp}
-        ours = mesh_for(make_config(parallel=parallel), world)
-        assert (ours.dp_replicate, ours.dp_shard, ours.cp, ours.tp) == degrees
-        assert (ours.dp_rank, ours.dp_size) == (world.rank // (cp * tp), replicate * shard)
-        assert ours.fsdp_size == replicate * shard * cp
-        sharding = fsdp_mesh(ours)
-        assert dict(zip(sharding.mesh_dim_names or (), sharding.shape)) == dims
 
 
 @distributed(ranks=8, fake=True)

@@ -25,17 +25,6 @@ from run.rank import describe, pick_device, shared_options
 from tests.conftest import make_config, refuses
 from tests.distributed import distributed
 
-# Devices
-
-
-@distributed(ranks=2)
-def test_emulated_bfloat16_is_said_with_the_option_to_use(world, monkeypatch, capsys):
-    monkeypatch.setattr(rank, "has_native_bfloat16", lambda device: False)
-    for dtype in ("auto", "float32", "bfloat16"):
-        rank.resolve_param_dtype(make_config(parallel={"param_dtype": dtype}), world)
-        said = "--parallel.param_dtype=float32" in capsys.readouterr().err
-        assert said == (dtype == "bfloat16" and world.rank == 0)
-
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
@@ -44,15 +33,12 @@ def test_emulated_bfloat16_is_said_with_the_option_to_use(world, monkeypatch, ca
         ("auto", [], None, 0, "cpu"),  # a laptop
         ("auto", ["/dev/nvidiactl"], None, 2, "cuda:1"),
         ("auto", ["/dev/nvidiactl"], "", 0, "cpu"),  # hidden deliberately
-        ("auto", ["/dev/nvidiactl"], "-1", 0, "cpu"),
         ("auto", ["/dev/nvidiactl"], "NoDevFiles", 0, "cpu"),  # as SLURM hides them
-        ("auto", ["/dev/dxg"], None, 0, "cpu"),  # WSL without a GPU for CUDA
         ("auto", ["/dev/kfd"], None, 0, "cpu"),  # a graphics unit inside a CPU
         ("cpu", ["/dev/nvidiactl"], None, 2, "cpu"),
         # instead of training on the CPU
         ("auto", ["/dev/nvidiactl"], None, 0, "no GPU for local rank 1: torch .* can use 0"),
-        ("cuda", [], None, 0, 'device = "cuda": no GPU for local rank 1'),
-        ("cuda", ["/dev/nvidiactl"], None, 1, "can use 1; NPROC"),
+        ("cuda", ["/dev/nvidiactl"], None, 1, 'device = "cuda": no GPU for local rank 1'),
     ],
 )
 def test_device_is_a_gpu_of_its_own_or_none_was_meant(
@@ -75,9 +61,8 @@ def test_device_is_a_gpu_of_its_own_or_none_was_meant(
 @pytest.mark.parametrize("sections", [{"parallel": {"cp": 2}}, {"data": {"document_mask": True}}])
 def test_heads_too_narrow_for_flex_attention_are_refused_on_a_gpu(sections):
     config.check_for_gpus(make_config(model={"dim": 128, "head_dim": 16}, **sections))
-    for width in (8, 14):
-        with refuses(f"head_dim: heads are {width} wide", "16 or more"):
-            config.check_for_gpus(make_config(model={"dim": 128, "head_dim": width}, **sections))
+    with refuses("head_dim: heads are 14 wide", "16 or more"):
+        config.check_for_gpus(make_config(model={"dim": 128, "head_dim": 14}, **sections))
 
 
 # The process group
@@ -86,11 +71,7 @@ def test_heads_too_narrow_for_flex_attention_are_refused_on_a_gpu(sections):
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "sections, may_differ",
-    [
-        ({"data": {"path": "/disk/of/this/node"}}, True),
-        ({"data": {"source": "x.txt"}}, False),
-        ({"log": {"every_steps": 7}}, False),
-    ],
+    [({"data": {"path": "/disk/of/this/node"}}, True), ({"data": {"source": "x.txt"}}, False)],
 )
 def test_nodes_may_keep_copies_elsewhere_and_nothing_else(sections, may_differ):
     cpu = torch.device("cpu")
@@ -143,7 +124,6 @@ def test_deterministic_algorithms_are_used_on_request(world, tmp_path, determini
         (FloatingPointError("step 3"), 5, 1, "step 3", False),
         (SaveFailed("no room"), 5, 1, "no room", True),
         (UnreadableCheckpoint("a: stale"), 0, 1, "a: stale", True),
-        (OSError(28, "No space left", "a/b"), 5, 1, "a/b: No space left", True),
         (ValueError("odd"), 5, 1, "ValueError: odd", True),
         (torch.OutOfMemoryError("CUDA out of memory"), 4, 1, "out of memory: CUDA", False),
         # later another process may have used the device
@@ -151,18 +131,11 @@ def test_deterministic_algorithms_are_used_on_request(world, tmp_path, determini
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 4, 1, "out of memory:", False),
     ],
 )
-def test_errors_are_described_by_what_a_person_can_do(
-    monkeypatch, error, step, code, words, retryable
-):
-    monkeypatch.setattr(sys, "argv", ["train.py", "a b.toml", "--optim.lr=1e-3"])
-    monkeypatch.setenv("WORLD_SIZE", "8")
+def test_exit_code_of_an_error_and_whether_a_restart_may_help(error, step, code, words, retryable):
     run: Any = SimpleNamespace(start=4, step=step)
     found, text, may_retry = describe(error, run)
     assert (found, may_retry) == (code, retryable)
     assert words in text
-    if "out of memory" in words:
-        command = "./run_train.sh 'a b.toml' --optim.lr=1e-3 --dry-run --world-size=8"
-        assert text.endswith(f"what would fit: {command}")
 
 
 # The configuration

@@ -1,11 +1,8 @@
 """One run inside its ranks: its phases and steps, its folder, what it writes and when."""
 
 import dataclasses
-import json
-import logging
 import os
 import pathlib
-import re
 import signal
 import time
 from types import SimpleNamespace
@@ -16,11 +13,9 @@ import torch.distributed as dist
 
 import config
 import system
-from checkpoint import catalog
 from checkpoint.checkpointer import Checkpointer
 from data.loader import Loader
 from model.llama import Llama
-from run import environment
 from run.folder import RunLock, lock, read_status
 from run.run import Run
 from run.watchdog import LINE_BYTES, Watchdog, read_rank_outcomes, write_killed
@@ -33,18 +28,15 @@ def run_of(world: Any, tmp_path: pathlib.Path, **sections: dict) -> Any:
     return Run(cfg, world, Watchdog(world.rank, None), None)
 
 
-def load(path: pathlib.Path, **run: Any) -> config.Config:
-    cfg = config.load(str(path))
-    return dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, name="r", **run))
-
-
 # Phases
 
 
 @distributed(ranks=1)
 def test_each_part_of_a_run_has_its_phase(world, write_config, monkeypatch):
     """By its timeout, and by what its time counts as."""
-    cfg = load(write_config(eval={"batches": 1}, checkpoint={}, train={"steps": 2}))
+    cfg = config.load(
+        str(write_config("r", eval={"batches": 1}, checkpoint={}, train={"steps": 2}))
+    )
     found = set()
     phases = [""]
     enter = Watchdog.enter
@@ -142,42 +134,8 @@ def test_rows_are_on_disk_before_their_checkpoint_is_published(world, write_conf
 
     monkeypatch.setattr(os, "fsync", noting)
     monkeypatch.setattr(system, "publish", published)
-    train_run(load(write_config(checkpoint={"save_every_steps": 2})), world)
+    train_run(config.load(str(write_config("r", checkpoint={"save_every_steps": 2}))), world)
     assert found[1:] == [("step-00000002", [1, 2]), ("step-00000004", [1, 2, 3, 4])]
-
-
-@distributed(ranks=1)
-def test_small_files_that_cannot_be_written_cost_a_line(world, write_config, monkeypatch, capsys):
-    write = system.write_atomic
-    small = ("status.json", "config.toml", "environment.json", "tokenizer.model", "rank-0.log")
-
-    def full(path: pathlib.Path, *arguments: Any) -> Any:
-        if path.name in small:
-            raise OSError(28, "No space left on device", str(path))
-        return write(path, *arguments) if arguments else logging.NullHandler()
-
-    monkeypatch.setattr(system, "write_atomic", full)
-    monkeypatch.setattr(logging, "FileHandler", lambda path: full(pathlib.Path(path)))
-    cfg = load(write_config(checkpoint={"save_every_steps": 2}))
-    assert len(train_run(cfg, world)) == 4
-    assert catalog.steps(catalog.root_of(cfg)) == [2, 4]
-    err = capsys.readouterr().err
-    assert all(re.search(f"{name}: .*No space left on device", err) for name in small)
-
-
-@distributed(ranks=1)
-def test_each_launch_is_recorded_and_another_commit_is_named(
-    world, write_config, monkeypatch, capsys
-):
-    warned = []
-    for steps, commit in enumerate(["a", "a", "b"], 2):
-        monkeypatch.setattr(environment, "git", lambda *words, commit=commit: commit)
-        cfg = load(write_config(checkpoint={}, train={"steps": steps}))
-        train_run(cfg, world)
-        warned.append("another commit than the launch before: b" in capsys.readouterr().out)
-    assert warned == [False, False, True]
-    recorded = json.loads((config.run_folder(cfg.run) / "environment.json").read_text())
-    assert [each["commit"] for each in [*recorded["earlier"], recorded]] == ["a", "a", "b"]
 
 
 # The folder
@@ -201,7 +159,7 @@ def test_status_is_replaced_and_readable(tmp_path):
 @distributed(ranks=2)
 def test_run_whose_folder_another_has_writes_nothing(world, write_config, monkeypatch):
     monkeypatch.setattr("run.run.ENDING_SECONDS", 0.0)
-    cfg = load(write_config(checkpoint={}))
+    cfg = config.load(str(write_config("r", checkpoint={})))
     folder = config.run_folder(cfg.run)
     folder.mkdir(parents=True, exist_ok=True)
     held = lock(folder, 0) if world.rank == 0 else None
@@ -233,28 +191,3 @@ def test_report_says_where_a_rank_is_and_why_it_failed(tmp_path, monkeypatch):
     assert (third.rank, third.exit_code, third.retryable, third.text) == (0, 2, False, "an error")
     for path in tmp_path.glob("error-[0-3]"):
         assert len(path.read_bytes().partition(b"\n")[0]) == LINE_BYTES
-
-
-@pytest.mark.quick
-def test_stack_of_a_timeout_names_what_the_main_thread_did(tmp_path):
-    line = json.dumps({"rank": 0, "step": 3, "phase": "step", "progress": 4, "time": 1.0})
-    stacks = """Timeout (0:00:06)!
-Thread 0x2 (most recent call first):
-  File "b.py", line 1 in b
-
-Thread 0x1 (most recent call first):
-  File "a.py", line 2 in a
-  File "a.py", line 3 in c
-"""
-    (tmp_path / "error-0").write_text(f"{line}\n{stacks}")
-    (file,) = read_rank_outcomes(tmp_path)
-    assert file.is_timeout and file.innermost_frame == 'File "a.py", line 2 in a'
-    assert file.text.endswith("this rank hangs, or waits for another that does")
-
-
-@pytest.mark.quick
-def test_report_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *arguments, **options: None)
-    watchdog = Watchdog(0, tmp_path / "gone")
-    watchdog.enter("step", 60, 1)
-    assert not watchdog.fail("an error", 1, retryable=True)
