@@ -93,7 +93,7 @@ def words(seed: int, count: int) -> str:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> pathlib.Path:
-    """200 documents of random words as jsonl."""
+    """400 documents of random words as jsonl."""
     path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
     path.write_text("".join(json.dumps({"text": words(i, 60)}) + "\n" for i in range(400)))
     return path
@@ -197,11 +197,8 @@ def over_meshes(tensors: list[Tensor], world: World) -> Iterator[tuple[str, nn.P
         if ours.tp > 1:  # by columns, the same on all tp ranks, not known to tp
             both = ours.mesh["dp_shard", "tp"]
             over[:2] = [(both, [Shard(0), Shard(1)]), (both, [Shard(0), Replicate()])]
-        model = nn.ParameterList()
-        for tensor, where in zip(tensors, over):
-            model.append(distribute_tensor(tensor, *where, src_data_rank=None))
-        model.append(tensors[-1].clone())
-        yield name, model
+        sharded = [distribute_tensor(t, *on, src_data_rank=None) for t, on in zip(tensors, over)]
+        yield name, nn.ParameterList([*sharded, tensors[-1].clone()])
 
 
 @contextlib.contextmanager
@@ -251,12 +248,10 @@ def sentencepiece_model(path: pathlib.Path, **options: Any) -> Any:
     defaults = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
     defaults |= {"vocab_size": 300, "model_type": "bpe", "byte_fallback": True}
     defaults |= {"hard_vocab_limit": False, "minloglevel": 2}
+    texts = (words(i, 50) for i in range(50))
     with path.open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=(words(i, 50) for i in range(50)),
-            model_writer=file,
-            **{**defaults, **options},
-        )
+        given = {"sentence_iterator": texts, "model_writer": file, **defaults, **options}
+        sentencepiece.SentencePieceTrainer.train(**given)
     return Tokenizer(path)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -10,9 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import evaluate
 from data.dataset import open_dataset
-from evaluate import Evaluation
+from evaluate import Evaluation, row_values
 from tests import forks
 from tests.conftest import build, make_config, mesh_for
 from tests.distributed import distributed
@@ -20,40 +18,13 @@ from tests.reference import fresh_model
 
 
 @pytest.mark.quick
-@distributed(ranks=1)
-def test_source_without_a_target_has_no_loss_and_leaves_the_mean_alone(world, monkeypatch):
-    """Sums and counts beyond 2^24 are exact, and each batch has a timeout of its own."""
-    batches = {"a": [(2.0**24, 2**24), (1.0, 0), (1.0, 0), (0.0, 1)], "b": [(0.0, 0)]}
-    phases = []
-
-    class Model(torch.nn.Module):
-        """Its loss and valid targets are its inputs."""
-
-        def forward(self, loss: torch.Tensor, valid: torch.Tensor) -> tuple:
-            return {"loss": loss}, valid
-
-    def validation_batches(stream: str, *unused: Any) -> list[tuple]:
-        return [(torch.tensor(loss), torch.tensor(valid)) for loss, valid in batches[stream]]
-
-    monkeypatch.setattr(evaluate, "validation_batches", validation_batches)
-    monkeypatch.setattr(evaluate, "reshard", lambda model: None)
-    run: Any = mock.MagicMock(stops=False)
-    run.phase.side_effect = lambda name: phases.append(name) or mock.MagicMock()
-    for streams, loss in ((["a", "b"], (2**24 + 2) / (2**24 + 1)), (["b"], None)):
-        phases.clear()
-        dataset: Any = SimpleNamespace(
-            validation=lambda streams=streams: streams,
-            source_names=streams,
-            text_bytes=lambda source, count: 7,
-        )
-        model: Any = Model()
-        result = Evaluation(make_config(), model, world, dataset, run).result()
-        assert result and result["loss"] == loss and result["loss_by_source"]["b"] is None
-        size = 7 * len(streams)
-        bits = loss * (2**24 + 1) / math.log(2) / size if loss else 0
-        assert result["bits_per_byte"] == pytest.approx(bits)
-        count = sum(len(batches[stream]) for stream in streams)
-        assert phases == ["first evaluation batch"] + ["evaluation batch"] * (count - 1)
+def test_source_without_a_target_has_no_loss_and_leaves_the_mean_alone():
+    sums = torch.tensor([[2.0**24 + 2, 2**24 + 1, 7], [0, 0, 7]], dtype=torch.float64)
+    row = row_values(["a", "b"], sums)
+    loss = (2**24 + 2) / (2**24 + 1)
+    assert row["loss"] == loss and row["loss_by_source"] == {"a": loss, "b": None}
+    assert row["bits_per_byte"] == pytest.approx((2**24 + 2) / math.log(2) / 14)
+    assert row_values([], sums[1:])["loss"] is None
 
 
 @pytest.mark.parametrize("ranks, parallel", [(1, {}), (2, {}), (2, {"cp": 2}), (2, {"tp": 2})])

@@ -45,28 +45,13 @@ FIRST_LEG = 2  # steps before a run with [checkpoint] is started again
 # What a run that is allowed to goes on with.
 CHANGED = {"train.seq_len": 16, "train.global_batch_size": 4}
 # Documents by file, of numbers that nothing divides.
-TEXTS = {
-    "a.jsonl": 211,
-    "c.jsonl": 211,
-    "b.json": 97,
-    "more-0.jsonl": 53,
-    "more-1.jsonl": 71,
-    "more-2.jsonl": 43,
-}
+TEXTS = {"a.jsonl": 211, "c.jsonl": 211, "b.json": 97}
+TEXTS |= {"more-0.jsonl": 53, "more-1.jsonl": 71, "more-2.jsonl": 43}
 ROWS = (REPO / "tests/pairs.jsonl").read_text().splitlines()
-BASE: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "intermediate_size": 128,
-    "head_dim": 16,
-    "vocab_size": 320,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1000.0,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-}
+BASE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+BASE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+BASE |= {"vocab_size": 320, "max_position_embeddings": 64, "rope_theta": 1000.0}
+BASE |= {"rms_norm_eps": 1e-5, "initializer_range": 0.1}
 
 
 # What the rows read

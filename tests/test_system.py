@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import pathlib
-import resource
 import signal
 import subprocess
 import sys
@@ -12,22 +11,11 @@ from unittest import mock
 import pytest
 
 import system
-from system import control_groups, printable, python_command, raise_file_limit, usable_cores
+from system import control_groups, printable, python_command, usable_cores
 
 pytestmark = pytest.mark.quick
 
 # Processes
-
-
-@pytest.mark.parametrize("is_unlimited", [False, True])
-def test_as_many_files_may_be_open_as_the_hard_limit_allows(monkeypatch, is_unlimited):
-    hard = resource.RLIM_INFINITY if is_unlimited else 4096  # unlimited on macOS
-    limits = mock.Mock()
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (24, hard))
-    monkeypatch.setattr(resource, "setrlimit", limits)
-    raise_file_limit()
-    expected = 10_240 if is_unlimited else 4096
-    limits.assert_called_once_with(resource.RLIMIT_NOFILE, (expected, expected))
 
 
 def test_control_characters_do_not_reach_the_terminal():
@@ -44,23 +32,11 @@ CHILD = "from system import die_with_parent; die_with_parent(); print(1, flush=T
 PARENT = f"""import subprocess, time; from system import python_command
 child = subprocess.Popen(python_command({CHILD + "; import time; time.sleep(9); print(2)"!r}))
 time.sleep(60)"""
-LAUNCHER = """import functools, os, subprocess, time; from system import die_with_parent
-
-def late(parent):
-    print(1, flush=True)
-    while os.getppid() == parent:
-        time.sleep(0.01)
-    die_with_parent(parent)
-
-begin = functools.partial(late, os.getpid())
-subprocess.run(["echo", "began"], start_new_session=True, preexec_fn=begin)"""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
-@pytest.mark.parametrize("statement", [PARENT, LAUNCHER])
-def test_process_ends_with_its_parent(statement):
-    """Also one that is killed between the fork and the request to die with it: the rank has another parent by then."""
-    process = subprocess.Popen(python_command(statement), stdout=subprocess.PIPE, text=True)
+def test_process_ends_with_its_parent():
+    process = subprocess.Popen(python_command(PARENT), stdout=subprocess.PIPE, text=True)
     assert process.stdout and process.stdout.readline() == "1\n"
     process.kill()
     assert process.stdout.read() == ""  # it ends once both have ended
@@ -71,37 +47,34 @@ def test_process_ends_with_its_parent(statement):
 
 
 @pytest.mark.parametrize(
-    "folder, moment, numbers, is_published",
+    "folder, is_renamed, number, name",
     [
-        # /home may not be open to us, / may be read-only
-        ("..", "before", (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL), True),
-        ("..", "before", (errno.EIO,), False),
-        (".c.tmp", "before", (errno.EACCES,), False),
-        (".", "after", (errno.EIO,), False),  # the new name may be lost in a power cut
+        ("..", False, errno.EACCES, "c"),  # /home may not be open to us
+        ("..", False, errno.EIO, ".c.tmp"),
+        (".c.tmp", False, errno.EACCES, ".c.tmp"),
+        (".", True, errno.EIO, ".c.tmp"),  # the new name may be lost in a power cut
     ],
 )
 def test_folder_has_its_final_name_only_if_that_is_on_disk(
-    tmp_path, monkeypatch, folder, moment, numbers, is_published
+    tmp_path, monkeypatch, folder, is_renamed, number, name
 ):
     """The sync of a folder fails before or after the rename."""
     sync = system.sync
+    root = tmp_path / "root"
+    (root / ".c.tmp").mkdir(parents=True)
 
     def refuse(path: pathlib.Path) -> None:
-        is_renamed = (root / "c").exists()
-        if path == (root / folder).resolve() and is_renamed == (moment == "after"):
+        if path == (root / folder).resolve() and (root / "c").exists() == is_renamed:
             raise OSError(number, "no")
         sync(path)
 
     monkeypatch.setattr(system, "sync", refuse)
-    for number in numbers:
-        root = tmp_path / str(number)
-        (root / ".c.tmp").mkdir(parents=True)
-        with contextlib.nullcontext() if is_published else pytest.raises(OSError):
-            system.publish(root / ".c.tmp", root / "c")
-        assert [path.name for path in root.iterdir()] == ["c" if is_published else ".c.tmp"]
+    with pytest.raises(OSError) if name == ".c.tmp" else contextlib.nullcontext():
+        system.publish(root / ".c.tmp", root / "c")
+    assert [path.name for path in root.iterdir()] == [name]
 
 
-@pytest.mark.parametrize("content", [None, b'{"step": 3', b"[3]", b"3", b"\xff", b""])
+@pytest.mark.parametrize("content", [None, b'{"step": 3', b"[3]", b"\xff"])
 def test_json_file_without_an_object_is_as_if_it_were_missing(tmp_path, content):
     """As one that a full disk has cut, or another program's."""
     path = tmp_path / "status.json"
@@ -112,12 +85,10 @@ def test_json_file_without_an_object_is_as_if_it_were_missing(tmp_path, content)
 
 def test_written_file_replaces_the_one_before_whole(tmp_path):
     path = tmp_path / "status.json"
-    for step in (3, 14):
+    for step in (14, 3):
         system.write_atomic(path, f'{{"step": {step}}}')
         assert system.read_json(path) == {"step": step}
     assert [*tmp_path.iterdir()] == [path]
-    with pytest.raises(OSError, match="status.json"):
-        system.write_atomic(path / "status.json", "")
 
 
 def test_lock_is_held_by_one_until_it_is_released(tmp_path):
@@ -129,12 +100,8 @@ def test_lock_is_held_by_one_until_it_is_released(tmp_path):
     system.lock(path).release()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EIO])
-def test_disk_without_locks_locks_nothing_and_warns(tmp_path, monkeypatch, capsys, number):
-    def refuse(handle: int, how: int) -> None:
-        raise OSError(number, "no")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
+def test_disk_without_locks_locks_nothing_and_warns(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "no")))
     for _ in range(2):
         system.lock(tmp_path / ".lock").release()
     assert capsys.readouterr().err.count(f"{tmp_path}: no locks on this file system") == 1
@@ -147,10 +114,8 @@ def test_disk_without_locks_locks_nothing_and_warns(tmp_path, monkeypatch, capsy
     "name, content, cores",
     [
         ("cpu.max", "150000 100000", 2),
-        ("cpu.max", "max 100000", 64),
         ("cpu.cfs_quota_us", "300000", 3),  # version 1, of each cpu.cfs_period_us
         ("cpu.cfs_quota_us", "-1", 64),
-        ("other", "", 64),
     ],
 )
 def test_cores_are_those_that_a_container_may_use(name, content, cores, tmp_path, monkeypatch):
