@@ -147,7 +147,7 @@ def check_tensors(
     wanted = tensors_of(model, optimizer)
     stored = reader.metadata.state_dict_metadata
     has_weights_alone = all(name.startswith("model.") for name in stored)
-    if stored and has_weights_alone and optimizer is not None:
+    if stored and has_weights_alone and any(name.startswith("optim.") for name in wanted):
         raise ConfigError(f"{folder}: {NO_OPTIMIZER}")
     problems = []
     for name, tensor in wanted.items():

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import config
-from config import DIGEST_MODULUS, IGNORE
+from config import DIGEST_MODULUS, IGNORE, ConfigError
 from data.dataset import Dataset, Sample
 
 READ_AHEAD = 3  # steps, including the next one
@@ -75,6 +75,12 @@ class Loader:
         micro_batches = []
         for numbers in rank_samples(first, self.train, self.world):
             samples = [self.dataset.sample(number) for number in numbers]
+            length = len(samples[0].ids)
+            if length != self.train.seq_len + 1:
+                raise ConfigError(
+                    f"sample {numbers[0]} has {length} ids, not train.seq_len + 1 = "
+                    f"{self.train.seq_len + 1}: the last is only a target (Dataset.sample)"
+                )
             tensors = inputs_and_targets(*stacked(samples))
             digest += sum(map(sample_digest, numbers, samples))
             valid_tokens += int((tensors[1] != IGNORE).sum())

@@ -7,12 +7,8 @@ import gc
 import logging
 import os
 import pathlib
-import platform
 import signal
 import sys
-import threading
-
-from system import print_error
 
 
 def main() -> None:
@@ -22,16 +18,11 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
 
-    from parallel.ranks import NOTICE_SECONDS
     from run.begin import ATTEMPT, PARENT
     from run.watchdog import write_killed
 
     for name in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    notice = threading.Timer(NOTICE_SECONDS, report_wait)
-    notice.daemon = True
-    if "--standalone" not in sys.argv:
-        notice.start()
     os.environ[PARENT] = str(os.getpid())
     try:
         run()
@@ -47,12 +38,3 @@ def main() -> None:
             if was_killed and is_early and ATTEMPT in os.environ:
                 write_killed(pathlib.Path(os.environ[ATTEMPT]), rank, -failure.exitcode)
         sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
-
-
-def report_wait() -> None:
-    """Prints a line if torchrun has not started its ranks yet: it waits silently for the other nodes,
-    for up to ten minutes."""
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        print_error(f"{platform.node()}: waiting for torchrun on the other nodes")

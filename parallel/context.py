@@ -64,9 +64,10 @@ def apply_context_parallelism(model: Llama, seq_len: int, world: World) -> None:
     for i, block in enumerate(model.blocks):
         if block.attention.attend is not attention:
             raise ConfigError(
-                f"[parallel] cp = {world.cp}: would replace blocks.{i}.attention.attend; write the change "
-                "into model/attention.py: attention(), which cp calls with its local queries, all keys "
-                "and a mask, or call yours in parallel/context.py: context_parallel_attention()"
+                f"[parallel] cp = {world.cp}: would replace blocks.{i}.attention.attend; write a rule on "
+                "positions into model/attention.py: mask_mod(), since a rank's queries are two separate "
+                "pieces of the text; write any other change into attention(), which cp calls with them, "
+                "all keys and a mask"
             )
         block.attention.attend = attend
 

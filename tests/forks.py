@@ -51,18 +51,6 @@ def routed_block(block: Block, x: Tensor, cos: Tensor, sin: Tensor, mask=None) -
     return x + out, terms
 
 
-@contextlib.contextmanager
-def whole_block() -> Iterator[None]:
-    """The same block, but its forward calls no halves."""
-
-    def forward(block: Block, x: Tensor, cos: Tensor, sin: Tensor, mask=None) -> Tensor:
-        x = x + block.attention(block.attention_norm(x), cos, sin, mask)
-        return x + block.feed_forward(block.feed_forward_norm(x))
-
-    with mock.patch.object(Block, "forward", forward):
-        yield
-
-
 def routed_context_parallelism(as_before: Callable, model, seq_len, world) -> None:
     from parallel.collectives import all_reduce, group_of
 

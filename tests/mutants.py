@@ -105,6 +105,8 @@ def main() -> None:
     drawn = random.Random(given.seed).sample(every, min(given.count, len(every)))
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_tracked(pathlib.Path(folder))
+        # some tests list the tracked files
+        subprocess.run("git init -q && git add -A", shell=True, cwd=copy, check=True)
         unchanged = Mutant("train.py", 1, "", "", (REPO / "train.py").read_text())
         assert not is_noticed(unchanged, copy, given.only), "the tests fail without a mutant"
         survivors = 0

@@ -23,16 +23,7 @@ import config
 from parallel import materialize
 from parallel.mesh import World
 from tests import plain
-from tests.conftest import (
-    REPO,
-    compiled_by,
-    lacks,
-    make_config,
-    refuses,
-    rows,
-    train_run,
-    words,
-)
+from tests.conftest import REPO, compiled_by, lacks, make_config, refuses, rows, train_run, words
 from tests.conftest import saved_tensors as weights
 from tests.distributed import run_on_ranks
 from tools.prepare.prepare import prepare
@@ -254,11 +245,7 @@ def test_run_is_the_plain_one(number, folder, prepared_once):
 
 
 def check_checkpoints(
-    folder: pathlib.Path,
-    saved: set[int],
-    plain_run: plain.Run,
-    cfg: config.Config,
-    tolerance: Near,
+    folder: pathlib.Path, saved: set[int], plain_run: plain.Run, cfg: config.Config, tolerance: Near
 ) -> None:
     folders = sorted((folder / "checkpoints").glob("step-????????"))
     assert [int(path.name[5:]) for path in folders] == sorted(saved)

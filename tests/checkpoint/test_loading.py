@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from checkpoint import catalog
-from checkpoint.load import Reader, restore
+from checkpoint.load import Reader, check_tensors, restore
 from checkpoint.manifest import read_file, read_manifest, render_manifest
 from checkpoint.newest import read_newest
 from model.llama import Llama, named_parameters
@@ -143,6 +143,18 @@ def test_state_of_a_parameter_that_is_frozen_now_is_refused(folder):
     model.embedding.weight.requires_grad_(False)
     with refuses(r"has optim\.embedding\.weight\.exp_avg, which this model does not"):
         restore(folder, model, build_optimizer(model, make_config().optim))
+
+
+@pytest.mark.quick
+def test_an_optimizer_without_state_resumes_and_one_that_lost_it_does_not(folder):
+    stored = Reader(folder)
+    tables = stored.metadata.state_dict_metadata
+    stored.metadata.state_dict_metadata = {k: v for k, v in tables.items() if "model." in k}
+    model = Llama(make_config().model)
+    weights = check_tensors(stored, model, torch.optim.SGD(model.parameters()))
+    assert weights.keys() == stored.metadata.state_dict_metadata.keys()
+    with refuses("holds weights without the state of an optimizer"):
+        check_tensors(stored, model, build_optimizer(model, make_config().optim))
 
 
 (SNIPPET,) = re.findall(

@@ -8,7 +8,8 @@ import pytest
 
 import config
 from data.dataset import Dataset, Sample
-from tests.conftest import make_config, rows, train_run
+from data.loader import Loader
+from tests.conftest import data_rank, make_config, refuses, rows, train_run
 from tests.distributed import run_on_ranks
 
 
@@ -50,3 +51,10 @@ def test_data_set_of_a_fork_trains_the_same_on_two_ranks(tmp_path):
         assert row["epochs"] is None
     (evaluation,) = rows(tmp_path / "one", "eval")
     assert evaluation["loss"] < 7 and evaluation["bits_per_byte"] is None
+
+
+def test_sample_without_the_last_target_is_refused():
+    cfg = make_config()
+    short = Sums(make_config(train={"seq_len": cfg.train.seq_len - 1}))
+    with refuses("sample 0 has 32 ids, not train.seq_len . 1 = 33"):
+        next(Loader(short, cfg.train, data_rank(0, 1)))

@@ -150,6 +150,7 @@ class Own(torch.optim.Optimizer):
     def __init__(self, model: nn.Module):
         super().__init__(model.parameters(), {"lr": 0.1, "weight_sum": 0.0})
         self.steps = 0
+        self.momentum = {0: torch.zeros(3)}
         for p in model.parameters():
             self.state[p] = {"step": torch.zeros(()), "z": p.detach().clone()}
 
@@ -165,6 +166,8 @@ class Own(torch.optim.Optimizer):
     [
         (lambda o: o.param_groups[0].update(weight_sum=1.0), r"groups\[0\]\['weight_sum'\]"),
         (lambda o: setattr(o, "steps", 1), "its attribute steps"),
+        (lambda o: o.momentum.update({0: torch.ones(3)}), "its attribute momentum"),
+        (lambda o: setattr(o, "_late", [torch.zeros(2)]), "its attribute _late"),
         (lambda o: next(iter(o.state.values())).update(late=torch.zeros(())), "'late'"),
     ],
 )

@@ -1,9 +1,11 @@
 """How ranks agree."""
 
+import threading
+
 import pytest
 
 from config import ConfigError
-from parallel.ranks import check_same_on_all_ranks, on_each_rank, on_rank_zero
+from parallel.ranks import check_same_on_all_ranks, on_each_rank, on_rank_zero, printed_if_long
 from tests.conftest import refuses
 from tests.distributed import distributed
 
@@ -43,3 +45,11 @@ def test_ranks_with_another_value_are_named(world):
     check_same_on_all_ranks("options", {"a": 1})
     with refuses("rank 2 has a = 2, rank 0 1; b = 3, rank 0 .absent.: all nodes need"):
         check_same_on_all_ranks("options", {"a": 2, "b": 3} if world.rank == 2 else {"a": 1})
+
+
+def test_long_wait_is_reported(monkeypatch):
+    is_printed = threading.Event()
+    monkeypatch.setattr("parallel.ranks.print_error", lambda text: is_printed.set())
+    monkeypatch.setattr("parallel.ranks.NOTICE_SECONDS", 0.01)
+    with printed_if_long("waiting for rank 3"):
+        assert is_printed.wait(60)

@@ -268,10 +268,7 @@ def test_weights_and_flops_are_counted_however_they_are_stored(base, dtype):
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "targets, names",
-    [
-        ("all-linear", PROJECTIONS),
-        (r".*\.self_attn\.(q|v)_proj", ["q_proj", "v_proj"]),
-    ],
+    [("all-linear", PROJECTIONS), (r".*\.self_attn\.(q|v)_proj", ["q_proj", "v_proj"])],
     ids=str,
 )
 def test_targets_are_read_as_peft_reads_them(base, tmp_path, targets, names):
