@@ -29,7 +29,8 @@ from data.tokens import Span, TextStream, stream_of
 class Sample(NamedTuple):
     """A window of text: T inputs and their targets, shifted by one."""
 
-    # (T+1) int64. A token without a loss is stored as its complement -1 - id, padding as -1.
+    # (T+1) int64. A token without a loss is stored as its complement -1 - id. Padding is -1, which
+    # reads as token 0 without a loss.
     ids: np.ndarray
     # (T+1) the number of each token's document, increasing; None without data.document_mask.
     documents: np.ndarray | None = None

@@ -165,8 +165,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="CKPT_OR_RUN")
     parser.add_argument("--prompt", metavar="TEXT", required=True)
-    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="at most")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
+    parser.add_argument("--tokens", type=int, default=128, help="at most; default: 128")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy; default: 0.8")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws")
     parser.add_argument(
         "--base",
