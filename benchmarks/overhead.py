@@ -110,8 +110,7 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         own = [f"--run.output_dir={folder}", f"--data.path={folder}/data"]
         own.append(f"--train.steps={WARM_UP + args.steps + 1}")
-        tiny = str(REPO / "configs/tiny.toml")
-        cfg = config.load(tiny, [*OPTIONS.split(), *own, *overrides])
+        cfg = config.load(f"{REPO}/configs/tiny.toml", [*OPTIONS.split(), *own, *overrides])
         prepare(cfg.data, cfg.model.vocab_size)
         with distributed(cfg) as world:
             seconds = measure(cfg, world)

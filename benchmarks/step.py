@@ -48,9 +48,7 @@ def sharded(cfg: config.Config, world: World, read: ReadShard | None = None) -> 
     return model
 
 
-def with_optimizer(
-    model: Llama, cfg: config.Config, world: World
-) -> tuple[Llama, torch.optim.Optimizer, UpdateGuard]:
+def with_optimizer(model: Llama, cfg: config.Config, world: World) -> tuple[Llama, Any, Any]:
     """(model, optimizer, guard), as train.py makes them."""
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, cfg.parallel.compile)
     guard = UpdateGuard(optimizer, storage_device(cfg.parallel, world), 0, Progress())

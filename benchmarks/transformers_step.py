@@ -5,8 +5,7 @@
 
 Both have the sizes of configs/tiny.toml, the same weights and random tokens, in float32, a rank's
 batch as one micro-batch. Theirs is forward with labels, backward, torch's clip_grad_norm_ and fused
-AdamW, on several ranks under DistributedDataParallel. They take turns, and of several ranks the
-slowest counts. Fails where losses differ. Needs transformers (tests/requirements.txt).
+AdamW, on several ranks under DistributedDataParallel. They take turns; the slowest rank counts.
 """
 
 import argparse
@@ -31,7 +30,6 @@ from parallel.ranks import all_gather_objects, rank_and_size
 from run.rank import distributed
 from tools.planner.arguments import positive_integer
 
-TINY = str(REPO / "configs/tiny.toml")
 WARM_UP = 5  # steps
 Pairs = list[tuple[float, float]]  # seconds of (ours, theirs) for each step
 
@@ -106,8 +104,9 @@ def main(argv: list[str]) -> int:
     # a constant learning rate, as theirs, so low that rounding does not add up
     options = ["--parallel.param_dtype=float32", "--optim.schedule=constant", "--optim.lr=1e-4"]
     options += ["--optim.warmup_steps=0", *overrides]
-    rank_batch_size = config.load(TINY, options).train.global_batch_size // ranks
-    cfg = config.load(TINY, [*options, f"--train.micro_batch_size={rank_batch_size}"])
+    tiny = f"{REPO}/configs/tiny.toml"
+    rank_batch_size = config.load(tiny, options).train.global_batch_size // ranks
+    cfg = config.load(tiny, [*options, f"--train.micro_batch_size={rank_batch_size}"])
     with distributed(cfg) as world:
         pairs = measure(cfg, world, args.steps)
     if world.rank == 0:

@@ -83,14 +83,6 @@ def test_json_file_without_an_object_is_as_if_it_were_missing(tmp_path, content)
     assert system.read_json(path) == {}
 
 
-def test_written_file_replaces_the_one_before_whole(tmp_path):
-    path = tmp_path / "status.json"
-    for step in (14, 3):
-        system.write_atomic(path, f'{{"step": {step}}}')
-        assert system.read_json(path) == {"step": step}
-    assert [*tmp_path.iterdir()] == [path]
-
-
 def test_lock_is_held_by_one_until_it_is_released(tmp_path):
     path = tmp_path / ".lock"
     held = system.lock(path)

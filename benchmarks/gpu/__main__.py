@@ -1,12 +1,12 @@
 """The first hour on a GPU: does it train, how fast, and as planned? docs/cluster.md explains it.
 
-    ./run_train.sh -m benchmarks.gpu [--seconds 600] [--json gpu.json] [--only GROUP ...] [--afresh]
+    ./run_train.sh -m benchmarks.gpu [--seconds 600] [--json gpu.json] [--only GROUP ...]
     ./run_train.sh -m benchmarks.gpu --tiny        tiny sizes, to see that all of it runs
 
 Runs the arms of arms.py, each in a process, next to its plan; without a GPU at tiny sizes. An arm
 that takes more than a quarter of --seconds is killed. Started again with the same JSON file, which
 is replaced after every arm, it measures what was skipped, cut off or failed. A file of another
-device, other versions or another state of the code is refused; --afresh begins it anew.
+device, other versions or another state of the code is refused.
 """
 
 import argparse
@@ -29,7 +29,6 @@ from benchmarks.gpu.arms import ARMS, GROUPS, Arm
 from config import ConfigError
 from tools.planner.devices import known_as
 
-LEAST_LIMIT = 30.0  # seconds that an arm may take in any case
 SAME_LOSS, STEADY = 0.02, 0.015  # difference of losses; share of speed
 PLANNED = ("peak_gib", "reserved_gib", "step_seconds")
 HIDDEN = ("group", "arm", "status", "config", "polled", "errors")
@@ -125,7 +124,7 @@ def line(row: dict) -> str:
 def run(args: argparse.Namespace, path: pathlib.Path) -> list[dict]:
     """Measures what lacks a result. Raises ConfigError."""
     deadline = time.time() + args.seconds
-    limit = max(LEAST_LIMIT, args.seconds / 4)
+    limit = args.seconds / 4
     conditions = answer(["benchmarks.gpu.parts", "conditions"], 120.0)
     status = conditions.pop("status")
     if status != "ok":
@@ -135,13 +134,13 @@ def run(args: argparse.Namespace, path: pathlib.Path) -> list[dict]:
     print("tiny sizes: no figure of a GPU" if tiny else "full sizes")
     conditions["tiny"] = tiny
     rows = {}
-    if path.exists() and not args.afresh:
+    if path.exists():
         earlier = system.read_json(path)
         then = earlier.get("measured_under", {})
         wrong = [f"{n} was {then.get(n)}" for n in conditions if conditions[n] != then.get(n)]
         if wrong:
-            problem = f"{path}: measured under other conditions ({', '.join(wrong)})"
-            raise ConfigError(f"{problem}; name another --json, or pass --afresh")
+            changed = ", ".join(wrong)
+            raise ConfigError(f"{path}: measured under other conditions ({changed}): name another")
         rows = {(row["group"], row["arm"]): row for row in earlier["rows"]}
     for arm in ARMS:
         key = (arm.group, arm.name)
@@ -156,7 +155,7 @@ def run(args: argparse.Namespace, path: pathlib.Path) -> list[dict]:
                 row["status"] = "cut off: time"
             rows[key] = row
             print(line(row), file=sys.stderr, flush=True)
-        ordered = [rows[k] for k in [(arm.group, arm.name) for arm in ARMS] if k in rows]
+        ordered = [rows[arm.group, arm.name] for arm in ARMS if (arm.group, arm.name) in rows]
         compare(ordered)
         content = {"measured_under": conditions, "rows": ordered}
         system.write_atomic(path, json.dumps(content, indent=1))
@@ -167,7 +166,6 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--json", type=pathlib.Path, help="a file for all figures")
-    parser.add_argument("--afresh", action="store_true", help="begin the JSON file anew")
     parser.add_argument("--only", choices=GROUPS, nargs="+", default=GROUPS)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(argv)

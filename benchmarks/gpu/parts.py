@@ -49,7 +49,6 @@ def conditions() -> dict:
 def machine(cfg: Config, world: World) -> dict:
     """Versions, memory, and the attention kernel that torch chooses."""
     facts = environment([platform.node()], world.device)
-    facts["uncommitted"] = bool(facts["uncommitted"])
     if world.device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         facts |= {"free_gib": free / 2**30, "total_gib": total / 2**30}

@@ -27,18 +27,6 @@ from tests.distributed import distributed
 
 
 @pytest.mark.quick
-@distributed(ranks=2)
-def test_auto_is_bfloat16_where_all_ranks_have_units_for_it(world, monkeypatch):
-    cfg = make_config(parallel={"param_dtype": "auto"})
-    for natives, expected in (((0, 1), "bfloat16"), ((1,), "float32")):
-        is_native = world.rank in natives
-        monkeypatch.setattr(
-            rank, "has_native_bfloat16", lambda device, is_native=is_native: is_native
-        )
-        assert rank.resolve_param_dtype(cfg, world).parallel.param_dtype == expected
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "device, drivers, visible, count, expected",
     [

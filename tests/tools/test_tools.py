@@ -45,9 +45,3 @@ def test_run_train_hands_over(tmp_path, words, module):
     done = launch(*words, repo=tmp_path, PYTHON=str(tmp_path / "python"))
     expected = [str(tmp_path), "tools", *module]
     assert json.loads(done.stdout.splitlines()[-1]) == expected, done.stderr
-
-
-def test_a_misspelt_tool_is_answered_with_the_nearest():
-    done = launch("-m", "generat")
-    assert done.returncode == 2
-    assert "-m generat: no such tool; did you mean generate?" in done.stderr
