@@ -126,9 +126,8 @@ def run(args: argparse.Namespace, path: pathlib.Path) -> list[dict]:
     deadline = time.time() + args.seconds
     limit = args.seconds / 4
     conditions = answer(["benchmarks.gpu.parts", "conditions"], 120.0)
-    status = conditions.pop("status")
-    if status != "ok":
-        raise ConfigError(status)
+    if conditions["status"] != "ok":
+        raise ConfigError(conditions["status"])
     path.parent.mkdir(parents=True, exist_ok=True)
     tiny = args.tiny or conditions["device"] != "cuda"
     print("tiny sizes: no figure of a GPU" if tiny else "full sizes")
