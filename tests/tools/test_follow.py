@@ -114,7 +114,7 @@ def test_stop_and_resume_are_one_run_at_the_tracker(write_config, store, tmp_pat
     assert run.wait(200) == 75
     stopped = sent(store)[-1]["at"]
     page = tmp_path / "outputs/r/report.html"
-    assert "stopped" in page.read_text()
+    assert "preempted at step" in page.read_text()
     done = launch(path, f"--train.steps={stopped + 3}")
     assert done.returncode == 0, done.stderr
     assert [each["at"] for each in sent(store)] == [*range(1, stopped + 4)]
