@@ -41,7 +41,8 @@ for name in ("llama3.1-70b", "llama8b-qlora", "qwen3-8b-chat-qlora"):
     LIMITS[f"{name}-compiled reserved_gib"] = HOLES
 for name in ("llama70b-eager", "llama8b-float8-compiled"):
     LIMITS[f"{name} reserved_gib"] = (0.97, 1.05)  # with fewer
-LIMITS["llama8b-qlora-eager peak_gib"] = (0.95, 1.03)  # the plan is 5 % high: measured 0.953
+for figure in ("peak_gib", "reserved_gib"):  # the plan is 5 % high: measured 0.953 and 0.954
+    LIMITS[f"llama8b-qlora-eager {figure}"] = (0.95, 1.03)
 # one kernel of the last block's backward holds nine tensors as wide as ffn_dim
 LIMITS["llama3.1-8b-chat-lora-compiled peak_gib"] = (0.97, 1.04)
 
