@@ -125,7 +125,7 @@ def environment(cache: pathlib.Path = CACHE, **settings: object) -> dict[str, st
     }
 
 
-def python(*words: object, **options: dict[str, str]) -> str:
+def python(*words: object, **options: Any) -> str:
     """What a command of this Python prints."""
     command = [sys.executable, *map(str, words)]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, **options)

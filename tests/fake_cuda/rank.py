@@ -16,6 +16,7 @@ import pathlib
 import runpy
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -27,12 +28,14 @@ def be_alone(size: int) -> None:
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
     from torch.distributed.checkpoint import default_planner
 
+    planner: Any = default_planner
     local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(min(size, 8)), "MASTER_PORT": "29500"}
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", **local}
     store, init, new_group = dist.HashStore(), dist.init_process_group, dist.new_group
 
     def init_alone(backend: str, **options: Any) -> None:
-        init(backend.replace("gloo", "fake"), **{**options, "store": store})
+        changed: dict[str, Any] = {**options, "store": store}
+        init(backend.replace("gloo", "fake"), **changed)
 
     def new_alone(*arguments: Any, backend: str | None = None, **options: Any) -> Any:
         return new_group(*arguments, backend="fake" if backend == "gloo" else backend, **options)
@@ -48,12 +51,13 @@ def be_alone(size: int) -> None:
         scatter_object_output_list[0] = scatter_object_input_list[0]
 
     # a checkpoint lacks the other ranks' shards; torch 2.11 returned a bool, later ones the errors
-    returned = default_planner._validate_global_plan.__annotations__["return"]
-    default_planner._validate_global_plan = lambda *unused: True if returned is bool else []
+    returned = planner._validate_global_plan.__annotations__["return"]
+    planner._validate_global_plan = lambda *unused: True if returned is bool else []
     # the gathered plans all are rank 0's, which must write all of it
-    planner, empty = default_planner.DefaultSavePlanner, dataclasses.replace
-    planner._dedup_save_plans = lambda _, p: [p[0], *(empty(plan, items=[]) for plan in p[1:])]
-    for module in (dist, dist.distributed_c10d):
+    empty = partial(dataclasses.replace, items=[])
+    planner.DefaultSavePlanner._dedup_save_plans = lambda _, p: [p[0], *map(empty, p[1:])]
+    modules: list[Any] = [dist, dist.distributed_c10d]
+    for module in modules:
         module.init_process_group, module.new_group = init_alone, new_alone
         module.all_gather_object, module.gather_object = gather, gather_on_one
         module.scatter_object_list = scatter
@@ -102,10 +106,10 @@ def report(path: pathlib.Path, races: Any) -> None:
         found |= {"steps": rows, "races": races.found if races else []}
         path.write_text(json.dumps(found, indent=1))
 
-    def measured(run: Run, *of: Any) -> Iterator[int]:
+    def measured(self: Run, first: int, last: int) -> Iterator[int]:
         with races or contextlib.nullcontext():
             write()
-            for step in steps_of_run(run, *of):
+            for step in steps_of_run(self, first, last):
                 cuda.reset_peak_memory_stats()
                 before = counters()
                 yield step
