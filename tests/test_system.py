@@ -74,15 +74,6 @@ def test_folder_has_its_final_name_only_if_that_is_on_disk(
     assert [path.name for path in root.iterdir()] == [name]
 
 
-@pytest.mark.parametrize("content", [None, b'{"step": 3', b"[3]", b"\xff"])
-def test_json_file_without_an_object_is_as_if_it_were_missing(tmp_path, content):
-    """As one that a full disk has cut, or another program's."""
-    path = tmp_path / "status.json"
-    if content is not None:
-        path.write_bytes(content)
-    assert system.read_json(path) == {}
-
-
 def test_lock_is_held_by_one_until_it_is_released(tmp_path):
     path = tmp_path / ".lock"
     held = system.lock(path)

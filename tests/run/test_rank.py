@@ -58,6 +58,13 @@ def test_device_is_a_gpu_of_its_own_or_none_was_meant(
         pick_device(device, 1)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("unit", ["avx512_bf16", "amx_bf16", "avx512"])
+def test_bfloat16_is_native_to_a_cpu_with_units_for_it(monkeypatch, unit):
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {unit: True})
+    assert rank.has_native_bfloat16(torch.device("cpu")) == unit.endswith("bf16")
+
+
 @pytest.mark.parametrize("sections", [{"parallel": {"cp": 2}}, {"data": {"document_mask": True}}])
 def test_heads_too_narrow_for_flex_attention_are_refused_on_a_gpu(sections):
     config.check_for_gpus(make_config(model={"dim": 128, "head_dim": 16}, **sections))

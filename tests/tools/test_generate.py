@@ -105,7 +105,8 @@ def test_what_a_cache_would_get_wrong_is_recomputed(change):
     "sections", [{"keep_fp32": ["head", "blocks.1"]}, {"output_dtype": "float32"}]
 )
 @distributed(ranks=2)
-def test_logits_are_those_of_evaluation(world, write_config, sections):
+def test_logits_are_those_of_evaluation(world, write_config, monkeypatch, sections):
+    monkeypatch.setattr(tool, "has_native_bfloat16", lambda device: True)
     parallel = {"param_dtype": "bfloat16", **sections}
     path = write_config("r", parallel=parallel, train={"steps": 1}, checkpoint={})
     cfg = config.load(str(path))
