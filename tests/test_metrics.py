@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import os
 import pathlib
 import resource
 import subprocess
@@ -230,12 +229,3 @@ def test_environment_has_what_is_not_committed(tmp_path, monkeypatch):
     launch = environment(["a"], CPU)
     assert "+after \N{REPLACEMENT CHARACTER}" in launch["uncommitted"].splitlines()
     assert len(launch["commit"]) == 40
-
-
-def test_git_that_hangs_or_fails_costs_no_launch(tmp_path, monkeypatch):
-    monkeypatch.setattr(run.environment, "GIT_SECONDS", 0.2)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    for script in ("sleep 100", "exit 1"):
-        (tmp_path / "git").write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / "git").chmod(0o755)
-        assert run.environment.git("diff", "HEAD") is None

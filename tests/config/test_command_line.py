@@ -10,7 +10,6 @@ import pytest
 import tomli
 
 import config
-from config.command_line import config_path
 from config.help import help_text
 from tests.conftest import REPO, launch, make_config, run_tool
 
@@ -69,13 +68,6 @@ def test_help_searches_names_and_descriptions():
     found = {"lr": "lr muon_lr min_lr_ratio", "host": "cpu_offload", "eval": "every_steps batches"}
     for word, keys in found.items():
         assert re.findall(r"^  (\w+) = ", help_text(word), re.M) == keys.split()
-
-
-def test_a_file_comes_before_a_name_in_configs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert config_path("tiny") == TINY
-    (tmp_path / "tiny").touch()
-    assert config_path("tiny") == "tiny"
 
 
 @pytest.mark.quick

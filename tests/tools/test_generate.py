@@ -101,6 +101,20 @@ def test_what_a_cache_would_get_wrong_is_recomputed(change):
     assert [*generate(ours, [1, 2, 3, 4], 12, 8, CPU)] == expected != plain
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_text_is_recomputed_for_one_comparison_only(dtype):
+    """A plain model's cache is near a pass over the whole text, in each dtype, at any length."""
+    model = varied(n_layers=8).to(dtype)
+    lengths: list[int] = []
+    model.embedding.register_forward_pre_hook(lambda m, args: lengths.append(args[0].shape[1]))
+    for size in (1, 30, 300):
+        lengths.clear()
+        prompt = token_ids(1, size)[0].tolist()
+        assert len([*generate(model, prompt, 6, 1000, CPU)]) == 6
+        assert lengths == [size, 1, size + 1, 1, 1, 1, 1]
+
+
 @pytest.mark.parametrize(
     "sections", [{"keep_fp32": ["head", "blocks.1"]}, {"output_dtype": "float32"}]
 )
