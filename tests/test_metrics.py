@@ -211,6 +211,7 @@ def test_console_line_has_at_most_100_columns():
     row = {"step": 7, "loss_mean": 11.56789, "grad_norm": math.inf, "step_seconds": 2.0}
     row |= {"tokens_per_second_per_device": 12345.6, "peak_memory_gib": 141.23, "mfu": None}
     line = console_line(row, 1_799_999)
+    assert line.endswith("  left 999h59m")
     assert "loss 11.5679  grad   inf  12,346 tokens/s/device  141.2 GiB" in line
     assert len(line) <= 100
     assert "loss    none" in console_line(row | {"loss_mean": None}, 3600)

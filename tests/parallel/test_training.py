@@ -203,6 +203,16 @@ def test_meshes_of_three_dimensions_shard_every_parameter(world):
         assert verify_sharding(build(cfg, ours), cfg.parallel, ours), degrees
 
 
+@pytest.mark.quick
+@distributed(ranks=2)
+def test_logits_of_tensor_parallel_ranks_are_those_of_one(world):
+    cfg = make_config(parallel={"tp": 2})
+    model = build(cfg, mesh_for(cfg, world))
+    with torch.no_grad():
+        logits = model(token_ids(2, 16))
+        torch.testing.assert_close(logits, fresh_model(cfg)(token_ids(2, 16)))
+
+
 @distributed(ranks=2)
 def test_replicated_parameters_compute_what_sharded_ones_do(world):
     """Bit for bit: a whole unit, single matrices, a tied one."""

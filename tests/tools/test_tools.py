@@ -7,16 +7,8 @@ import sys
 import pytest
 
 from tests.conftest import REPO, launch
-from tools.__main__ import module_of, tools
 
 pytestmark = pytest.mark.quick
-
-
-def test_tools_have_short_names():
-    listed = tools()
-    assert {"generate", "checkpoint", "prepare", "migrate.from_fsdp1", "planner"} <= listed.keys()
-    assert module_of("migrate.from_fsdp1") == "tools.migrate.from_fsdp1"
-    assert module_of("checkpoint") == "checkpoint"
 
 
 # stands for Python: prints its arguments, but where run_train.sh asks it for its version and packages
