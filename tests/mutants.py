@@ -1,6 +1,6 @@
 """Small wrong changes to the core, drawn by a seed, and whether the tests notice them; prints the survivors.
 
-    python -m tests.mutants --count 300             two hours on two cores
+    python -m tests.mutants --count 300             four hours on two cores
     python -m tests.mutants --count 40 --of checkpoint/ --only tests/checkpoint
 
 Each mutant is one edit in a copy of the repository: a comparison negated, an integer off by one, a statement dropped,
