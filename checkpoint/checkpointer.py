@@ -122,7 +122,13 @@ class Checkpointer:
         on_rank_zero(lambda: compare.check_base(self.folder, self.cfg.model.init_from, self.base))
         restore(self.folder, model, optimizer)
         saved = on_rank_zero(lambda: catalog.read_state(self.folder))
-        return Progress(**{field.name: saved[field.name] for field in fields(Progress)})
+        try:
+            counts = {field.name: saved[field.name] for field in fields(Progress)}
+        except KeyError as missing:
+            raise ConfigError(
+                f"{self.folder}: another version saved it: its state has no {missing}"
+            ) from None
+        return Progress(**counts)
 
     def is_due(self, step: int, stopping: bool) -> bool:
         if not self.saver:

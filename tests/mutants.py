@@ -77,11 +77,11 @@ def is_noticed(mutant: Mutant, copy: pathlib.Path, only: list[str]) -> bool:
     original = path.read_text()
     path.write_text(mutant.text)
     room = f"tests/{mutant.path.split('/')[0]}"
-    mirrored = [room] if (copy / room).is_dir() else [f"tests/test_{mutant.path}"]
-    runs = [only] if only else [mirrored, ["tests", "-m", "quick"], ["tests/test_pairs.py"]]
+    mirrored = [path for path in (room, f"tests/test_{mutant.path}") if (copy / path).exists()]
+    every = [*([path] for path in mirrored), ["tests", "-m", "quick"], ["tests/test_pairs.py"]]
     options = ["-x", "-q", "-n", "2", "-p", "no:cacheprovider"]
     try:
-        for arguments in runs:
+        for arguments in [only] if only else every:
             command = [sys.executable, "-m", "pytest", *options, *arguments]
             done = subprocess.run(command, cwd=copy, timeout=SECONDS, capture_output=True)
             if done.returncode not in (0, 5):  # 5: no test was selected

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import functools
 import html
+import itertools
 import json
 import math
 import pathlib
@@ -109,11 +110,13 @@ def as_number(value: Any) -> float | None:
 
 def drawn_keys(runs: list[ReportedRun]) -> list[str]:
     """The keys of training rows that the page draws."""
-    others = set()
+    numbers = set()
     for run in runs:
         for row in run.train:
-            others |= {key for key in row.keys() - others if as_number(row[key]) is not None}
-    return [*TITLES, *sorted(others - TITLES.keys() - NOT_DRAWN)]
+            for key, value in row.items():
+                if as_number(value) is not None:
+                    numbers.add(key)
+    return [*TITLES, *sorted(numbers - TITLES.keys() - NOT_DRAWN)]
 
 
 def draw(key: str, runs: list[ReportedRun]) -> str:
@@ -124,7 +127,7 @@ def draw(key: str, runs: list[ReportedRun]) -> str:
     if key == "loss_mean":
         for i, run in enumerate(runs):
             validation[i] = [(row["step"], as_number(row.get("loss"))) for row in run.evaluations]
-    points = [point for curve in (*curves, *validation) for point in curve]
+    points = [*itertools.chain(*curves, *validation)]
     values = [value for _, value in points if value is not None]
     if not values:
         return ""
@@ -174,11 +177,16 @@ def gap_first(point: Point) -> tuple[bool, float]:
 # Tables
 
 
+def all_labels(columns: list[dict]) -> list[str]:
+    """The labels of all columns, in order of first occurrence."""
+    return list(dict.fromkeys(itertools.chain(*columns)))
+
+
 def section(heading: str, columns: list[dict], labels: list[str] | None = None) -> str:
-    """A table with a column of values per run, by label. labels=None: all labels, in order of first
-    occurrence. "" if it would be empty."""
+    """A table with a column of values per run, by label. labels: by default all. "" if it would be
+    empty."""
     if labels is None:
-        labels = list(dict.fromkeys(label for column in columns for label in column))
+        labels = all_labels(columns)
     if not labels:
         return ""
     lines = []
@@ -236,9 +244,11 @@ def page(runs: list[ReportedRun]) -> str:
         line = "╍╍╍" if dashes else "━━━"
         legend.append(f'<span><b style="color: {color}">{line}</b> {html.escape(name)}</span>')
     options = [{name: config.toml(value) for name, value in run.options.items()} for run in runs]
-    labels = list(dict.fromkeys(name for column in options for name in column))
-    differing = [name for name in labels if len({column.get(name) for column in options}) > 1]
-    equal = [name for name in labels if name not in differing]
+    differing = []
+    equal = []
+    for name in all_labels(options):
+        values = {column.get(name) for column in options}
+        (differing if len(values) > 1 else equal).append(name)
     charts = [draw(key, runs) for key in drawn_keys(runs)]
     sections = [
         f"<h1>{' '.join(legend)}</h1>",

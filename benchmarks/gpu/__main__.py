@@ -138,8 +138,7 @@ def run(args: argparse.Namespace, path: pathlib.Path) -> list[dict]:
         then = earlier.get("measured_under", {})
         wrong = [f"{n} was {then.get(n)}" for n in conditions if conditions[n] != then.get(n)]
         if wrong:
-            changed = ", ".join(wrong)
-            raise ConfigError(f"{path}: measured under other conditions ({changed}): name another")
+            raise ConfigError(f"{path}: of other conditions ({', '.join(wrong)}): name another")
         rows = {(row["group"], row["arm"]): row for row in earlier["rows"]}
     for arm in ARMS:
         key = (arm.group, arm.name)

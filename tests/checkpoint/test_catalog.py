@@ -249,6 +249,9 @@ def test_progress_is_restored_on_the_same_base_alone(world, tmp_path, monkeypatc
     assert Checkpointer(cfg, world, no_data()).restore(None, None, "A") == progress
     with refuses("its weights have the hash B, .*was trained on a base with A"):
         Checkpointer(cfg, world, no_data()).restore(None, None, "B")
+    make_checkpoint(cfg, 20)
+    with refuses("step-00000020: another version saved it: its state has no 'samples'"):
+        Checkpointer(cfg, world, no_data()).restore(None, None)
 
 
 @pytest.mark.quick

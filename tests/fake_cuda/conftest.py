@@ -1,5 +1,4 @@
-"""Tests on the fake CUDA. `./tests/run.sh --fake-cuda` runs them; the default suite leaves them out, as they need
-torch's CUDA wheel."""
+"""Tests on the fake CUDA, by `./tests/run.sh --fake-cuda` alone: they need torch's CUDA wheel."""
 
 import pytest
 

@@ -1,5 +1,4 @@
-"""A rank's process: its device, its process group, and what an error of it means. The exit codes of its main() are
-in tests/launch: test_pods.py, test_stopping.py, test_failing.py."""
+"""A rank's process: device, process group, errors. Exit codes of its main(): tests/launch."""
 
 import os
 import pathlib

@@ -1,5 +1,4 @@
-"""Exports of runs on conversations, merged adapters and adapters alone, answer in transformers and PEFT and stop where
-their template ends a turn, whatever their base's own settings are."""
+"""Exports of chats answer in transformers and PEFT, and stop where their template ends a turn."""
 
 import json
 import pathlib
